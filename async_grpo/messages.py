@@ -10,6 +10,8 @@ import numpy as np
 
 from async_grpo.types import PROMPT_TOKEN
 
+NO_TIME = np.int32(-1)  # `times` of a token that is not part of a trajectory of several sequences
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -29,6 +31,9 @@ class MicroBatch:
     group_tokens: np.ndarray  # (S,) int64, trained tokens of the sequence's group in the whole minibatch
     ref_logprobs: np.ndarray | None = None  # (N,) float32
     proximal_logprobs: np.ndarray | None = None  # (N,) float32
+    # Of trajectories with several sequences, for a critic; None where there is none in the micro-batch
+    members: np.ndarray | None = None  # (S,) int64, place of the sequence's sample in its group
+    times: np.ndarray | None = None  # (N,) int32, place in time among the trajectory's tokens; below 0: none
     is_dummy: bool = False  # nothing to learn: keeps the collectives of an idle rank aligned
 
     @property

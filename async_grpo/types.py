@@ -88,6 +88,7 @@ class Turn:
     fresh: bool = False  # it begins a sequence of its own: the history was rewritten, or it is the first turn
     said: str = ""  # `before` as text, of a fresh one all of it
     text: str = ""  # what was sampled
+    number: int = 0  # place in time among the trajectory's turns; equal numbers: as they stand
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,23 @@ class Completion(Tokens):
     @property
     def truncated(self) -> bool:
         return self.finish_reason is FinishReason.LENGTH
+
+    @property
+    def turn_ranks(self) -> np.ndarray:
+        """Return (turns,) the place in time of each turn, 0 for the first."""
+        numbers = [turn.number for turn in self.turns] or [0]
+        return np.argsort(np.argsort(numbers, kind="stable"))
+
+    @property
+    def times(self) -> np.ndarray | None:
+        """Return (T,) int32 the place in time of each token; None: as they stand, which is by sequence."""
+        ranks = self.turn_ranks
+        if np.all(ranks[1:] > ranks[:-1]):
+            return None
+        token_ranks = np.repeat(ranks, [turn.tokens for turn in self.turns])
+        times = np.empty(len(self), np.int32)
+        times[np.argsort(token_ranks, kind="stable")] = np.arange(len(self), dtype=np.int32)
+        return times
 
 
 @dataclass(frozen=True)
@@ -201,6 +219,7 @@ class Sample:
     group_tokens: int = 0  # trained tokens of its whole group
     ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference; None: the loss has no use for it
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
+    times: np.ndarray | None = None  # (T,) int32, places in time; for a critic, of several `sequences`
 
     @property
     def num_tokens(self) -> int:
@@ -250,7 +269,7 @@ class Sample:
 
 
 OF_A_TOKEN = ("token_ids", "logprobs", "versions", "char_ends")  # (T,) of a completion
-ADDED = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs")  # (T,) of a sample
+ADDED = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")  # (T,) of a sample
 
 
 def _cut(array: np.ndarray | None, place: slice) -> Any:

@@ -8,6 +8,7 @@ A reward that is missing or not a number must never move a baseline, and a sampl
 - What stands at masked positions and in invalid rows may be anything, NaN included, and changes nothing; so do rewards
   outside a `step_mask` or `masks`. There, and where a row does not participate, the advantages are zero.
 - Statistics are float64, a deviation has ddof 1. Equal rewards give exactly zero, not rounding noise.
+- Advantages are finite. What would overflow on the way, or in the dtype of the rewards, is a ValueError.
 """
 
 import inspect
@@ -25,6 +26,7 @@ from async_grpo.algorithm.statistics import Groups
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import find_entry
 
+LARGEST = 1e100  # of rewards, baselines and values: their squares and sums stay far within float64
 SOLE = "reward"  # the name of a reward that came as a bare tensor
 
 # How the rewards of a sample reach an estimator
@@ -125,7 +127,7 @@ class Estimator:
         one prompt share an id. valid (B,): False where the reward is missing; such a row may hold NaN. `options` go to
         the estimator: scalars, and inputs such as `baselines` (B,), `values` (B, T), `step_mask` (B, T).
         ValueError: an option that is unknown or missing, a shape that does not fit, several rewards where one is taken,
-        or a valid row whose reward, baseline or value is not finite.
+        a valid row whose reward, baseline or value is not finite or beyond 1e100, or an advantage beyond the dtype.
 
         >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
@@ -156,7 +158,14 @@ class Estimator:
         counted = self.per_sample or self.sums
         counts = torch.where(used, tokens, 0) if counted and (tokens > 1).any() else used
         advantages = self.function(cleaned if self.named else cleaned[SOLE], counts, groups, **options)
-        return torch.where(used, advantages, 0).to(dtype)
+        advantages = torch.where(used, advantages, 0).to(dtype)
+        if not torch.isfinite(advantages).all():
+            rows = (~torch.isfinite(advantages)).nonzero()[:, 0].unique().tolist()
+            raise ValueError(
+                f"{self.function.__name__}: the advantages of rows {rows} are beyond {dtype}: "
+                "rewards or options are too large"
+            )
+        return advantages
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         name, known = self.function.__name__, list(self.keywords)
@@ -217,6 +226,12 @@ def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
         kind = "rewards" if name == SOLE else name
         rows = (~torch.isfinite(cleaned)).nonzero()[:, 0].unique().tolist()
         raise ValueError(f"the {kind} of rows {rows} are not finite; a missing one must be marked invalid")
+    if (cleaned.abs() > LARGEST).any():
+        kind = "rewards" if name == SOLE else name
+        rows = (cleaned.abs() > LARGEST).nonzero()[:, 0].unique().tolist()
+        raise ValueError(
+            f"the {kind} of rows {rows} are beyond {LARGEST:g}, where their statistics overflow: give plausible numbers"
+        )
     return cleaned
 
 

@@ -9,7 +9,7 @@ participants each entry stands for (bool, or counts, see `Estimator.per_sample`)
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.statistics import Groups, over, whitened
+from async_grpo.algorithm.statistics import Groups, over, power_of_two_near, whitened
 
 
 def score(rewards: Tensor) -> Tensor:
@@ -118,7 +118,10 @@ def grpo_batch_std(
     scores = score(rewards)
     above = groups.centred(scores, groups.participates)
     pool = (above if centred else scores)[groups.participates]
-    deviation = torch.zeros_like(pool[0]) if (pool == pool[0]).all() else pool.std()
+    deviation = torch.zeros_like(pool[0])
+    if not (pool == pool[0]).all():
+        scale = power_of_two_near(pool.abs().max())  # or the squares of small scores would vanish
+        deviation = scale * (pool / scale).std()
     return over(above, (deviation + eps).expand_as(above))
 
 

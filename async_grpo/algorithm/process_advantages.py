@@ -190,9 +190,10 @@ def gigpo(
 ) -> Tensor:
     """The sample's standing in its group (as `grpo`), plus omega times each turn's among those that found the same state.
 
-    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. turns (B, T): the number of each token's
-    turn; states (B, T): a number for what it found, 0 where it is not named. A turn is worth what it and the later ones of
-    its sample earned, times gamma for each turn between; compared are turns of one group and state, if there are two.
+    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. turns (B, T): the place in
+    time of each token's turn; states (B, T): a number for what it found, 0 where it is not named. A turn is worth what it
+    and the later ones of its sample earned, times gamma for each turn between; compared are turns of one group and state,
+    if there are two.
 
     >>> ADVANTAGE_ESTIMATORS["gigpo"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
     ...     turns=torch.tensor([[0, 1], [0, 1]]), states=torch.tensor([[5, 6], [5, 7]]))
@@ -215,18 +216,22 @@ def gigpo(
     return standing + omega * steps.gather(1, place)
 
 
+def _turn_lengths(sample: Sample) -> list[int]:
+    """Return how many tokens each turn has, as the turns stand."""
+    return [turn.tokens for turn in sample.completion.turns] or [len(sample.completion)]
+
+
 def turn_numbers(sample: Sample) -> np.ndarray:
-    """(T,): the number of the turn that each token belongs to."""
-    lengths = [turn.tokens for turn in sample.completion.turns] or [len(sample.completion)]
-    return np.repeat(np.arange(len(lengths)), lengths)
+    """Return (T,) the place in time of the turn that each token belongs to."""
+    return np.repeat(sample.completion.turn_ranks, _turn_lengths(sample))
 
 
 def turn_states(sample: Sample) -> np.ndarray:
-    """(T,): a number for the state that its turn found; 0 where its environment names none."""
+    """Return (T,) a number for the state that the token's turn found; 0 where its environment names none."""
     outcome = sample.completion.outcome
     if outcome is None or not outcome.states:
         return np.zeros(len(sample.completion), np.int64)
     names = (state.encode(errors="surrogatepass") for state in outcome.states)
     digests = (blake2b(name, digest_size=6).digest() if name else b"" for name in names)
     numbers = np.array([bool(digest) + int.from_bytes(digest) for digest in digests])  # exact as floats, too
-    return numbers[turn_numbers(sample)]
+    return np.repeat(numbers, _turn_lengths(sample))

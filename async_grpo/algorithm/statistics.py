@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 WHITENING_EPS = 1e-8  # added to the variance
+SMALLEST_EXPONENT = -900  # of a scale: an eps divided by it is still finite
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,39 @@ class Groups:
         return torch.where(counted, above - mean, 0)
 
     def standardised(self, values: Tensor, counted: Tensor, eps: float) -> Tensor:
-        """(value - mean) / (std + eps) over each group, std with ddof 1; zero where a group has fewer than two."""
-        centred = self.centred(values, counted)
-        return over(centred, self.deviation(centred, counted) + eps)
+        """Return (value - mean) / (std + eps) over each group, std with ddof 1; zero where a group has fewer than two."""
+        above = self.above_lowest(values, counted)
+        scale = self.scale(above)
+        centred = self.centred(above / scale, counted)
+        return over(centred, self.deviation(centred, counted) + eps / scale)
 
     def deviation(self, centred: Tensor, counted: Tensor) -> Tensor:
-        """The standard deviation (ddof 1) of each row's group, (B, 1), of values that are centred already."""
-        return (self.total(centred.square()) / (self.total(counted) - 1).clamp(min=1)).sqrt()
+        """Return the standard deviation (ddof 1) of each row's group, (B, 1), of values that are centred already."""
+        scale = self.scale(centred)
+        squares = self.total((centred / scale).square())
+        return scale * (squares / (self.total(counted) - 1).clamp(min=1)).sqrt()
+
+    def scale(self, values: Tensor) -> Tensor:
+        """Return `power_of_two_near` the largest magnitude of each row's group, (B, 1); uncounted values must be zero."""
+        return power_of_two_near(-self.lowest(-values.abs(), torch.ones_like(values, dtype=torch.bool)))
+
+
+def power_of_two_near(largest: Tensor) -> Tensor:
+    """Return a power of two near each magnitude, 1 for 0.
+
+    Of values divided by it no square vanishes and no mean is rounded to the smallest number; the division itself rounds
+    nothing.
+    """
+    exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT)
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1)
 
 
 def over(values: Tensor, divisor: Tensor) -> Tensor:
-    """values / divisor, and 0 where the divisor is 0: an empty group, or a deviation of zero without eps."""
-    return torch.where(divisor > 0, values / divisor, 0)
+    """Return values / divisor, and 0 where the divisor is 0: an empty group, or a deviation of zero without eps.
+
+    A divisor that is not a number makes a quotient that is none: it must not pass for a zero.
+    """
+    return torch.where(divisor == 0, 0, values / divisor)
 
 
 @torch.no_grad()
@@ -106,6 +128,8 @@ def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Ten
     """
     count, mean, squares = (whitening_moments(values, used) if moments is None else moments).double()
     deviation = (squares / (count - 1).clamp(min=1) + WHITENING_EPS).sqrt()
+    # Divided by an infinite deviation every value would be zero, as if there were nothing to learn
+    deviation = torch.where(deviation.isinf(), torch.nan, deviation)
     return torch.where(used.bool(), (values.double() - mean) / deviation, 0).to(values.dtype)
 
 

@@ -150,7 +150,7 @@ class Recorder:
             ask = replace(ask, new=len(ask.token_ids))
         before = ask.token_ids[len(ask.token_ids) - ask.new :]
         fresh = not sequence.turns
-        turn = Turn(before, len(completion), fresh, ask.said, text)
+        turn = Turn(before, len(completion), fresh, ask.said, text, self.num_turns)
         sequence.turns.append((self.num_turns, turn, completion))
         sequence.token_ids = np.concatenate([ask.token_ids, completion.token_ids])
         sequence.text = ask.whole.text + text

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
-from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated
+from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated, token_times
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
@@ -85,6 +85,7 @@ class GroupAdvantages:
         if self.entry.compares_with_greedy:
             valid &= ~batch.baselines.isnan()
         advantages = batch.total if self.entry.needs_critic else self._estimate(batch, valid)
+        batch.refuse_beyond_float32(advantages, valid)
         masks = [self._loss_mask(*row, step) for row in zip(samples, valid.tolist(), strict=True)]
         rows = iter(zip(samples, masks, batch.per_token(advantages), strict=True))
         return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
@@ -122,14 +123,16 @@ class GroupAdvantages:
             return repeated(np.array(True), len(completion))
         return step - completion.versions <= self.config.max_token_staleness
 
-    @staticmethod
-    def _trained(group: Group, rows: Sequence[tuple[Sample, np.ndarray | None, np.ndarray]]) -> Group:
-        """The group with its advantages; a row is (sample, loss mask, advantages), (T,) each."""
+    def _trained(self, group: Group, rows: Sequence[tuple[Sample, np.ndarray | None, np.ndarray]]) -> Group:
+        """Return the group with its advantages; a row is (sample, loss mask, advantages), (T,) each."""
         tokens = sum(int(np.count_nonzero(mask)) for _, mask, _ in rows if mask is not None)
         samples = []
         for sample, mask, values in rows:
             if mask is not None and not mask.all():
                 values = np.where(mask, values, np.float32(0))
             found = None if mask is None else values
-            samples.append(replace(sample, advantages=found, loss_mask=mask, group_tokens=tokens))
+            is_apart = self.entry.needs_critic and mask is not None and len(sample.sequences) > 1
+            times = token_times(sample) if is_apart else None
+            trained = replace(sample, advantages=found, loss_mask=mask, group_tokens=tokens, times=times)
+            samples.append(trained)
         return replace(group, samples=tuple(samples))

@@ -7,7 +7,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from async_grpo.messages import MicroBatch, dummy_micro_batch
+from async_grpo.experience.reward_tensors import repeated
+from async_grpo.messages import NO_TIME, MicroBatch, dummy_micro_batch
 from async_grpo.options.fields import refuse
 from async_grpo.types import PROMPT_TOKEN, Sample
 
@@ -80,6 +81,7 @@ class Packer:
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
     """Lay samples of one sequence each end to end. Tokens that were not sampled carry no loss."""
+    members, times = _trajectories(samples)
     return MicroBatch(
         input_ids=np.concatenate([sample.token_ids for sample in samples]),
         cu_seqlens=np.cumsum([0, *(sample.num_tokens for sample in samples)]).astype(np.int32),
@@ -91,7 +93,21 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         group_tokens=np.array([s.group_tokens for s in samples], np.int64),
         ref_logprobs=_optional(samples, "ref_logprobs"),
         proximal_logprobs=_optional(samples, "proximal_logprobs"),
+        members=members,
+        times=times,
     )
+
+
+def _trajectories(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """Return members (S,) and times (N,) of the micro-batch; None if none is part of a trajectory's several sequences."""
+    if all(sample.times is None for sample in samples):
+        return None, None
+    parts = []
+    for sample in samples:
+        no_times = repeated(np.array(NO_TIME), len(sample.completion))
+        parts.append(sample.laid_out(no_times if sample.times is None else sample.times, NO_TIME))
+    members = np.array([sample.completion.member for sample in samples], np.int64)
+    return members, np.concatenate(parts).astype(np.int32)
 
 
 def _laid_out(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:

@@ -21,6 +21,9 @@ LAID_OUT = ("baselines", "step_mask", "masks")  # inputs of an estimator: proper
 class RewardTensors:
     """Groups as padded tensors: rows are samples, columns tokens or the runs of them up to each reward, (B, K) float64.
 
+    Columns are in time. The tokens of a completion stand by sequence, which is another order where a trajectory's
+    sequences took turns: a reward must not be a return of what was sampled after it.
+
     Rewards reach an estimator as the property that its entry's `rewards` names: TOTAL, COMPONENTS or SOURCES.
     (4,096 samples of up to 8,192 tokens would be 268 MB of mostly zeros for every tensor, were columns always tokens.)
     """
@@ -29,8 +32,9 @@ class RewardTensors:
         self._config, self.facts, self._by_token = config, facts, by_token
         self._samples = [sample for group in groups for sample in group.samples]
         self._lengths = [len(sample.completion) for sample in self._samples]
+        self._times = [sample.completion.times for sample in self._samples]  # None: the tokens stand in time
         # (K,) of each sample, and padded (B, K): how many tokens each entry stands for
-        self._runs = [self._runs_of(sample) for sample in self._samples]
+        self._runs = [self._runs_of(row, sample) for row, sample in enumerate(self._samples)]
         self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
         # (B, 1): the column of a row's last token
         self._last = ((self.tokens > 0).sum(dim=1, keepdim=True) - 1).clamp(min=0)  # nothing was sampled
@@ -40,21 +44,51 @@ class RewardTensors:
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
         self.baselines = _numbers(greedy, missing=math.nan)[self.group_ids]
 
-    def _runs_of(self, sample: Sample) -> np.ndarray:
-        """How many tokens go up to each reward, and on to the end; or one by one."""
+    def _runs_of(self, row: int, sample: Sample) -> np.ndarray:
+        """Return how many tokens go up to each reward, and on to the end; or one by one."""
         if self._by_token:
-            return np.ones(max(1, len(sample.completion)), bool)
+            # Without a token there is a column, as every row has one, but it stands for none
+            return np.ones(self._lengths[row], bool) if self._lengths[row] else np.zeros(1, bool)
         ends = {len(sample.completion)}
         for result in sample.verdict.results:
-            if result.adapter in self.facts.process:
-                ends |= {token + 1 for token, _ in result.steps or ()}
+            if result.adapter in self.facts.process and result.steps:
+                tokens = [token for token, _ in result.steps]
+                ends |= {time + 1 for time in self._times_of(row, tokens)}
         return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
 
     def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
-        """The (T,) float32 of every sample, from (B, K)."""
-        for values, runs in zip(columns.numpy().astype(np.float32), self._runs, strict=True):
+        """Yield the (T,) float32 of every sample, as its tokens stand, from (B, K)."""
+        rows = zip(columns.numpy().astype(np.float32), self._runs, self._times, strict=True)
+        for values, runs, times in rows:
             values = values[: len(runs)].copy()  # or the padding would live on in a view
-            yield repeated(values, int(runs[0])) if len(runs) == 1 else np.repeat(values, runs)
+            if len(runs) == 1:
+                yield repeated(values, int(runs[0]))
+                continue
+            values = np.repeat(values, runs)
+            yield values if times is None else values[times]
+
+    def refuse_beyond_float32(self, columns: Tensor, valid: Tensor) -> None:
+        """Raise RunFailed if a valid row's column is no finite float32, for it would be infinite from here on."""
+        is_fine = (columns.abs() <= torch.finfo(torch.float32).max).all(dim=1)
+        for row in (valid & ~is_fine).nonzero().flatten().tolist():
+            sample = self._samples[row]
+            raise RunFailed(
+                f"prompt {sample.prompt.ordinal}, member {sample.completion.member}: with the reward "
+                f"{sample.verdict.reward:g} an advantage is {columns[row].abs().max():g}, which float32 cannot hold: "
+                "give rewards of a plausible size"
+            )
+
+    def _times_of(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """Return the places in time of tokens of a sample."""
+        times = self._times[row]
+        return list(tokens) if times is None else times[list(tokens)].tolist()
+
+    def _in_time(self, row: int, values: Tensor) -> Tensor:
+        """Return (T,) values of a sample, which are as its tokens stand, in time."""
+        times = self._times[row]
+        if times is None:
+            return values
+        return torch.empty_like(values).scatter(0, torch.from_numpy(times).long(), values)
 
     @property
     def total(self) -> Tensor:
@@ -111,6 +145,7 @@ class RewardTensors:
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
                     "give every sample a number, or (unless the estimator is per_sample) one per token"
                 )
+        values = [self._in_time(row, value) for row, value in enumerate(values)]
         one = values[0].new_zeros(1)  # a sample without a token has a column, too
         return pad_sequence([*values, one], batch_first=True)[:-1]
 
@@ -135,7 +170,8 @@ class RewardTensors:
                 if result.adapter == adapter and result.steps:
                     tokens, paid = zip(*result.steps, strict=True)
                     ends = torch.from_numpy(self._runs[row]).cumsum(0)
-                    columns = torch.searchsorted(ends, torch.tensor(tokens), right=True)
+                    times = torch.tensor(self._times_of(row, tokens))
+                    columns = torch.searchsorted(ends, times, right=True)
                     rewards[row].index_add_(0, columns, torch.tensor(paid, dtype=torch.float64))
                     places[row, columns] = True
         return rewards, places
@@ -151,7 +187,9 @@ class RewardTensors:
         costs = kl_penalty(own, reference, config.kl_kind, clamp=config.kl_clamp).split(self._lengths)
         if not self._by_token:
             return config.reward_kl_coef * self._on_last(torch.stack([cost.sum() for cost in costs]))
-        return config.reward_kl_coef * pad_sequence(costs, batch_first=True)
+        costs_in_time = [self._in_time(row, cost) for row, cost in enumerate(costs)]
+        one = costs[0].new_zeros(1)  # a sample without a token has a column, too
+        return config.reward_kl_coef * pad_sequence([*costs_in_time, one], batch_first=True)[:-1]
 
     def _on_last(self, values: Tensor) -> Tensor:
         """(B,) -> (B, K): on the last token of each sample."""
@@ -161,6 +199,12 @@ class RewardTensors:
 def _numbers(values: Iterable[float | None], missing: float = 0.0) -> Tensor:
     """(B,), `missing` for None."""
     return torch.tensor([missing if value is None else value for value in values], dtype=torch.float64)
+
+
+def token_times(sample: Sample) -> np.ndarray:
+    """Return (T,) int32 the place in time of each token of a trajectory."""
+    times = sample.completion.times
+    return np.arange(len(sample.completion), dtype=np.int32) if times is None else times
 
 
 def repeated(value: np.ndarray, length: int) -> np.ndarray:

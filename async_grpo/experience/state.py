@@ -1,7 +1,8 @@
 """What the rollout side goes on with after a resume: the groups alive, as JSON and safetensors.
 
 A finished group is kept as it is. One under way is asked for again from its beginning, with the seeds that it had: fresh
-draws would be short more often than the long completions that they replace.
+draws would be short more often than the long completions that they replace. So is a finished one whose turns an older
+version saved without their times, where they may not stand in time.
 """
 
 import json
@@ -96,6 +97,7 @@ class ExperienceState:
             if row["samples"] is None:
                 alive[number] = UnfinishedGroup(asked, resampled)
                 continue
+            is_order_known = not any(map(_has_unknown_order, row["samples"]))
             samples = []
             for sample in row["samples"]:
                 end = begin + _count(sample, "tokens")
@@ -105,6 +107,9 @@ class ExperienceState:
                 own = {name: array[begin:end] for name, array in arrays.items()}
                 samples.append(_sample(asked, sample, own))
                 begin = end
+            if not is_order_known:
+                alive[row["number"]] = UnfinishedGroup(asked, row["resampled"])
+                continue
             baseline = VERDICT.validate_python(row["baseline"])
             alive[number] = Group(
                 asked, tuple(samples), _count(row, "admitted_version"), number, baseline, resampled
@@ -143,6 +148,12 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "outcome": OUTCOME.dump_python(completion.outcome, mode="json"),
         "verdict": VERDICT.dump_python(sample.verdict, mode="json"),
     }
+
+
+def _has_unknown_order(row: Mapping[str, Any]) -> bool:
+    """Decide whether a sample's turns may not stand in time: older versions saved several sequences without times."""
+    turns = row["turns"]
+    return any("number" not in turn for turn in turns) and sum(turn["fresh"] for turn in turns) > 1
 
 
 def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:

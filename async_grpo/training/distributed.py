@@ -53,6 +53,12 @@ class Ranks:
         summed, highest = torch.cat(both).cpu().split([len(sums), len(maxima)])
         return summed, highest
 
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return (ranks, ...) float64 on the CPU: the tensor of each rank, all of one shape."""
+        table = torch.zeros(self.world_size, *own.shape, dtype=torch.float64)
+        table[self.rank] = own.cpu()
+        return self.sum_and_max(table.flatten(), [])[0].view_as(table)
+
     def must_agree(self, what: str, text: str) -> None:
         """Raises ConfigurationError on every rank if the ranks' texts differ."""
         number = float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))  # 48 bits: exact in float64

@@ -49,6 +49,9 @@ class BatchTensors:
         self.behaviour_logprobs = row(batch.behaviour_logprobs)
         self.ref_logprobs = None if batch.ref_logprobs is None else row(batch.ref_logprobs)
         self.proximal_logprobs = None if batch.proximal_logprobs is None else row(batch.proximal_logprobs)
+        # (1, N) both, or None: the member of the group that each token is of, and its place in its trajectory's time
+        self.members = None if batch.members is None else row(batch.members[ids])
+        self.times = None if batch.times is None else row(batch.times)
 
 
 class Objective:

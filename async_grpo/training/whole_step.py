@@ -21,6 +21,7 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.sharding import release_gathered
+from async_grpo.training.trajectories import joined_trajectories
 
 MIXER = 1_000_003  # keeps sums of different things apart; int64 wraps around, which is no harm
 
@@ -49,9 +50,11 @@ def add_step_terms(
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    """GAE per sequence, over all its trained tokens, rejected or not; whitened over all tokens of the step."""
+    """GAE per trajectory in time, over all its trained tokens, rejected or not; whitened over all tokens of the step."""
+    assert objective.critic_returns is not None
+    trajectories = joined_trajectories(rows, ranks)  # before the rewards become advantages
     for row in rows:
-        assert row.old_values is not None and objective.critic_returns is not None
+        assert row.old_values is not None
         lengths = row.cu_seqlens.diff().tolist()
         rewards, values, mask, inside = (
             pad_sequence(list(tensor[0].split(lengths)), batch_first=True)  # (S, T)
@@ -59,18 +62,13 @@ def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ran
         )
         advantages, returns = objective.critic_returns(rewards, values, mask)
         row.advantages, row.returns = advantages[inside][None], returns[inside][None]
+    if trajectories is not None:
+        trajectories.estimate(objective.critic_returns)
     if objective.whitens:
         moments = merge_moments(torch.stack([whitening_moments(row.advantages, row.mask) for row in rows]))
-        moments = merge_moments(_gathered(moments, ranks)).to(moments.device)
+        moments = merge_moments(ranks.gathered(moments)).to(moments.device)
         for row in rows:
             row.advantages = whitened(row.advantages, row.mask, moments)
-
-
-def _gathered(own: Tensor, ranks: Ranks) -> Tensor:
-    """(ranks, ...) float64 on the CPU: what each of them has; a collective."""
-    table = torch.zeros(ranks.world_size, *own.shape, dtype=torch.float64)
-    table[ranks.rank] = own.cpu()
-    return ranks.sum_and_max(table.flatten(), [])[0].view_as(table)
 
 
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
@@ -82,7 +80,7 @@ def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
     if highest == -math.inf:  # every token of the step was rejected
         return
     first = int(-lowest)
-    totals = _gathered(torch.bincount(kept - first, minlength=int(highest) - first + 1), ranks).sum(dim=0)
+    totals = ranks.gathered(torch.bincount(kept - first, minlength=int(highest) - first + 1)).sum(dim=0)
     for row in rows:
         places = (row.group_ids - first).clamp(0, len(totals) - 1)
         counts = totals.to(places.device)[places]
@@ -117,7 +115,7 @@ def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, st
     ]
     count = num_selected(options["ratio"], sums[2].item())
     own_top = top_scores(torch.cat([score.flatten() for score in scores]), count)
-    threshold = top_scores(_gathered(own_top, ranks), count)[-1]
+    threshold = top_scores(ranks.gathered(own_top), count)[-1]
     for row, score in zip(rows, scores, strict=True):
         row.selected = select(score, threshold.to(score.device))
 

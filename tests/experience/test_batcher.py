@@ -321,3 +321,17 @@ async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt(
     assert sorted(asked) == [(1, True), (1, True), (4, False), (4, False)]
     # rewards 1, 2, 3, 4 less the greedy completion's 1
     assert sorted({float(a) for a in batch.advantages}) == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_a_resumed_run_goes_on_counting_its_samples():
+    settings = dict(num_training_batches=3, max_staleness=0)
+    first = batcher_of(engine(), **settings)
+    await train(first, 1)
+    state = first.state(1)
+    await first.close()
+    second = batcher_of(engine(), **settings)
+    second.restore(state)
+    second.generation.live = 1
+    ((_, end),) = await train(second, 1)
+    await second.close()
+    assert end.step == 1 and end.stats["total_samples_accumulated"] == 16

@@ -36,6 +36,16 @@ def test_a_level_changes_after_a_window_of_its_own_groups_and_only_for_its_task(
     assert found.metrics() == {"curriculum/a": 1, "curriculum/b": 1}
 
 
+def test_a_saved_state_stays_as_it_was_taken():
+    found = curriculum()
+    found.observe(row("b", 1), 0.5)
+    state, before = found.state(), json.dumps(found.state())
+    for _ in range(WINDOW):
+        found.observe(row("a", 1), 1.0)
+        found.observe(row("b", 1), 0.5)
+    assert found.metrics()["curriculum/a"] == 3 and json.dumps(state) == before
+
+
 def test_between_the_bounds_and_at_both_ends_nothing_changes():
     found = curriculum()
     for reward in [0.0] * 50 + [0.5] * 50:

@@ -58,7 +58,7 @@ def sample(prompt, member: int, length: int, verdict: Verdict, further: bool) ->
     if length > 1:  # a trajectory
         turns = (
             Turn(np.array([1, 5], np.int32), 1, True, "x", "y"),
-            Turn(np.empty(0, np.int32), length - 1, text="é"),
+            Turn(np.empty(0, np.int32), length - 1, text="é", number=3),
         )
         outcome = Outcome(0.1 + 0.2, "", (0.5, 1 / 3), ("s", "t"), {"tool_calls": 2.0})
         completion = replace(completion, turns=turns, outcome=outcome)
@@ -100,6 +100,33 @@ def test_groups_alive_come_back_in_every_bit(tmp_path, further, finished):
     back = ExperienceState.load(tmp_path, PromptCursor(QUESTIONS, 3).prompt)
     assert (back.step, back.admitted, back.cursor) == (2, 10, cursor.state())
     assert list(back.alive) == list(alive) and all(same(alive[n], back.alive[n]) for n in alive)
+
+
+@pytest.mark.parametrize(("fresh", "kept"), [((True, False), True), ((True, True), False)])
+def test_a_group_whose_turns_an_older_version_saved_without_their_times_is_played_again_where_they_may_differ(
+    tmp_path, fresh, kept
+):
+    cursor = PromptCursor(QUESTIONS, 3)
+    first, second = next(cursor), next(cursor)
+    trajectory = sample(first, 0, 4, VERDICTS[0], further=True)
+    turns = tuple(replace(turn, fresh=f) for turn, f in zip(trajectory.completion.turns, fresh, strict=True))
+    trajectory = replace(trajectory, completion=replace(trajectory.completion, turns=turns))
+    plain = sample(second, 0, 3, VERDICTS[1], further=True)
+    alive = {0: Group(first, (trajectory,), 0, 0, None, 2), 1: Group(second, (plain,), 0, 1)}
+    ExperienceState(0, 2, cursor.state(), alive).save(tmp_path)
+    path = tmp_path / "experience.json"
+    content = json.loads(path.read_text())
+    for turn in content["groups"][0]["samples"][0]["turns"]:
+        del turn["number"]
+    path.write_text(json.dumps(content))
+    back = ExperienceState.load(tmp_path, PromptCursor(QUESTIONS, 3).prompt)
+    if kept:
+        assert (
+            back.alive[0].samples[0].completion.token_ids.tolist() == trajectory.completion.token_ids.tolist()
+        )
+    else:
+        assert same(back.alive[0], UnfinishedGroup(first, 2))
+    assert same(back.alive[1], alive[1])  # the arrays behind it are its own
 
 
 @given(drawn=st.integers(0, 23), retired=st.sets(st.integers(0, 4), max_size=4), more=st.integers(1, 12))

@@ -55,6 +55,7 @@ CASES = {
     "critic without whitening": dict(
         GAE, estimator_options="whiten=false", loss_aggregation="sequence_mean_token_sum"
     ),
+    "critic of several sequences": dict(GAE, estimator_options="gamma=0.9,lam=0.8"),
     "critic stopped at its head": dict(GAE, critic_trunk_gradient=False),
     "critic and covariance": dict(
         GAE, estimator_options="lam=0.5", policy_loss="kl_cov", loss_options="ratio=0.1"
@@ -74,10 +75,40 @@ def minibatch(seed: int, case: str) -> list[dict]:
         sequence["group"] = number // 3
         if "without a proximal" not in case:
             sequence["proximal"] = sequence["behaviour"] + rng.normal(0, 0.3, len(sequence["ids"]))
+    if "several sequences" in case:
+        add_times(sequences, rng)
     for sequence in sequences:
         members = [s for s in sequences if s["group"] == sequence["group"]]
         sequence["group_tokens"] = sum(int(s["mask"][1:].sum()) for s in members)
     return sequences
+
+
+def add_times(sequences: list[dict], rng: np.random.Generator) -> None:
+    """Have every group be the sequences of one trajectory, whose sampled tokens came in a random order."""
+    for group in {sequence["group"] for sequence in sequences}:
+        parts = [sequence for sequence in sequences if sequence["group"] == group]
+        owners = rng.permutation([n for n, part in enumerate(parts) for _ in range(int(part["mask"].sum()))])
+        for number, part in enumerate(parts):
+            part["member"], part["times"] = 0, np.full(len(part["ids"]), -1)
+            part["times"][part["mask"]] = np.flatnonzero(owners == number)
+
+
+def gae_in_time(sequences, rewards, values, mask, gamma, lam):
+    """Advantages and returns (B, T) of trajectories, token by token back from the last one in time."""
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for group in {sequence["group"] for sequence in sequences}:
+        tokens = [
+            (sequence["times"][place], row, place)
+            for row, sequence in enumerate(sequences)
+            for place in range(len(sequence["ids"]))
+            if sequence["group"] == group and mask[row, place]
+        ]
+        ahead, value_ahead = 0.0, 0.0
+        for _, row, place in sorted(tokens, reverse=True):
+            value = values[row, place].item()
+            ahead = rewards[row, place].item() + gamma * value_ahead - value + gamma * lam * ahead
+            advantages[row, place], returns[row, place], value_ahead = ahead, ahead + value, value
+    return advantages, returns
 
 
 def policy_of(objective: Objective) -> PolicyModel:
@@ -152,9 +183,14 @@ def reference_gradients(case, sequences):
         discounts = {name: settings[name] for name in ("gamma", "lam")}
         _, returns = gae_returns(advantages, values, full_mask, **discounts)
         one_group = torch.zeros(len(sequences), dtype=torch.int64)
-        advantages = ADVANTAGE_ESTIMATORS["gae"](
-            advantages, full_mask, one_group, values=values.detach(), **settings
-        )
+        if "times" in sequences[0]:
+            raw, returns = gae_in_time(sequences, advantages, values.detach(), full_mask, **discounts)
+            pool = raw[full_mask]
+            advantages = torch.where(full_mask, (raw - pool.mean()) / (pool.var() + 1e-8).sqrt(), 0)
+        else:
+            advantages = ADVANTAGE_ESTIMATORS["gae"](
+                advantages, full_mask, one_group, values=values.detach(), **settings
+            )
     options, old = dict(objective.loss_settings), behaviour
     if objective.loss.needs_proximal:
         options["proximal_logprobs"] = proximal

@@ -228,6 +228,16 @@ def test_what_fails_on_the_way_is_told_to_those_who_wait_for_experience_and_rais
     assert link.log[-1][0] == "abort" and "first.bias" in link.log[-1][1]
 
 
+def test_no_sync_begins_before_the_one_before_is_proven():
+    link, model = SlowLink(loses="first.bias"), TwoLayers()
+    sender = publisher(link)
+    sender.publish(model, 1)
+    link.may_go.set()
+    with pytest.raises(WeightsDidNotLand, match="worker g0 received"):
+        sender.publish(model, 2)
+    assert [entry[1] for entry in link.log if entry[0] == "deliver"] == [1]
+
+
 def test_a_delivery_that_hangs_is_given_up_by_name():
     link = SlowLink()
     proof = publisher(link, config=WeightConfig(sync_timeout_s=0.05)).publish(TwoLayers(), 1)

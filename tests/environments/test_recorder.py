@@ -1,0 +1,72 @@
+"""Which sequence a turn goes on with, where several would fit: every token that was sampled stays a sampled one."""
+
+import numpy as np
+
+from async_grpo.environments.trajectory import Recorder
+from async_grpo.testing import completion
+from async_grpo.types import Completion, Outcome, Prompt, RewardStatus, Sample, Verdict
+
+PAIRS = {
+    1000: "CD",
+    1001: "GH",
+    1002: "KL",
+    1003: "OP",
+}  # tokens of two letters each, that no text is encoded to
+
+
+class Letters:
+    """A `Chat` whose tokens are letters, but for the pairs."""
+
+    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
+        return np.array([ord(letter) for letter in text], np.int32)
+
+    def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
+        return "".join(PAIRS.get(token) or chr(token) for token in token_ids.tolist())
+
+
+def sampled(*token_ids: int) -> Completion:
+    said = completion(len(token_ids))
+    vars(said).update(
+        token_ids=np.array(token_ids, np.int32), text=Letters().decode(np.array(token_ids), None)
+    )
+    return said
+
+
+def tokens(text: str) -> np.ndarray:
+    return Letters().encode(text)
+
+
+def test_a_turn_goes_on_from_the_longest_of_the_histories_that_it_begins_with():
+    recorder = Recorder(Letters())
+    first, second = recorder.ask_tokens(tokens("a")), recorder.ask_tokens(tokens("a"))  # at once
+    recorder.add(first, sampled(ord("b")))
+    recorder.add(second, sampled(ord("b"), ord("c")))
+    for ask in (recorder.ask_tokens(tokens("abcd")), recorder.ask_text("abcd")):
+        assert ask.new == 1 and ask.token_ids.tolist() == tokens("abcd").tolist()
+        assert ask.goes_on.token_ids.tolist() == tokens("abc").tolist()
+
+
+def test_a_turn_that_turns_off_keeps_the_tokens_of_the_longest_history_that_fits():
+    recorder = Recorder(Letters())
+    first, second = recorder.ask_text("ab"), recorder.ask_text("ab")  # at once
+    recorder.add(first, sampled(1000))
+    recorder.add(second, sampled(1000))
+    for text, token in (("abCDef", 1001), ("abCDefGHij", 1002)):
+        recorder.add(recorder.ask_text(text), sampled(token))
+    recorder.add(recorder.ask_text("abCDmn"), sampled(1003))  # the other one goes on elsewhere
+    ask = recorder.ask_text("abCDefGHxy")
+    assert ask.goes_on is None
+    assert ask.token_ids.tolist() == [*tokens("ab"), 1000, *tokens("ef"), 1001, *tokens("xy")]
+
+
+def test_two_turns_that_were_asked_after_the_same_end_are_recorded_as_they_were_seen():
+    recorder = Recorder(Letters())
+    recorder.add(recorder.ask_text("ab"), sampled(1000))
+    asks = [recorder.ask_text("abCDef"), recorder.ask_text("abCDef")]
+    for ask, token in zip(asks, (1001, 1002), strict=True):
+        recorder.add(ask, sampled(token))
+    finished = recorder.finish(0, Outcome(1.0), None)
+    whole = Sample(Prompt(0, tokens("?"), {}), finished, Verdict(RewardStatus.OK, 1.0))
+    seen = [*tokens("ab"), 1000, *tokens("ef")]
+    assert [part.token_ids.tolist() for part in whole.sequences] == [[*seen, 1001], [*seen, 1002]]
+    assert [part.completion.token_ids.tolist() for part in whole.sequences] == [[1000, 1001], [1002]]

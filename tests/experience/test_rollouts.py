@@ -1,0 +1,59 @@
+"""One group or evaluation: which completions are asked for, in which order they stand, and what a reward of groups sees."""
+
+import numpy as np
+import pytest
+
+from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
+from async_grpo.experience.dataset import Question
+from async_grpo.experience.rollouts import Rollouts
+from async_grpo.testing import FakeGeneration, FakeVerification
+from async_grpo.types import Prompt
+
+QUESTIONS = [Question(np.array([n], np.int32), {"input": f"q{n}"}) for n in range(3)]
+PROMPT = Prompt(4, np.array([1], np.int32), {"input": "x"})
+
+
+class Watched(FakeVerification):
+    """Keeps what rewards of whole groups were shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    async def post_process(self, samples, verdicts, *, evaluation=False):
+        self.seen.append([len(sample["completion"]) for sample in samples])
+        return list(verdicts)
+
+
+def rollouts(generation, verification, whole_groups=False, **options) -> Rollouts:
+    config = BatchConfig(samples_per_question=4, **options)
+    facts = RunFacts(whole_groups=whole_groups)
+    return Rollouts(config, facts, generation, verification, None, None, on_change=lambda change: None)
+
+
+@pytest.mark.parametrize(("drawn", "parts"), [(4, 1), (9, 3)])
+async def test_every_part_of_an_evaluated_question_has_draws_of_its_own(drawn, parts):
+    generation = FakeGeneration()
+    config = EvaluationConfig(eval_samples=drawn, eval_pinned=True)
+    stats = await rollouts(generation, FakeVerification()).evaluate(QUESTIONS, config)
+    assert len(generation.asked) == len(set(generation.asked)) == 3 * parts
+    assert all(ordinal < 0 for ordinal in generation.asked)  # of no prompt of the training
+    assert [row["member"] for row in stats["samples"][:drawn]] == [*range(drawn)]
+
+
+async def test_samples_stand_by_their_places_in_the_group_whoever_ended_first():
+    generation = FakeGeneration(
+        length=lambda ordinal, member: 1 + member, delay=lambda ordinal, member: 0.03 * (3 - member)
+    )
+    group = await rollouts(generation, FakeVerification()).group(PROMPT, 0, 0)
+    assert [len(sample.completion) for sample in group.samples] == [1, 2, 3, 4]
+
+
+async def test_a_reward_of_whole_groups_sees_the_group_and_not_its_greedy_completion():
+    verification = Watched()
+    generation = FakeGeneration(length=lambda ordinal, member: 2 + member)
+    group = await rollouts(generation, verification, whole_groups=True, advantage_estimator="remax").group(
+        PROMPT, 0, 0
+    )
+    assert verification.seen == [[2, 3, 4, 5]]
+    assert group.baseline is not None and group.baseline.reward == 1.0
