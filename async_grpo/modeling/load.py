@@ -154,7 +154,9 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
             if token_id is None:
                 continue
             if type(token_id) is not int:
-                raise ConfigurationError(f"{folder}: the end token {token_id!r:.50} is no token id (eos_token_id)")
+                raise ConfigurationError(
+                    f"{folder}: the end token {token_id!r:.50} is no token id (eos_token_id)"
+                )
             ids.add(token_id)
     if not ids:
         raise ConfigurationError(f"{folder} has no end token; add eos_token_id to generation_config.json")
