@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -24,7 +25,7 @@ FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 log = logging.getLogger(__name__)
 
 
-def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
     """Open a regular file for reading; never wait for it.
 
     Args:
@@ -37,7 +38,7 @@ def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
     return _open(path, None, follow_links=follow_links)
 
 
-def open_inside(folder: Path, name: str) -> BinaryIO:
+def open_inside(folder: Path, name: str) -> BufferedReader:
     """Open a regular file by the name that somebody else's file says; no link below `folder` is followed.
 
     Raises:
@@ -74,7 +75,7 @@ def plain_parts(name: str) -> tuple[str, ...]:
     return path.parts
 
 
-def _open(path: Path, directory: int | None, *, follow_links: bool) -> BinaryIO:
+def _open(path: Path, directory: int | None, *, follow_links: bool) -> BufferedReader:
     try:
         status = os.stat(path, dir_fd=directory, follow_symlinks=follow_links)
     except ValueError as error:  # the name holds a NUL, or half of a pair of surrogates

@@ -12,7 +12,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from async_grpo.files.untrusted import printable
 from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
@@ -89,5 +91,5 @@ def show_times(folder: Path) -> None:
         table.add_column(column, justify="right")
     for name, seconds, of in rows:
         share = f"{seconds / of:.0%}" if of else ""
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / len(lines):.2f}", share)
+        table.add_row(Text(printable(name)), f"{seconds:.1f}", f"{seconds / len(lines):.2f}", share)
     Console().print(table)

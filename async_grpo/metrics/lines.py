@@ -36,8 +36,7 @@ def span_lines(records: Iterable[Line]) -> list[Line]:
     spans = []
     for record in records:
         names = record.get("lane"), record.get("what")
-        times = record.get("begin"), record.get("end")
-        has_times = all(is_number(time) and 0 <= time <= LATEST_S for time in times)
+        has_times = _is_time(record.get("begin")) and _is_time(record.get("end"))
         if all(map(_is_name, names)) and has_times and is_count(record.get("step")):
             spans.append(record)
     return spans
@@ -108,6 +107,10 @@ def _numbers(value: Line) -> Line:
 
 def _flat_numbers(value: Line) -> Line:
     return {name: number for name, number in _numbers(value).items() if is_number(number)}
+
+
+def _is_time(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= LATEST_S
 
 
 def _is_name(value: Any) -> bool:

@@ -151,11 +151,13 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     ids: set[int] = set()
     for value in named:
         for token_id in value if isinstance(value, list) else [value]:
-            if token_id is not None and type(token_id) is not int:
+            if token_id is None:
+                continue
+            if type(token_id) is not int:
                 raise ConfigurationError(
                     f"{folder}: the end token {token_id!r:.50} is no token id (eos_token_id)"
                 )
-            ids |= {token_id} - {None}
+            ids.add(token_id)
     if not ids:
         raise ConfigurationError(f"{folder} has no end token; add eos_token_id to generation_config.json")
     return tuple(sorted(ids))

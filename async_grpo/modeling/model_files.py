@@ -65,9 +65,9 @@ def _refuse_special(entry: Path) -> None:
         raise ConfigurationError(f"{entry} of the model's folder is neither a file nor a folder: remove it")
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     try:
-        content = read_json(path, MAX_CONFIG_BYTES, follow_links=True)
+        content = read_json(path, max_bytes, follow_links=True)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be used: {error}") from error
     if not isinstance(content, dict):
@@ -143,7 +143,7 @@ def _indexed(folder: Path) -> list[Path]:
     path = folder / INDEX_FILE
     if not path.exists():
         return []
-    names = _table(path).get("weight_map")
+    names = _table(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ConfigurationError(f"{path} cannot be used: it has no weight_map of names")
     try:

@@ -19,7 +19,6 @@ from async_grpo.options.fields import choices_of, dashed, names_in
 
 MAX_VALUE_CHARACTERS = 10_000
 SHOWN_CHARACTERS = 200  # of a refused value
-Field = "dataclasses.Field[Any]"
 
 
 def portable_options(
@@ -53,7 +52,7 @@ def portable_options(
     return taken
 
 
-def _refuse_other_kind(field: Field, value: Any, folder: Path) -> None:
+def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path) -> None:
     """Raise ConfigurationError for a value that the command line could not give."""
     kinds = get_args(field.type) or (field.type,)
     may_be_missing = type(None) in kinds or field.default is None
@@ -74,7 +73,7 @@ def _is_of(kind: Any, value: Any) -> bool:
     return type(value) is kind
 
 
-def _may_travel(field: Field, value: Any) -> bool:
+def _may_travel(field: "dataclasses.Field[Any]", value: Any) -> bool:
     portable = field.metadata["portable"]
     if not portable:
         return False

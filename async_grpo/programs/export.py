@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.checkpoints.folder import Manifest, named
+from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import Section, option, refuse, required
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,10 @@ def export(config: ExportConfig) -> Manifest:
     refuse(target.exists(), f"--output-dir {target} exists: choose another folder")
     folder, manifest = named(folder)
     source = manifest.options.get("model_name_or_path")
-    is_named = isinstance(source, str) and "\0" not in source
-    refuse(not is_named, f"{folder} does not say of which model it is (model_name_or_path in its manifest)")
+    if not isinstance(source, str) or "\0" in source:
+        raise ConfigurationError(
+            f"{folder} does not say of which model it is (model_name_or_path in its manifest)"
+        )
     # Heavy imports only once there is something to export
     from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
     from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors

@@ -163,7 +163,8 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_hostile_model_is_refused_by_name_before_anything_starts(model, tmp_path, capfd, monkeypatch, kind):
-    monkeypatch.setattr("async_grpo.experience.dataset.TEMPLATE_S", 0.5)
+    if kind == "a template without end":
+        monkeypatch.setattr("async_grpo.experience.dataset.TEMPLATE_S", 0.5)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
     change, message = REFUSED[kind]
     change(model)

@@ -134,11 +134,11 @@ FOLDERS: dict[str, Callable[[Run], Any]] = {
         "training_metrics.jsonl", r.step(1) | {"\ud800": 1, "alarms": ["\udfff"], "file": "\ud800"}
     ),
     "metrics of bytes": lambda r: r.raw("training_metrics.jsonl", bytes(range(256)) * 1000),
-    "metrics in one line of 100 MB": lambda r: r.raw(
+    "metrics in one line of 40 MB": lambda r: r.raw(
         "training_metrics.jsonl",
-        b'{"step": 1, "a": "' + b"x" * (100 << 20) + b'"}\n' + jsonl(r.step(2)).encode(),
+        b'{"step": 1, "a": "' + b"x" * (40 << 20) + b'"}\n' + jsonl(r.step(2)).encode(),
     ),
-    "metrics without an end of 100 MB": lambda r: r.raw("training_metrics.jsonl", b"{}" * (50 << 20)),
+    "metrics without an end of 80 MB": lambda r: r.raw("training_metrics.jsonl", b"{}" * (40 << 20)),
     "parameters of brackets": lambda r: r.raw("training_params.json", "[" * 10**6),
     "parameters that are a list": lambda r: r.raw("training_params.json", "[1]"),
     "parameters that are a pipe": lambda r: r.put("training_params.json", os.mkfifo),
