@@ -35,7 +35,7 @@ from async_grpo.types import AdapterResult, RewardStatus
 
 LONGEST_TURN_S = 0.5
 TICK_S = 0.005
-CALL_S, REQUEST_S = 20.0, 4.0
+CALL_S, REQUEST_S = 20.0, 2.0
 MAX_BYTES = 4 * 2**20  # of one body
 SCORE = 7.0  # what an honest reply says, of 10
 SCHEMA = {
@@ -332,11 +332,13 @@ class Report:
             self.violations.append(f"{name}: {result.status.value}: {result.reason[:200]}")
 
 
-async def fuzz(seed: int, count: int, max_bytes: int = MAX_BYTES, every_judge: bool = False) -> Report:
+async def fuzz(
+    seed: int, count: int, max_bytes: int = MAX_BYTES, every_judge: bool = False, request_s: float = REQUEST_S
+) -> Report:
     """Ask a judge for each case, or each judge, one call after the other."""
     report = Report()
     async with serving(seed, count, max_bytes) as url:
-        workers = {name: worker_of(name, judge) for name, judge in judges_at(url).items()}
+        workers = {name: worker_of(name, judge, request_s) for name, judge in judges_at(url).items()}
         names = list(workers)
         try:
             for number, case in enumerate(cases(seed, count, max_bytes)):
@@ -353,8 +355,8 @@ async def fuzz(seed: int, count: int, max_bytes: int = MAX_BYTES, every_judge: b
     return report
 
 
-def worker_of(name: str, judge: Any) -> JudgeWorker:
-    settings = {"timeout_s": REQUEST_S, "attempts": 2, "backoff_s": 0.01, "backoff_max_s": 0.02}
+def worker_of(name: str, judge: Any, request_s: float) -> JudgeWorker:
+    settings = {"timeout_s": request_s, "attempts": 2, "backoff_s": 0.01, "backoff_max_s": 0.02}
     endpoint = Endpoint(judge.endpoint().urls, breaker_failures=10**6, **settings)
     return JudgeWorker(name, judge, endpoint, Limiter(), "train")
 
