@@ -90,7 +90,9 @@ class EnvironmentHost:
             raise RuntimeError("its process was ended, for another trajectory that did not answer")
         returned = await _awaited(playing.step(said))
         if not isinstance(returned, tuple) or len(returned) != 3:
-            raise TypeError(f"step returned {shown(returned, 200)}, not (observation, reward, whether it is over)")
+            raise TypeError(
+                f"step returned {shown(returned, 200)}, not (observation, reward, whether it is over)"
+            )
         observation, reward, done = returned
         if not is_plausible(reward):
             raise ValueError(f"the reward is {shown(reward)}: {PLAUSIBLE_REWARD}")
@@ -131,7 +133,9 @@ def _seen(playing: Any, observation: Any) -> dict[str, Any]:
     messages = observation if isinstance(observation, list) else []
     are_messages = all(isinstance(one, Mapping) and "role" in one for one in messages)
     if not (are_messages and (observation is None or isinstance(observation, str | list))):
-        raise TypeError(f"an observation is a text, a list of messages or None, not {shown(observation, 200)}")
+        raise TypeError(
+            f"an observation is a text, a list of messages or None, not {shown(observation, 200)}"
+        )
     numbers = {str(name): float(value) for name, value in getattr(playing, "numbers", {}).items()}
     return {"observation": observation, "state": str(getattr(playing, "state", "")), "numbers": numbers}
 

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from async_grpo.environments.host import EnvironmentHost
 from async_grpo.rewards.adapter.decorators import process_reward
-from async_grpo.rewards.adapter.result import MAX_REWARD, finite, is_plausible, read_answer, read_change, unique_names
+from async_grpo.rewards.adapter.result import (
+    MAX_REWARD,
+    finite,
+    is_plausible,
+    read_answer,
+    read_change,
+    unique_names,
+)
 from async_grpo.rewards.builtin import environment
 from async_grpo.rewards.cache.verdicts import VerdictCache, key_of
 from async_grpo.rewards.combine import Combination
@@ -37,7 +44,13 @@ OUTSIDE = "a reward lies between -1e+06 and 1e+06"
 
 @pytest.mark.parametrize("reward", HUGE)
 def test_no_answer_of_a_function_holds_one(reward):
-    for returned in (reward, {"reward": reward}, {"score": reward}, (reward, "", ""), {"reward": reward, "n": 1}):
+    for returned in (
+        reward,
+        {"reward": reward},
+        {"score": reward},
+        (reward, "", ""),
+        {"reward": reward, "n": 1},
+    ):
         answer = read_answer(returned, {})
         assert (answer["status"], answer["reward"]) == ("failed", None)
         assert OUTSIDE in answer["reason"] or "only finite numbers" in answer["reason"]
@@ -79,7 +92,12 @@ async def test_an_environment_fails_with_one_whatever_way_it_goes(reward):
     inline = InlineReward("environment", environment.environment, {})
     result = await inline.score({"completion": "7", "environment_reward": reward}, 1.0)
     assert result.status is RewardStatus.FAILED and OUTSIDE in result.reason
-    turns = {"completion": "7", "completion_token_ids": [1, 2], "turn_ends": [1, 2], "turn_rewards": [reward, 1.0]}
+    turns = {
+        "completion": "7",
+        "completion_token_ids": [1, 2],
+        "turn_ends": [1, 2],
+        "turn_rewards": [reward, 1.0],
+    }
     assert OUTSIDE in read_answer(environment.environment_turns(turns), turns, True)["reason"]
 
 
@@ -127,7 +145,9 @@ async def test_a_reward_in_a_process_fails_with_one_and_the_next_is_scored(tmp_p
     path.write_text("def given(sample):\n    return sample['given']\n")
     async with VerifierPool.from_registry(f"{path}:given") as pool:
         verdicts = await asyncio.gather(*(pool.verify({"completion": "", "given": r}) for r in (1e39, 0.5)))
-    assert [verdict.reward for verdict in verdicts] == [None, 0.5] and OUTSIDE in verdicts[0].results[0].reason
+    assert [verdict.reward for verdict in verdicts] == [None, 0.5] and OUTSIDE in verdicts[0].results[
+        0
+    ].reason
 
 
 # Over the network
@@ -157,7 +177,9 @@ async def judged(judge, body: bytes) -> AdapterResult:
 async def test_a_scorers_reply_with_one_is_a_failure_and_no_zero(body):
     result = await judged(HTTPScorer(url="http://127.0.0.1:9"), body.encode())
     assert result.status is RewardStatus.FAILED and result.reward is None
-    assert any(word in result.reason for word in (OUTSIDE, "too small for a float", "appears twice")), result.reason
+    assert any(word in result.reason for word in (OUTSIDE, "too small for a float", "appears twice")), (
+        result.reason
+    )
 
 
 @pytest.mark.parametrize("value", ["1e39", "-2e6", "[0.5, 1e160]", "1e-400"])
@@ -167,7 +189,9 @@ async def test_a_reward_models_reply_with_one_is_a_failure_and_no_zero(value):
     assert result.status is RewardStatus.FAILED and result.reward is None
 
 
-@pytest.mark.parametrize("text", ['{"score": 1, "score": 9}', '{"score": 1e-400}', '{"score": 9, "n": {"a": 1, "a": 2}}'])
+@pytest.mark.parametrize(
+    "text", ['{"score": 1, "score": 9}', '{"score": 1e-400}', '{"score": 9, "n": {"a": 1, "a": 2}}']
+)
 async def test_a_judges_verdict_in_json_with_one_is_a_failure_and_no_zero(text):
     schema = {"type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"]}
     judge = LLMJudge(url="http://127.0.0.1:9", model="m", json_schema=schema)
@@ -193,7 +217,9 @@ def test_a_number_is_zero_in_json_only_if_it_is_zero(exponent, digits):
         assert (number == 0) == (exact == 0) and number == float(exact)
 
 
-@pytest.mark.parametrize("body", [b'{"a": 1, "a": 1}', b'{"b": [{"a": {}, "a": {}}]}', b'{"a\\u0000": 1, "a\\u0000": 2}'])
+@pytest.mark.parametrize(
+    "body", [b'{"a": 1, "a": 1}', b'{"b": [{"a": {}, "a": {}}]}', b'{"a\\u0000": 1, "a\\u0000": 2}']
+)
 def test_a_name_that_appears_twice_is_refused_however_deep(body):
     with pytest.raises(ValueError, match="a name appears twice"):
         json_object(body)
