@@ -21,7 +21,14 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options
-from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, describe, failure, is_plausible, shown
+from async_grpo.rewards.adapter.result import (
+    PLAUSIBLE_REWARD,
+    describe,
+    failure,
+    is_finite_number,
+    is_plausible,
+    shown,
+)
 from async_grpo.rewards.isolation.child import Answers
 from async_grpo.rewards.isolation.lines import Message
 
@@ -94,6 +101,8 @@ class EnvironmentHost:
                 f"step returned {shown(returned, 200)}, not (observation, reward, whether it is over)"
             )
         observation, reward, done = returned
+        if not is_finite_number(reward):
+            raise ValueError(f"the reward {shown(reward)} is no finite number")
         if not is_plausible(reward):
             raise ValueError(f"the reward is {shown(reward)}: {PLAUSIBLE_REWARD}")
         return _seen(playing, observation) | {"reward": float(reward), "done": bool(done)}
