@@ -28,7 +28,7 @@ from async_grpo.rewards.builtin import environment
 from async_grpo.rewards.cache.verdicts import VerdictCache, key_of
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.http.endpoint import Endpoint
-from async_grpo.rewards.http.exchange import json_object
+from async_grpo.rewards.http.exchange import json_object, retry_after_s
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.inline import InlineReward
 from async_grpo.rewards.judge_worker import JudgeWorker
@@ -224,6 +224,11 @@ def test_a_name_that_appears_twice_is_refused_however_deep(body):
     with pytest.raises(ValueError, match="a name appears twice"):
         json_object(body)
     assert unique_names([("a", 1), ("b", 1)]) == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("value", ["1e400", "inf", "nan", "-inf", "-1", "soon", ""])
+def test_a_pause_that_is_no_number_closes_a_judge_to_nobody(value):
+    assert retry_after_s(value) == 0.0
 
 
 def test_the_bound_is_what_the_documents_say():
