@@ -2,7 +2,7 @@
 
     nice -n 15 python -m benchmarks.fuzz_judges --replies 600
 
-Judges are asked and read in the controller's event loop, so no reply may hold it up. A violation is a turn of the loop above
+Judges are asked and read in the event loop of the controller: no reply may hold it up. A violation is a turn of it above
 0.5 s, an exception, a call that outlives its deadline, a reason that is too long or cannot be written, or a reward that
 nothing in the reply says. Prints each, then the longest turns by shape; the exit status is 1 if there was any violation.
 
@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS
@@ -35,7 +36,8 @@ from async_grpo.types import AdapterResult, RewardStatus
 
 LONGEST_TURN_S = 0.5
 TICK_S = 0.005
-CALL_S, REQUEST_S = 20.0, 4.0
+START_S = 300.0  # for the server to make its cases
+CALL_S, REQUEST_S = 20.0, 2.0
 MAX_BYTES = 4 * 2**20  # of one body
 SCORE = 7.0  # what an honest reply says, of 10
 SCHEMA = {
@@ -70,7 +72,11 @@ def babble(rng: random.Random, size: int) -> str:
     """Return one unit, or two that take turns, again and again; sometimes with a beginning or an end of another kind."""
     unit = "".join(rng.sample(UNITS, rng.choice([1, 1, 2, 3])))
     text = unit * (size // len(unit) + 1)
-    return rng.choice(["", "", "<think>", '{"why": "', "Score: "]) + text[:size] + rng.choice(["", "", "x", "</think>"])
+    return (
+        rng.choice(["", "", "<think>", '{"why": "', "Score: "])
+        + text[:size]
+        + rng.choice(["", "", "x", "</think>"])
+    )
 
 
 def deep(rng: random.Random, size: int) -> str:
@@ -81,7 +87,9 @@ def deep(rng: random.Random, size: int) -> str:
 
 def wide(rng: random.Random, size: int) -> str:
     """Return many values of a kind, in a list or under names."""
-    value = rng.choice(["1", "1.5", "[]", "{}", '""', "null", "true", "1e-400", "9" * 4300, "-1.0e-5", '{"a": 1, "a": 2}'])
+    value = rng.choice(
+        ["1", "1.5", "[]", "{}", '""', "null", "true", "1e-400", "9" * 4300, "-1.0e-5", '{"a": 1, "a": 2}']
+    )
     if rng.random() < 0.5:
         return "[" + ",".join([value] * (size // (len(value) + 1))) + "]"
     names = size // (len(value) + 12)
@@ -91,7 +99,9 @@ def wide(rng: random.Random, size: int) -> str:
 
 def huge_number(rng: random.Random, size: int) -> str:
     digits = "".join(rng.choices("0123456789", k=8)) * (size // 8)
-    return rng.choice([digits, f"-{digits}", f"0.{digits}", f"1e{digits}", f"{digits}.5", "1e-400", "NaN", "-Infinity"])
+    return rng.choice(
+        [digits, f"-{digits}", f"0.{digits}", f"1e{digits}", f"{digits}.5", "1e-400", "NaN", "-Infinity"]
+    )
 
 
 VALUES: tuple[Callable[[random.Random, int], str], ...] = (
@@ -135,16 +145,22 @@ def bodies(rng: random.Random, size: int) -> tuple[str, bytes]:
 
 def http(body: bytes, code: int = 200, **headers: str) -> bytes:
     fields = {"content_length": str(len(body)), "content_type": "application/json", **headers}
-    lines = [f"HTTP/1.1 {code} Something", *(f"{name.replace('_', '-')}: {text}" for name, text in fields.items())]
+    lines = [
+        f"HTTP/1.1 {code} Something",
+        *(f"{name.replace('_', '-')}: {text}" for name, text in fields.items()),
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def chunked(body: bytes, size: int, extension: bytes = b"") -> bytes:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     pieces = (body[begin : begin + size] for begin in range(0, len(body), size))
-    return head + b"".join(b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces) + b"0\r\n\r\n"
+    return (
+        head + b"".join(b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces) + b"0\r\n\r\n"
+    )
 
 
+@lru_cache
 def bomb(megabytes: int, wbits: int) -> bytes:
     compressor = zlib.compressobj(9, zlib.DEFLATED, wbits)
     pieces = [compressor.compress(b" " * 2**20) for _ in range(megabytes)]
@@ -161,7 +177,12 @@ def wires(rng: random.Random, body: bytes) -> tuple[str, bytes, int, float]:
         case "gzip":
             return kind, http(gzip.compress(body, 1), content_encoding="gzip"), 1, 0.0
         case "gzip bomb":
-            return kind, http(bomb(rng.choice([5, 200]), 16 + zlib.MAX_WBITS), content_encoding="gzip"), 1, 0.0
+            return (
+                kind,
+                http(bomb(rng.choice([5, 200]), 16 + zlib.MAX_WBITS), content_encoding="gzip"),
+                1,
+                0.0,
+            )
         case "deflate bomb":
             wbits = rng.choice([zlib.MAX_WBITS, -zlib.MAX_WBITS])
             return kind, http(bomb(200, wbits), content_encoding="deflate"), 1, 0.0
@@ -207,7 +228,7 @@ def honest(rng: random.Random) -> Case:
 
 
 def cases(seed: int, count: int, max_bytes: int = MAX_BYTES) -> Iterator[Case]:
-    """Yield the same cases for the same seed: here, and in the server's process."""
+    """Yield the same cases for the same seed."""
     rng = random.Random(seed)
     for number in range(count):
         if number % 20 == 0:
@@ -225,7 +246,7 @@ def cases(seed: int, count: int, max_bytes: int = MAX_BYTES) -> Iterator[Case]:
 
 
 async def serve(seed: int, count: int, max_bytes: int) -> None:
-    """Print the port; answer each request with the case whose number is in its body."""
+    """Print the port and what the cases are; answer each request with the case whose number is in its body."""
     all_cases = list(cases(seed, count, max_bytes))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -246,21 +267,25 @@ async def serve(seed: int, count: int, max_bytes: int) -> None:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
+    facts = [(case.shape, case.may_score) for case in all_cases]
+    print(json.dumps({"port": server.sockets[0].getsockname()[1], "cases": facts}), flush=True)
     async with server:
         await server.serve_forever()
 
 
 @contextlib.asynccontextmanager
-async def serving(seed: int, count: int, max_bytes: int) -> AsyncIterator[str]:
-    """Run the server in a process of its own, which ends with the context; yields its address."""
+async def serving(seed: int, count: int, max_bytes: int) -> AsyncIterator[tuple[str, list[Case]]]:
+    """Run the server in a process of its own, which ends with the context; yields its address and cases, without bytes."""
     command = [sys.executable, "-m", "benchmarks.fuzz_judges", "--serve", "--seed", str(seed)]
     command += ["--replies", str(count), "--max-bytes", str(max_bytes)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, limit=MAX_BYTES)
     assert process.stdout is not None
     try:
-        port = await asyncio.wait_for(process.stdout.readline(), 120)
-        yield f"http://127.0.0.1:{int(port)}"
+        told = json.loads(await asyncio.wait_for(process.stdout.readline(), START_S))
+        yield (
+            f"http://127.0.0.1:{told['port']}",
+            [Case(shape, b"", may_score) for shape, may_score in told["cases"]],
+        )
     finally:
         process.kill()
         await process.wait()
@@ -332,29 +357,41 @@ class Report:
             self.violations.append(f"{name}: {result.status.value}: {result.reason[:200]}")
 
 
-async def fuzz(seed: int, count: int, max_bytes: int = MAX_BYTES, every_judge: bool = False) -> Report:
-    """Ask a judge for each case, or each judge, one call after the other."""
-    report = Report()
-    async with serving(seed, count, max_bytes) as url:
-        workers = {name: worker_of(name, judge) for name, judge in judges_at(url).items()}
+async def fuzz(
+    seed: int,
+    count: int,
+    max_bytes: int = MAX_BYTES,
+    every_judge: bool = False,
+    request_s: float = REQUEST_S,
+    at_once: int = 1,
+) -> Report:
+    """Ask a judge for each case, or each judge; with `at_once` above 1 a turn may be the work of several calls."""
+    report, places = Report(), asyncio.Semaphore(at_once)
+    async with serving(seed, count, max_bytes) as (url, all_cases):
+        workers = {name: worker_of(name, judge, request_s) for name, judge in judges_at(url).items()}
         names = list(workers)
+
+        async def ask(name: str, number: int, case: Case) -> None:
+            async with places, LoopWatch() as watch:
+                started_s = time.monotonic()
+                sample = {"input": "?", "completion": f"case {number}", "answer": "7"}
+                result = await workers[name].score(sample, CALL_S)
+                took_s = time.monotonic() - started_s
+            report.note(name, case, result, watch.longest_s, took_s)
+
         try:
-            for number, case in enumerate(cases(seed, count, max_bytes)):
-                for name in names if every_judge else [names[number % len(names)]]:
-                    async with LoopWatch() as watch:
-                        started_s = time.monotonic()
-                        sample = {"input": "?", "completion": f"case {number}", "answer": "7"}
-                        result = await workers[name].score(sample, CALL_S)
-                        took_s = time.monotonic() - started_s
-                    report.note(name, case, result, watch.longest_s, took_s)
+            async with asyncio.TaskGroup() as calls:
+                for number, case in enumerate(all_cases):
+                    for name in names if every_judge else [names[number % len(names)]]:
+                        calls.create_task(ask(name, number, case))
         finally:
             for worker in workers.values():
                 await worker.close()
     return report
 
 
-def worker_of(name: str, judge: Any) -> JudgeWorker:
-    settings = {"timeout_s": REQUEST_S, "attempts": 2, "backoff_s": 0.01, "backoff_max_s": 0.02}
+def worker_of(name: str, judge: Any, request_s: float) -> JudgeWorker:
+    settings = {"timeout_s": request_s, "attempts": 2, "backoff_s": 0.01, "backoff_max_s": 0.02}
     endpoint = Endpoint(judge.endpoint().urls, breaker_failures=10**6, **settings)
     return JudgeWorker(name, judge, endpoint, Limiter(), "train")
 

@@ -21,7 +21,14 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options
-from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, describe, failure, is_plausible, shown
+from async_grpo.rewards.adapter.result import (
+    PLAUSIBLE_REWARD,
+    describe,
+    failure,
+    is_finite_number,
+    is_plausible,
+    shown,
+)
 from async_grpo.rewards.isolation.child import Answers
 from async_grpo.rewards.isolation.lines import Message
 
@@ -90,8 +97,12 @@ class EnvironmentHost:
             raise RuntimeError("its process was ended, for another trajectory that did not answer")
         returned = await _awaited(playing.step(said))
         if not isinstance(returned, tuple) or len(returned) != 3:
-            raise TypeError(f"step returned {shown(returned, 200)}, not (observation, reward, whether it is over)")
+            raise TypeError(
+                f"step returned {shown(returned, 200)}, not (observation, reward, whether it is over)"
+            )
         observation, reward, done = returned
+        if not is_finite_number(reward):
+            raise ValueError(f"the reward {shown(reward)} is no finite number")
         if not is_plausible(reward):
             raise ValueError(f"the reward is {shown(reward)}: {PLAUSIBLE_REWARD}")
         return _seen(playing, observation) | {"reward": float(reward), "done": bool(done)}
@@ -131,7 +142,9 @@ def _seen(playing: Any, observation: Any) -> dict[str, Any]:
     messages = observation if isinstance(observation, list) else []
     are_messages = all(isinstance(one, Mapping) and "role" in one for one in messages)
     if not (are_messages and (observation is None or isinstance(observation, str | list))):
-        raise TypeError(f"an observation is a text, a list of messages or None, not {shown(observation, 200)}")
+        raise TypeError(
+            f"an observation is a text, a list of messages or None, not {shown(observation, 200)}"
+        )
     numbers = {str(name): float(value) for name, value in getattr(playing, "numbers", {}).items()}
     return {"observation": observation, "state": str(getattr(playing, "state", "")), "numbers": numbers}
 

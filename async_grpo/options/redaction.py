@@ -20,7 +20,9 @@ SHORTEST_CHARACTERS = 8
 SHORTEST_LINE_CHARACTERS = 16  # of a secret of several lines, such as a private key
 MASK = "***"
 
-_registered: set[str] = set()  # values that this process was told to hide, whatever their variables are called
+_registered: set[str] = (
+    set()
+)  # values that this process was told to hide, whatever their variables are called
 
 
 def secrets() -> dict[str, str]:
@@ -152,5 +154,5 @@ def redact_logs() -> None:
 def redact_output() -> None:
     """Hide secrets in the logs of this process, and in what it prints."""
     redact_logs()
-    sys.stdout = RedactedStream(sys.stdout)  # type: ignore[assignment]  # `print` needs no more of a stream
-    sys.stderr = RedactedStream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout = RedactedStream(sys.stdout)  # `print` needs no more of a stream
+    sys.stderr = RedactedStream(sys.stderr)

@@ -143,7 +143,10 @@ def log_excerpt(program: Program) -> str:
 
 
 def torchrun_root(output: str) -> str:
-    """Return what torchrun says of the rank that ended first, or "". One expression for all of it would be cubic in time."""
+    """Return what torchrun says of the rank that ended first, or "".
+
+    One expression for all of it would take time in proportion to the cube of a log's length.
+    """
     after = output.partition("Root Cause")[2]
     rank = TORCHRUN_RANK.search(after)
     end = TORCHRUN_EXIT.search(after, rank.end()) if rank else None

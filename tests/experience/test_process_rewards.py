@@ -88,8 +88,14 @@ NAN = math.nan
         (steps((1.0, "token_end", 0)), "token_end=0 is not one of 1..4: the completion has 4 tokens"),
         (steps((1.0, "char_end", 0)), "char_end=0 is not one of 1..8: the completion has 8 characters"),
         (steps((1.0, "token_end", True)), "token_end=True is not one of 1..4"),
-        (steps((1e308, "token_end", 1)), "step_rewards[0]: reward=1e+308: a reward lies between -1e+06 and 1e+06"),
-        (steps(*[(6e5, "token_end", 1)] * 2), "the steps that end in token 0 add up to 1.2e+06: a reward lies"),
+        (
+            steps((1e308, "token_end", 1)),
+            "step_rewards[0]: reward=1e+308: a reward lies between -1e+06 and 1e+06",
+        ),
+        (
+            steps(*[(6e5, "token_end", 1)] * 2),
+            "the steps that end in token 0 add up to 1.2e+06: a reward lies",
+        ),
         (steps((6e5, "token_end", 1), (6e5, "token_end", 2)), "reward=1200000.0: a reward lies between"),
         ({"token_rewards": [0.0] * 3}, "3 token_rewards for 4 tokens: there must be one for each"),
         ({"token_rewards": [0.0, 0.0, NAN, 0.0]}, "token_rewards[2]=nan: only finite"),

@@ -1,7 +1,7 @@
 """What reads foreign text (judges' replies, completions, pages, logs, metrics of other runs) takes time in its proportion.
 
 Every regular expression of the package stands in `PATTERNS`, with the feed of `FEEDS` that shows it hostile text, or with
-the reason why it sees none. A new one must be added there; look first whether two of its parts can match the same character.
+the reason why it sees none. A new one must be added there: see first that no two of its parts match the same character.
 """
 
 import ast
@@ -9,7 +9,7 @@ import itertools
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,9 @@ def test_whoever_imports_names_of_re_would_escape_this_review():
 
 def scored(score: Callable[..., Any], **row: Any) -> Callable[[str], Any]:
     """Return a function that gives a text to a reward as its completion."""
-    return lambda completion: score({"answer": "7", "completion_token_ids": [], **row, "completion": completion})
+    return lambda completion: score(
+        {"answer": "7", "completion_token_ids": [], **row, "completion": completion}
+    )
 
 
 def in_box(score: Callable[..., Any], longest: int) -> Callable[[str], Any]:
@@ -145,7 +147,10 @@ def in_box(score: Callable[..., Any], longest: int) -> Callable[[str], Any]:
 
 
 def judge_by_schema(reply: str) -> None:
-    schema = {"type": "object", "properties": {"score": {"type": "number"}, "why": {"pattern": r"^(\w+\s?)*$"}}}
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "number"}, "why": {"pattern": r"^(\w+\s?)*$"}},
+    }
     judge_replies.by_schema(reply, schema | {"required": ["score"]}, "score")
 
 
@@ -186,15 +191,81 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "excerpt": excerpt,
 }
 UNITS = [
-    *(" ", "\n", "\t", "\u00a0", "\r\n", "    \n", "1", "9,", "1 ", "1.", "1/", "a", "A", "_", "a_.", "é", "\u0663"),
+    *(
+        " ",
+        "\n",
+        "\t",
+        "\u00a0",
+        "\r\n",
+        "    \n",
+        "1",
+        "9,",
+        "1 ",
+        "1.",
+        "1/",
+        "a",
+        "A",
+        "_",
+        "a_.",
+        "é",
+        "\u0663",
+    ),
     *("\U0001f600", "\ud800", "\0", *"()[]{}<>\\\"'`$,.:=*/-|", "<think>", "</think>", "<think></think>"),
-    *(r"\boxed{", r"\boxed{}", r"\boxed ", r"\boxed{1},", r"\frac", r"\frac{", r"\text{ ", r"\sqrt ", "^ {", "####"),
-    *("<answer>", "</answer>", "<answer></answer>", "```", "```json\n", "<tool_call>", "<tool_call>{", "<tool_call>{}"),
-    *("</tool_call>", '{"a":', '{"a":1},', "[{", "Score", "score ", "Score: ", "Score: 1 ", "Score: 1/", "1e", "<|a|> "),
-    *("Root Cause", "Root Cause rank: 1", "rank: 1 exitcode: 1 ", "[rank1]: ", "a.b.CError", "Thread \n", "eval_"),
+    *(
+        r"\boxed{",
+        r"\boxed{}",
+        r"\boxed ",
+        r"\boxed{1},",
+        r"\frac",
+        r"\frac{",
+        r"\text{ ",
+        r"\sqrt ",
+        "^ {",
+        "####",
+    ),
+    *(
+        "<answer>",
+        "</answer>",
+        "<answer></answer>",
+        "```",
+        "```json\n",
+        "<tool_call>",
+        "<tool_call>{",
+        "<tool_call>{}",
+    ),
+    *(
+        "</tool_call>",
+        '{"a":',
+        '{"a":1},',
+        "[{",
+        "Score",
+        "score ",
+        "Score: ",
+        "Score: 1 ",
+        "Score: 1/",
+        "1e",
+        "<|a|> ",
+    ),
+    *(
+        "Root Cause",
+        "Root Cause rank: 1",
+        "rank: 1 exitcode: 1 ",
+        "[rank1]: ",
+        "a.b.CError",
+        "Thread \n",
+        "eval_",
+    ),
     *("eval_avg_reward/", "\x1b[1;", "error:"),
 ]
-IN_THE_LOOP = {"score line", "judge's JSON", "judge's body", "completion_of", "message_of", "excerpt", "Retry-After"}
+IN_THE_LOOP = {
+    "score line",
+    "judge's JSON",
+    "judge's body",
+    "completion_of",
+    "message_of",
+    "excerpt",
+    "Retry-After",
+}
 NUM_CHARACTERS = 1_000_000  # for what runs in the controller's event loop
 NUM_OTHER_CHARACTERS = 100_000  # for what runs in processes that can be killed
 NUM_PAIR_CHARACTERS = 60_000
@@ -226,11 +297,9 @@ def feed(name: str, unit: str, num_characters: int) -> None:
     """Show it the unit again and again, alone and with something else at begin and end."""
     babble = unit * (num_characters // len(unit))
     for shown in (babble, "{" + babble + "x"):
-        with within(SECONDS, f"{name} on {unit!r}"):
-            try:
-                FEEDS[name](shown)
-            except (ValueError, RecursionError):  # it is no answer; BadReply is a ValueError
-                pass
+        # A text that is no answer is refused with one of these errors; BadReply is a ValueError
+        with within(SECONDS, f"{name} on {unit!r}"), suppress(ValueError, RecursionError):
+            FEEDS[name](shown)
 
 
 def test_every_pattern_that_sees_foreign_text_has_a_feed():

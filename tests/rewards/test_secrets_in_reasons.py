@@ -22,7 +22,7 @@ from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import RewardStatus
 
 KEY = "sk-(a+b)*/Qw'12.34\\z"  # with characters that mean something to expressions, addresses and quotations
-REWARD = '''
+REWARD = """
 import base64, logging, os, sys, threading, traceback, urllib.parse
 from async_grpo.rewards.adapter.decorators import batch, post_process
 
@@ -75,7 +75,7 @@ def talks(sample):
     except ConnectionError:
         traceback.print_exc()
     return 1.0
-'''
+"""
 WAYS = ("plain", "address", "basic", "repr", "at the cut")
 
 
@@ -100,14 +100,18 @@ def leaks(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["raises", "exits", "returns", "abstains", "explains", "in_batches", "post_processed"])
+@pytest.mark.parametrize(
+    "name", ["raises", "exits", "returns", "abstains", "explains", "in_batches", "post_processed"]
+)
 async def test_no_reason_of_a_reward_holds_a_key_of_reward_env(name, rewards):
     pool = VerifierPool.from_registry(f"{rewards}:{name}", reward_env="MY_SERVICE")
     samples = [{"completion": "7", "way": way} for way in WAYS]
     async with pool:
         verdicts = [await pool.verify(sample) for sample in samples]
         if name == "post_processed":
-            verdicts = [(await pool.post_process([s], [v]))[0] for s, v in zip(samples, verdicts, strict=True)]
+            verdicts = [
+                (await pool.post_process([s], [v]))[0] for s, v in zip(samples, verdicts, strict=True)
+            ]
         reasons = [verdict.results[0].reason for verdict in verdicts]
         first_reason = pool.take_stats()[name]["first_reason"]
     assert all(reasons) and not leaks(first_reason + json.dumps(reasons)), reasons
@@ -163,7 +167,9 @@ def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
     monkeypatch.setenv("MY_SERVICE", KEY)
     register_secrets([KEY])
     policy = object.__new__(Policy)
-    policy.recorder = type("Recorder", (), {"num_turns": 0, "finish": lambda self, member, outcome, cut: outcome})()
+    policy.recorder = type(
+        "Recorder", (), {"num_turns": 0, "finish": lambda self, member, outcome, cut: outcome}
+    )()
     policy._session, policy._begun, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
     outcome = policy.trajectory(failure=f"ConnectionError: {KEY}" + "x" * 10**6)
     assert outcome.failure.startswith("ConnectionError: ***") and len(outcome.failure) < 5000
@@ -211,7 +217,9 @@ def test_a_value_of_up_to_seven_characters_or_a_path_blanks_nothing(value):
     assert redacted(text) == text and failure(text)["reason"] == text
 
 
-SECRET_TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc", "Z")), min_size=8, max_size=60)
+SECRET_TEXTS = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cs", "Cc", "Z")), min_size=8, max_size=60
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -232,7 +240,12 @@ def test_a_secret_of_any_characters_is_hidden_in_each_usual_spelling(value, user
 
 
 def test_each_line_of_a_secret_of_several_lines_is_hidden():
-    lines = ["-----BEGIN PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEF", "AAOCAQ8AMIIBCgKCAQEA7v", "-----END-----"]
+    lines = [
+        "-----BEGIN PRIVATE KEY-----",
+        "MIIEvQIBADANBgkqhkiG9w0BAQEF",
+        "AAOCAQ8AMIIBCgKCAQEA7v",
+        "-----END-----",
+    ]
     register_secrets(["\n".join(lines) + "\n"])
     assert redacted(f"in line 2: {lines[1]}") == "in line 2: ***"
     assert redacted(repr("\n".join(lines))) == "'***'"

@@ -16,7 +16,9 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer, time_limit
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
-SECONDS = 5.0  # for one comparison; then there is no judgement, or a busy machine would make right answers wrong
+SECONDS = (
+    5.0  # for one comparison; then there is no judgement, or a busy machine would make right answers wrong
+)
 RELATIVE_TOLERANCE = 1e-12
 MAX_DIGITS, MAX_NODES = 10_000, 500  # of an expression that is computed
 

@@ -7,6 +7,7 @@ With httpx 0.28 the next sample would get the reply to another one.
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 import urllib.request
@@ -152,7 +153,9 @@ def retry_after_s(value: str | None, now: float | None = None) -> float:
             seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
         except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
             seconds = 0.0
-    return seconds if seconds > 0 else 0.0  # also of a NaN
+    return (
+        seconds if 0 < seconds < math.inf else 0.0
+    )  # a NaN or 1e400 says nothing, and must not close the judge to all
 
 
 def _proxy_for(url: str) -> str | None:

@@ -66,7 +66,9 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
     if not isinstance(text, str):
         raise BadReply(f"the reply holds no text: {quote(choice)}")
     if len(text) > MAX_REPLY_CHARACTERS:
-        raise BadReply(f"the reply is too long: {len(text)} characters, {MAX_REPLY_CHARACTERS} are read at most")
+        raise BadReply(
+            f"the reply is too long: {len(text)} characters, {MAX_REPLY_CHARACTERS} are read at most"
+        )
     return text
 
 
@@ -180,7 +182,10 @@ def _names_pattern_properties(schema: Any) -> bool:
 
 
 def _behind_thought(text: str) -> str:
-    """What stands behind the thought, whose beginning may stand in the chat template. Raises ValueError if it never ends."""
+    """What stands behind the thought, whose beginning may stand in the chat template.
+
+    Raises ValueError if the thought never ends.
+    """
     text = text.rpartition("</think>")[2].strip()
     if text.startswith("<think>"):
         raise ValueError("the thought never ends")
@@ -234,7 +239,9 @@ def _token_text(token: Any) -> str:
 
 def quote(value: Any) -> str:
     """The beginning of a reply, for a reason."""
-    shown = redacted(value if isinstance(value, str) else _beginning_of_json(value))  # a server may repeat a key
+    shown = redacted(
+        value if isinstance(value, str) else _beginning_of_json(value)
+    )  # a server may repeat a key
     return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
 
 

@@ -69,8 +69,8 @@ class LLMJudge(ModelJudge):
     Extras: `judge_score` (on its scale), `judge_tokens` and, with prices, `judge_cost`; with several votes
     `judge_votes` (readable ones) and `judge_spread` (largest - smallest score).
 
-    A reply that was cut off, holds no score that can be read or lies outside the scale is asked for once more; after that the vote
-    is lost, and with fewer than `min_votes` the call has failed. It is never a score of 0.
+    A reply that was cut off, holds no score that can be read or lies outside the scale is asked for once more; after that
+    the vote is lost, and with fewer than `min_votes` the call has failed. It is never a score of 0.
     """
 
     template: str = ""
@@ -178,9 +178,7 @@ class LLMJudge(ModelJudge):
         system = f"{self.system}\n\n{note}".strip()
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
-    async def _read(
-        self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]
-    ) -> None:
+    async def _read(self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]) -> None:
         """Sort the votes of a reply into those that can be read and the reasons of the others."""
         try:
             choices = judge_replies.choices_of(reply, count)
