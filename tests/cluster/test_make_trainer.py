@@ -1,6 +1,8 @@
 """What the options say is what a rank is made of: each one changed alone changes the step that it is about."""
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import torch
 from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
-from async_grpo.cluster.make_trainer import _accumulator, _policy
+from async_grpo.cluster import make_trainer as make_trainer_module
+from async_grpo.cluster.make_trainer import _accumulator, _policy, make_trainer
 from async_grpo.modeling import full_tensor
 from async_grpo.training.distributed import distributed_run
 
@@ -71,3 +74,15 @@ def test_the_values_train_the_trunk_unless_their_gradient_is_stopped(model, into
         grads = [full_tensor(p.grad) for p in policy.model.parameters() if p.grad is not None]
         assert any(grad.count_nonzero() for grad in grads) == into_the_trunk
         assert full_tensor(policy.value_head.weight.grad).count_nonzero()
+
+
+def test_a_resumed_trainer_counts_and_draws_from_the_step_of_its_checkpoint(model, monkeypatch, tmp_path):
+    """The number of the step seeds the draws of clip_cov: those of the first steps must not come again."""
+    manifest = SimpleNamespace(step=7, samples=56)
+    monkeypatch.setattr(make_trainer_module, "read", lambda folder: manifest)
+    monkeypatch.setattr(make_trainer_module, "Checkpointer", Mock())
+    config = chain_config(model_name_or_path=str(model), output_dir=str(tmp_path))
+    settings = dataclasses.replace(SETTINGS, checkpoint="step_000000007")
+    with distributed_run("cpu") as ranks:
+        trainer = make_trainer(config, settings, ranks, Mock(), publisher=Mock())
+    assert trainer.accumulator.steps == trainer.version == 7 and trainer.samples == 56

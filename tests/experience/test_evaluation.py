@@ -12,7 +12,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import EvaluationConfig
 from async_grpo.experience.evaluation import answer_of, evaluation_stats, pass_at_k
 from async_grpo.testing import completion
-from async_grpo.types import Group, Prompt, RewardStatus, Sample, Verdict
+from async_grpo.types import Group, Prompt, RewardStatus, Sample, Sampling, Verdict
 
 FAILED = Verdict(RewardStatus.FAILED, None)
 
@@ -84,6 +84,11 @@ def test_what_could_not_be_scored_says_nothing_and_one_question_has_no_interval(
 )
 def test_an_answer_is_what_stands_last(text, answer):
     assert answer_of(text) == answer
+
+
+def test_an_evaluation_samples_as_its_options_say():
+    assert EvaluationConfig().sampling == Sampling(None, None)
+    assert EvaluationConfig(eval_temperature=0.5, eval_max_tokens=7).sampling == Sampling(0.5, 7)
 
 
 def test_held_out_files_may_have_names():

@@ -81,6 +81,17 @@ def test_the_length_penalty_is_part_of_the_reward_that_is_compared():
     assert [row[0] for row in got] == pytest.approx([r - sum(by_hand) / 3 for r in by_hand], abs=1e-6)
 
 
+def test_the_length_penalty_costs_where_rewards_are_taken_apart():
+    facts = RunFacts(max_completion_tokens=10)
+    plan = rule(facts, advantage_estimator="gdpo", overlong_buffer=0.4, mask_truncated=False)
+    short, long = advantages(plan, group(sample(6, 1.0), sample(10, 1.0)))
+    # one judge, who sees no difference; the penalty takes 0 and 1: +-z over 6 and 10 tokens, whitened
+    values = [1.0] * 6 + [-1.0] * 10
+    deviation = np.std(values, ddof=1)
+    assert short == pytest.approx([(1 - np.mean(values)) / deviation] * 6, rel=1e-5)
+    assert long == pytest.approx([(-1 - np.mean(values)) / deviation] * 10, rel=1e-5)
+
+
 def test_a_kl_in_the_reward_is_taken_off_token_by_token():
     plan = rule(advantage_estimator="remax", kl_coef=0.1, kl_kind="k1", kl_in_reward=True)
     # fakes sample at log-prob -0.5; the reference says -1.5: k1 = 1 per token. Greedy completion: reward 0

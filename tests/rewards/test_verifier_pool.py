@@ -269,6 +269,24 @@ async def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation
             assert pool.stats()["alone"]["workers_lost"] == 0
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
+async def test_a_group_is_looked_at_by_the_workers_of_its_phase(evaluation):
+    class Counted(Grouped):
+        groups = 0
+
+        async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
+            self.groups += 1
+            return await super().post_process(samples, results, timeout_s)
+
+    training, evaluating = Workshop(kind=Counted), Workshop(kind=Counted)
+    group = [sample(n, 0.5) for n in range(3)]
+    async with scripted_pool(training, ("grouped",), make_evaluator=evaluating.make) as pool:
+        verdicts = [await pool.verify(member, evaluation=evaluation) for member in group]
+        await pool.post_process(group, verdicts, evaluation=evaluation)
+        counts = [sum(worker.groups for worker in shop.made) for shop in (training, evaluating)]
+    assert counts == ([0, 1] if evaluation else [1, 0])
+
+
 async def test_closing_fails_what_waits_and_ends_what_runs_even_if_a_worker_ignores_everything():
     class Immortal(ScriptedWorker):
         async def close(self) -> None:

@@ -71,3 +71,19 @@ def test_the_update_is_that_of_adamw(beta1, beta2, epsilon):
         mean, scale = first / (1 - beta1**step), math.sqrt(second / (1 - beta2**step))
         value = value * (1 - 0.1 * 0.5) - 0.1 * mean / (scale + epsilon)
         assert weight.item() == pytest.approx(value, rel=1e-5)
+
+
+def test_the_value_head_has_a_peak_rate_of_its_own_and_the_same_schedule():
+    policy = policy_of(torch.nn.Parameter(torch.tensor([2.0])))
+    policy.value_head = SimpleNamespace(parameters=lambda: [torch.nn.Parameter(torch.tensor([3.0]))])
+    config = OptimizerConfig(
+        learning_rate=0.5, critic_learning_rate=0.125, lr_scheduler="constant_with_warmup", num_warmup_steps=4
+    )
+    optimizer, scheduler = build_policy_optimizer(policy, config)
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    shares = [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates == [[0.5 * share, 0.125 * share] for share in shares]

@@ -283,3 +283,23 @@ def test_gamma_and_lam_reach_the_trainers_critic(ranks):
     assert row.returns[0, TRAINED].tolist() == pytest.approx(
         [first + values[0], middle + values[1], last + values[2]]
     )
+
+
+def test_both_bounds_of_the_clip_and_those_of_weights_reach_the_loss(ranks):
+    """Ratios 1.5 and 0.5, with the advantages that make PPO's clip hold them."""
+    options = {
+        "policy_loss": "ppo_clip",
+        "clip_low": 0.25,
+        "clip_high": 0.125,
+        "loss_aggregation": "token_sum",
+    }
+    objective = Objective(AlgorithmConfig(**options))
+    sequence = sequence_of([1.5, 0.5, 1.0], (1.0, -1.0, 0.0))
+    (row,) = rows_of([sequence])
+    fixed_forward(objective, (logprobs_of([sequence]), torch.zeros(1, 4)))
+    assert objective(None, row)[0].item() == pytest.approx(-1.125 + 0.75)
+    weights = {"importance_level": "token", "importance_low": 0.75, "importance_high": 1.25}
+    objective = Objective(AlgorithmConfig(policy_loss="gpg", loss_aggregation="token_sum", **weights))
+    fixed_forward(objective, (logprobs_of([sequence]), torch.zeros(1, 4)))
+    expected = -1.25 * (math.log(1.5) - 1) + 0.75 * (math.log(0.5) - 1)
+    assert objective(None, row)[0].item() == pytest.approx(expected, rel=1e-5)

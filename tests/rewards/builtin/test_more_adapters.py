@@ -88,6 +88,9 @@ def test_white_space_and_capitals_count_if_asked():
     assert reward(exact, "the hague", False, answer="The Hague") == 1.0
     assert reward(exact, "the hague", True, True, answer="The Hague") == 0.0
     assert reward(exact, "The  Hague", True, True, answer="The Hague") == 1.0
+    for is_stripped in (True, False):  # in the row as in the completion
+        assert reward(exact, "the hague", is_stripped, answer="the  hague") == float(is_stripped)
+        assert reward(exact, "the  hague", is_stripped, answer="the  hague") == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,12 @@
-r"""Reading the answer that a completion states: the one place where rewards, votes and evaluations look for it.
-
-`stated_answer` holds the rule. All functions take time in proportion to the text, however the text was made.
-"""
+r"""Reading boxes in LaTeX, whatever layout stands around them, in them and between them."""
 
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 MAX_DIVIDER_CHARACTERS = 200  # between two boxes of one answer
 MAX_OUTER_CHARACTERS = 1000  # of a box that holds others; a longer one lacks a brace
-
-Form = Literal["box", "block", "last block", "marker", "rest", "last line"]
 
 _BOX_COMMANDS = ("boxed", "fbox")  # a text with both is read by the first
 # A box may be escaped twice (`\\boxed{5}`). Of all other commands only the first character matters: `\{` is no brace.
@@ -30,7 +24,7 @@ _LAYOUT = re.compile(
     rf"{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\[()\[\]]"
     r"|\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\{[lcr| ]*\})?"
     r"|\\(?:left|right)(?![a-zA-Z])\s*[.()\[\]|]?"
-    r"|\\(?:[bB]ig{1,2}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox)(?![a-zA-Z])"
+    r"|\\(?:[bB]ig{1,2}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox|boxed)(?![a-zA-Z])"
 )
 _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
@@ -40,7 +34,6 @@ _WORDS_ONLY = re.compile(r"[a-zA-Z,.:;=]*")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # of a formula
 _SEPARATOR = r"(?:,\\!|,|\{,\}|\\,|~|[\u00a0\u202f\u2009])"
 _GROUPED_NUMBER = re.compile(rf"-?\d{{1,3}}({_SEPARATOR}\d{{3}})+(\.\d+)?")
-_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
 @dataclass(frozen=True)
@@ -61,45 +54,6 @@ class _Span:
     content_begin: int
     content_end: int
     end: int
-
-
-def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | None:
-    r"""Return the answer that a completion states, or None if it states none.
-
-    The forms are tried in their order; the first that the text has decides.
-
-        box         the last \boxed{...} (`boxed_answer`). If that box is cut off, there is no answer, in no other form
-                    either.
-        block       the text of <answer>...</answer>, if there is exactly one such block behind the thought
-        last block  the text of the last complete <answer>...</answer>
-        marker      the rest of the line behind the last "####", if it holds a digit (GSM8K)
-        rest        all that stands behind the thought
-        last line   the last line; of a text that ends with a block between lines of ```, that block
-
-    A thought ends with the last "</think>". What stands in it is no answer, unless nothing follows it.
-
-    >>> stated_answer(r"<think>\boxed{3}?</think> So \boxed{4}."), stated_answer(r"\boxed{3}, no: \boxed{\frac{4")
-    ('4', None)
-    """
-    behind_thought = text.rpartition("</think>")[2]
-    spoken = behind_thought if behind_thought.strip() else text
-    for form in forms:
-        answer: str | None = None
-        if form == "box" and has_box(spoken):
-            return boxed_answer(spoken)
-        if form == "block":
-            answer = answer_block(text)
-        elif form == "last block":
-            answer = _last_block(spoken)
-        elif form == "marker":
-            answer = _marked_line(spoken)
-        elif form == "rest":
-            answer = spoken
-        elif form == "last line":
-            answer = _last_line(spoken)
-        if answer is not None:
-            return answer.strip()
-    return None
 
 
 def has_box(text: str) -> bool:
@@ -267,54 +221,6 @@ def _without_spaces(text: str) -> str:
     without = _TRAILING_SPACE.sub("", tail)
     is_escape_cut = without.endswith("\\")  # `\\,` is a row break and a comma, no space
     return head + (tail if is_escape_cut else without)
-
-
-def answer_block(text: str) -> str | None:
-    """Return the text between the answer tags; None unless there is exactly one such block after the thought."""
-    parts = re.split("(</?answer>)", text.rpartition("</think>")[2])
-    return parts[2] if parts[1::2] == ["<answer>", "</answer>"] else None
-
-
-def _last_block(text: str) -> str | None:
-    """Return the text of the last complete block between answer tags."""
-    before, closing, _ = text.rpartition("</answer>")
-    _, opening, content = before.rpartition("<answer>")
-    return content if opening and closing else None
-
-
-def _marked_line(text: str) -> str | None:
-    """Return the rest of the line behind the last "####"; None without a digit in it, as in a heading."""
-    _, marker, behind = text.rpartition("####")
-    line = behind.strip().partition("\n")[0]
-    has_digit = any(character.isdecimal() for character in line)
-    return line if marker and has_digit else None
-
-
-def _last_line(text: str) -> str | None:
-    """Return the last line, or the block between lines of ``` that the text ends with; None if the text is blank."""
-    text = text.strip()
-    line = text.rpartition("\n")[2].strip()
-    if line == "```":
-        blocks = fenced_blocks(text)
-        return blocks[-1][1] if blocks else line
-    return line or None
-
-
-def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language (lower case, "" without one) and content of each closed block between lines of ```."""
-    blocks: list[tuple[str, str]] = []
-    fence: re.Match[str] | None = None
-    lines: list[str] = []
-    for line in text.split("\n"):
-        if fence is None:
-            fence = _FENCE.match(line)
-            lines = []
-        elif line.strip(" \t\r") == "```":
-            blocks.append((fence[1].lower(), "".join(lines)))
-            fence = None
-        else:
-            lines.append(line + "\n")
-    return blocks
 
 
 def ungrouped(text: str) -> str:

@@ -1,0 +1,1 @@
+"""What a completion answers: one rule for rewards, votes and evaluations (`stated.stated_answer`)."""
