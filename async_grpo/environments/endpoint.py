@@ -42,6 +42,7 @@ from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, Connection
 from async_grpo.processes.offload import offloaded
 
 CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
+MAX_FAULT_CHARACTERS = 300  # of a name that a request has made up, and of what is wrong with it
 
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
@@ -256,7 +257,8 @@ def _fault_of(error: ValidationError) -> str:
     faults = error.errors(include_url=False, include_input=False)
     too_long = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
     fault = [*too_long, *faults][0]
-    return f"{'.'.join(map(str, fault['loc'])) or 'the request'}: {fault['msg']}"
+    where = ".".join(map(str, fault["loc"])) or "the request"
+    return f"{where[:MAX_FAULT_CHARACTERS]}: {fault['msg'][:MAX_FAULT_CHARACTERS]}"
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:

@@ -41,8 +41,10 @@ class LateTurn:
 
     @property
     def blamed_s(self) -> float:
-        """The part of its age that is due to code."""
-        return self.age_s - self.starved_s - self.stopped_s
+        """The part of its age that is due to code: what it computed at least."""
+        rest_s = self.age_s - self.starved_s - self.stopped_s
+        # On a busy machine time passes between the reading of one clock and of the next
+        return max(rest_s, min(self.computing_s, self.age_s))
 
     @property
     def cause(self) -> str:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.control_tokens import ControlTokens, cut
+from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut
 from async_grpo.environments.policy import Foreign, Policy, Whole, own_messages
 from async_grpo.environments.trajectory import Recorder
 from async_grpo.types import Prompt
@@ -272,6 +272,14 @@ def test_more_pieces_than_tokens_fit_are_refused_before_they_are_tokenised():
     text = "<|im_end|>" * 200
     with pytest.raises(TrajectoryOver):
         chat.encode(text, breaks=chat.breaks_of(text))
+
+
+def test_a_text_that_its_neighbor_could_complete_is_marked_where_they_meet():
+    control = ControlTokens(AutoTokenizer.from_pretrained(MODEL))
+    assert control.marked("a<|im_", "M") == "a<|im_M" and control.marked("end|>b", "M") == "Mend|>b"
+    assert control.marked("a<|im_end|>b", "M") == "a<M|im_end|>b" and control.marked("a < b", "M") == "a < b"
+    whole = Rendered("a<|im_end|>b<", (6, 13))
+    assert control.needed(whole).breaks == (6,)  # the other one is inside no control token
 
 
 def test_every_control_token_is_found_also_in_a_tokenizer_with_hundreds():

@@ -165,6 +165,12 @@ def test_a_list_that_is_wrong_throughout_is_refused_at_its_first_fault():
         assert refused.value.error_count() < 5
 
 
+def test_a_name_that_a_request_has_made_up_is_cut_in_the_answer():
+    body = json.dumps({"reward": 1, "numbers": {"k" * 100_000: 1}}).encode()
+    ((status, answer),) = answers_of((body, "result", {}))
+    assert status == 400 and 100 < len(answer["error"]["message"]) < 800
+
+
 def test_several_answers_to_one_conversation_render_and_tokenise_it_once(monkeypatch):
     async def story():
         async with Server() as server:
