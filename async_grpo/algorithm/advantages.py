@@ -159,12 +159,8 @@ class Estimator:
         counts = torch.where(used, tokens, 0) if counted and (tokens > 1).any() else used
         advantages = self.function(cleaned if self.named else cleaned[SOLE], counts, groups, **options)
         advantages = torch.where(used, advantages, 0).to(dtype)
-        if not torch.isfinite(advantages).all():
-            rows = (~torch.isfinite(advantages)).nonzero()[:, 0].unique().tolist()
-            raise ValueError(
-                f"{self.function.__name__}: the advantages of rows {rows} are beyond {dtype}: "
-                "rewards or options are too large"
-            )
+        too_large = f"are no finite {dtype} by {self.function.__name__}: rewards or options are too large"
+        _refuse_rows("advantages", ~torch.isfinite(advantages), too_large)
         return advantages
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -222,17 +218,18 @@ def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
         shapes = " or ".join(str(tuple(place.shape)) for place in places)
         raise ValueError(f"{name} {tuple(values.shape)} must be {shapes}")
     cleaned = torch.where(counted, values, 0).double()
-    if not torch.isfinite(cleaned).all():
-        kind = "rewards" if name == SOLE else name
-        rows = (~torch.isfinite(cleaned)).nonzero()[:, 0].unique().tolist()
-        raise ValueError(f"the {kind} of rows {rows} are not finite; a missing one must be marked invalid")
-    if (cleaned.abs() > LARGEST).any():
-        kind = "rewards" if name == SOLE else name
-        rows = (cleaned.abs() > LARGEST).nonzero()[:, 0].unique().tolist()
-        raise ValueError(
-            f"the {kind} of rows {rows} are beyond {LARGEST:g}, where their statistics overflow: give plausible numbers"
-        )
+    kind = "rewards" if name == SOLE else name
+    _refuse_rows(kind, ~torch.isfinite(cleaned), "are not finite; a missing one must be marked invalid")
+    beyond = f"are beyond {LARGEST:g}, where their statistics overflow: give plausible numbers"
+    _refuse_rows(kind, cleaned.abs() > LARGEST, beyond)
     return cleaned
+
+
+def _refuse_rows(what: str, is_wrong: Tensor, why: str) -> None:
+    """Raise ValueError if any entry (B, ...) is wrong; the message names the rows."""
+    if is_wrong.any():
+        rows = is_wrong.nonzero()[:, 0].unique().tolist()
+        raise ValueError(f"the {what} of rows {rows} {why}")
 
 
 _of_batch = partial(Estimator, process=True, compares_with_batch=True, needs_all_rewards=True)

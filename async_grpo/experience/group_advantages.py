@@ -59,7 +59,9 @@ class GroupAdvantages:
 
     def has_signal(self, group: Group) -> bool:
         """Whether the estimator finds a difference in the group, or to the greedy completion."""
-        readable = [sample.verdict for sample in group.samples if self._readable(sample)]
+        # A completion without tokens is in no statistic of the estimator
+        with_tokens = [sample for sample in group.samples if len(sample.completion)]
+        readable = [sample.verdict for sample in with_tokens if self._readable(sample)]
         if len(readable) < 2:
             return False
         if self.entry.compares_with_greedy:

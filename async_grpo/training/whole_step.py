@@ -50,7 +50,7 @@ def add_step_terms(
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    """GAE per trajectory in time, over all its trained tokens, rejected or not; whitened over all tokens of the step."""
+    """Estimate advantages along each trajectory in time, over its trained tokens, rejected or not; whiten over the step."""
     assert objective.critic_returns is not None
     trajectories = joined_trajectories(rows, ranks)  # before the rewards become advantages
     for row in rows:

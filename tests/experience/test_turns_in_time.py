@@ -286,6 +286,14 @@ def test_gigpo_is_not_moved_by_a_completion_without_tokens():
     assert got.samples[1].advantages.tolist() == pytest.approx([0.5**0.5], abs=1e-5)
 
 
+def test_a_completion_without_tokens_makes_no_signal():
+    samples = [trajectory([Played(0, 1, 1.0, "", [0.0])], m)[0] for m in range(2)]
+    config = BatchConfig(samples_per_question=3, advantage_estimator="grpo", zero_variance="filter")
+    plan, group = GroupAdvantages(config), Group(PROMPT, (*samples, empty(2)), 0, 0)
+    assert not plan.has_signal(group)
+    assert [sample.advantages for sample in plan([group], 0)[0].samples] == [None] * 3
+
+
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
 def test_a_group_of_completions_without_tokens_is_left_out(estimator):
     config = BatchConfig(samples_per_question=2, advantage_estimator=estimator)
