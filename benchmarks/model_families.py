@@ -53,8 +53,14 @@ SIZES = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk", "index_block_size"), SHORT),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_key_value_heads"), 1),
     **dict.fromkeys(("num_kv_heads", "moe_layer_start_index"), 1),
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3, "initializer_range": 0.2, "rotary_dim": 16},
-    **{"vocab_size_per_layer_input": VOCABULARY, "vocab_size": VOCABULARY, "original_max_position_embeddings": SHORT},
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+    "initializer_range": 0.2,
+    "rotary_dim": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "vocab_size": VOCABULARY,
+    "original_max_position_embeddings": SHORT,
 }
 # What a family needs beyond the sizes above
 ONE_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -74,6 +80,17 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 ABSENT_BY_DEFAULT = {"sliding_window", "attention_chunk_size"}  # None says that there is none
 PLAIN_HEAD = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1.0}
+REASONS = {  # what a refusal says, and what the table says
+    "attention interface": "its attention is not reached through transformers' attention interface",
+    "a mask of its own": "makes a mask of its own",
+    "later tokens": "attends to later tokens",
+    "sequences begin": "does not tell its attention where sequences begin",
+    "s_aux": "has attention sinks",
+    "ndices": "has a sparse attention",
+    "packed attention sees": "has layers with a window, a recurrence or a convolution",
+    "packed row": "its body cannot be called without its head",
+    "its head are not": "its head is more than a linear layer, or it mixes the tokens of a row",
+}
 
 
 @dataclass(frozen=True)
@@ -185,8 +202,8 @@ def attempt(family: str, form: str, **changes: Any) -> Attempt:
     return outcome(RIGHT if error < TOLERANCE else WRONG, f"{error:.2g}")
 
 
-def attempts(family: str) -> Iterator[Attempt]:
-    """Try a family in all forms."""
+def attempts(family: str, *, is_quick: bool = False) -> Iterator[Attempt]:
+    """Try a family in all forms; `is_quick`: in the two that the table shows."""
     default = attempt(family, "as it is")
     yield default
     if not getattr(transformers, FAMILIES[family])._supports_attention_backend or default.verdict == LARGE:
@@ -198,6 +215,8 @@ def attempts(family: str) -> Iterator[Attempt]:
         plain.pop("sliding_window", None)
         plain_attempt = attempt(family, "plain", **plain)
     yield plain_attempt
+    if is_quick:
+        return
     if getattr(config, "sliding_window", 0) is None:
         yield attempt(family, "with a window", sliding_window=SHORT)
     for name, value in vars(config).items():
@@ -238,30 +257,44 @@ def rope_parameters(rope_type: str) -> dict[str, Any]:
 
 
 def table(found: list[Attempt]) -> str:
-    """Return one line per family: as it is, and with full attention and a plain head."""
-    lines = ["| family | as it is by default | with full attention and a plain head |", "|---|---|---|"]
+    """Return the families by what becomes of them."""
+    groups: dict[str, list[str]] = {}
     for family in dict.fromkeys(item.family for item in found):
         forms = {item.form: item for item in found if item.family == family}
-        cells = [described(forms.get(form)) for form in ("as it is", "plain")]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        groups.setdefault(outcome_of(forms), []).append(family)
+    lines = ["| outcome | families |", "|---|---|"]
+    for outcome, families in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines.append(f"| {outcome} ({len(families)}) | {', '.join(families)} |")
     return "\n".join(lines)
 
 
-def described(item: Attempt | None) -> str:
-    if item is None:
-        return ""
-    return item.verdict if item.verdict == RIGHT else f"{item.verdict}: {item.detail[:100]}"
+def outcome_of(forms: dict[str, Attempt]) -> str:
+    """Return what becomes of a family, in words that are the same for all families of one kind."""
+    default = forms["as it is"]
+    plain = forms.get("plain", default)
+    if WRONG in {item.verdict for item in forms.values()}:
+        return WRONG
+    if default.verdict == RIGHT:
+        return "right as it is by default"
+    if plain.verdict == RIGHT:
+        return "right with full attention in all layers, no window and no factor or cap on its logits"
+    refusals = [item.detail for item in (plain, default) if item.verdict == REFUSED]
+    for sign, words in REASONS.items():
+        if refusals and sign in refusals[0]:
+            return f"refused: {words}"
+    return f"{default.verdict}: {default.detail[:60]}"
 
 
 def main(
     only: Annotated[str, typer.Option(help="Families, with commas between them; all by default.")] = "",
     csv_file: Annotated[str, typer.Option("--csv", help="Write every attempt to this file.")] = "",
+    quick: Annotated[bool, typer.Option(help="Try the two forms that the table shows.")] = False,
 ) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     found: list[Attempt] = []
     for family in only.split(",") if only else FAMILIES:
-        found += attempts(family)
+        found += attempts(family, is_quick=quick)
     if csv_file:
         with Path(csv_file).open("w", newline="") as file:
             writer = csv.writer(file)

@@ -13,7 +13,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 
 LENGTHS = (13, 15)  # tokens of the two sequences
-SHARED_TOKENS = 6  # with which the second sequence begins as the first one does: their states are computed once
+SHARED_TOKENS = (
+    6  # with which the second sequence begins as the first one does: their states are computed once
+)
 # Differences (root mean square over the tokens, in nats) that need no explanation, by the dtype of the computation.
 # Beyond them, a model may differ by what two of transformers' own attention implementations differ by
 SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
@@ -29,8 +31,7 @@ def check_forward(policy: PolicyModel, compute_dtype: torch.dtype) -> None:
     """Compute two sequences packed, twice, and each alone as transformers does; refuse a model that is not the same.
 
     To be called once the weights are loaded, in the mode (training or evaluation) in which the policy will be used. A
-    collective of a sharded policy. Costs 4 forwards of some 20 tokens, or 6 where rounding
-    has to be measured.
+    collective of a sharded policy. Costs 6 forwards of some 20 tokens.
 
     ConfigurationError: log-probs are random, or packed ones are not those of each sequence alone.
     """
@@ -95,21 +96,18 @@ def _check_packed(
 ) -> None:
     """Compare with transformers' own forward of each sequence alone, in evaluation mode, as an engine computes."""
     was_training = policy.training
+    has_fused = policy.model._supports_sdpa
     policy.eval()
     try:
+        # Both, whatever the first one says: ranks that differ in a last bit must take part in the same collectives
         eager = _plain_logprobs(policy, sequences, "eager")
-        error = _rms(packed - eager)
-        allowed = SMALL_DIFFERENCE[compute_dtype]
-        if error <= allowed:
-            return
-        if policy.model._supports_sdpa:
-            fused = _plain_logprobs(policy, sequences, "sdpa")
-            allowed = max(allowed, ROUNDINGS * _rms(fused - eager))
-            error = min(error, _rms(packed - fused))
-        elif compute_dtype.itemsize == 2:
-            allowed = UNMEASURED_ROUNDING
+        fused = _plain_logprobs(policy, sequences, "sdpa") if has_fused else eager
     finally:
         policy.train(was_training)
+    error = min(_rms(packed - eager), _rms(packed - fused))
+    allowed = max(SMALL_DIFFERENCE[compute_dtype], ROUNDINGS * _rms(fused - eager))
+    if not has_fused and compute_dtype.itemsize == 2:
+        allowed = UNMEASURED_ROUNDING
     if not error <= allowed:  # also catches NaN
         raise ConfigurationError(
             f"{type(policy.model).__name__} cannot be packed: log-probs of {len(packed)} tokens in one row differ from "

@@ -107,7 +107,10 @@ def test_weights_that_are_not_finite_are_refused(dtype):
         (NemotronConfig(**SIZES, num_key_value_heads=1, head_dim=32), "not told where sequences begin"),
         (Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=32, **BIDIRECTIONAL), "later tokens"),
         (BertConfig(**SIZES, **NO_DROPOUT), "later tokens"),
-        (BertConfig(**SIZES, **NO_DROPOUT, is_decoder=True), "its head are not what the packed forward computes"),
+        (
+            BertConfig(**SIZES, **NO_DROPOUT, is_decoder=True),
+            "its head are not what the packed forward computes",
+        ),
     ],
     ids=["doge", "nemotron", "bidirectional gemma3", "bert", "bert as a decoder"],
 )

@@ -37,10 +37,15 @@ ROPE = {
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
-        (SeedOssConfig(**SIZES, **HEADS, residual_dropout=0.1, attention_dropout=0.0), "residual_dropout 0.1"),
+        (
+            SeedOssConfig(**SIZES, **HEADS, residual_dropout=0.1, attention_dropout=0.0),
+            "residual_dropout 0.1",
+        ),
         (MixtralConfig(**SIZES, **HEADS, **EXPERTS, router_jitter_noise=0.3), "router_jitter_noise 0.3"),
         (
-            PhimoeConfig(**SIZES, num_attention_heads=2, num_key_value_heads=1, **EXPERTS, input_jitter_noise=0.2),
+            PhimoeConfig(
+                **SIZES, num_attention_heads=2, num_key_value_heads=1, **EXPERTS, input_jitter_noise=0.2
+            ),
             "input_jitter_noise 0.2",
         ),
     ],
@@ -53,12 +58,17 @@ def test_randomness_that_is_no_dropout_module_is_refused_by_its_name_and_really_
     with torch.no_grad():
         first, second = model(input_ids=ids).logits, model(input_ids=ids).logits
     assert not torch.equal(first, second)
-    with pytest.raises(ConfigurationError, match=f"{setting}.*random in training; set it to 0 in config.json"):
+    with pytest.raises(
+        ConfigurationError, match=f"{setting}.*random in training; set it to 0 in config.json"
+    ):
         PolicyModel(model)
 
 
 def test_random_settings_are_found_in_nested_configurations_and_those_of_other_heads_are_not():
-    nested = {"text_config": {"moe_jitter_eps": 0.01, "use_dropout": True, "hidden_dropout": 0}, "drop_path_rate": 0.2}
+    nested = {
+        "text_config": {"moe_jitter_eps": 0.01, "use_dropout": True, "hidden_dropout": 0},
+        "drop_path_rate": 0.2,
+    }
     assert dict(random_settings(nested)) == {"moe_jitter_eps": 0.01, "drop_path_rate": 0.2}
     config = LlamaConfig(**SIZES)
     config.draft_config = SeedOssConfig(**SIZES, residual_dropout=0.25, attention_dropout=0.0)
@@ -81,7 +91,9 @@ def test_rope_types_are_refused_if_and_only_if_their_frequencies_depend_on_the_l
     is_dependent = not torch.allclose(alone, beside)
     assert depends_on_length(rope_type) == is_dependent
     if is_dependent:
-        with pytest.raises(ConfigurationError, match=f"rope_type '{rope_type}'.*set rope_parameters in config.json"):
+        with pytest.raises(
+            ConfigurationError, match=f"rope_type '{rope_type}'.*set rope_parameters in config.json"
+        ):
             PolicyModel(model)
     else:
         PolicyModel(model)
