@@ -88,7 +88,8 @@ REASONS = {  # what a refusal says, and what the table says
     "s_aux": "has attention sinks",
     "ndices": "has a sparse attention",
     "packed attention sees": "has layers with a window, a recurrence or a convolution",
-    "packed row": "its body cannot be called without its head",
+    "packed row": "its layers, or its body without the head, cannot compute a packed row",
+    "plain linear head": "has a factor on its logits that its configuration cannot take away",
     "its head are not": "its head is more than a linear layer, or it mixes the tokens of a row",
 }
 
@@ -282,7 +283,7 @@ def outcome_of(forms: dict[str, Attempt]) -> str:
     for sign, words in REASONS.items():
         if refusals and sign in refusals[0]:
             return f"refused: {words}"
-    return f"{default.verdict}: {default.detail[:60]}"
+    return f"{default.verdict} here; the forward at the start decides"
 
 
 def main(
