@@ -10,6 +10,7 @@ from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
+from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
@@ -21,7 +22,13 @@ from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.record import Recorder
-from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy, weight_names
+from async_grpo.training.sharding import (
+    canary_logprobs,
+    load_shards,
+    release_gathered,
+    shard_policy,
+    weight_names,
+)
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.weights.config import get_transport
 from async_grpo.weights.publisher import Canary
@@ -116,6 +123,8 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     shard_policy(policy, ranks, config, settings.dtype)
     if model is not None:
         load_shards(policy, path, torch.device("cpu") if config.cpu_offload else ranks.device)
+    check_forward(policy, torch_dtype(settings.dtype))
+    release_gathered(policy)
     return policy
 
 

@@ -29,6 +29,30 @@ ENGINES = {
     "vllm": "async_grpo.generation.generation_worker:GenerationWorker",
     "fake": "async_grpo.testing.engine:FakeEngine",  # draws tokens at random: to try everything but an engine
 }
+_OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
+_OTHER_POLICY = (
+    "tokens would be drawn from, and log-probs told of, another policy than the one that is trained"
+)
+# Arguments of vLLM's engine under which its log-probs would silently mean something else, or its proofs nothing
+REFUSED_ENGINE_OPTIONS = {
+    **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _OTHER_POLICY),
+    **dict.fromkeys(
+        ("hf_config_path", "config_format", "model_weights", "model_class_overrides"), _OTHER_MODEL
+    ),
+    **dict.fromkeys(("revision", "code_revision", "convert", "runner"), _OTHER_MODEL),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"),
+        "they can only add tokens at which completions end, which the trainer does not know: put end tokens into "
+        "generation_config.json of the model's folder",
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "default_mm_loras"),
+        "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU gives requests "
+        "without an adapter that of others",
+    ),
+    "kv_transfer_config": "keys and values kept outside the engine would outlive the weights that computed them",
+    "disable_log_stats": "the worker reads from these statistics whether the engine makes progress",
+}
 _METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 
 
@@ -100,7 +124,9 @@ class EngineOptions(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "engine", absolute(self.engine))  # an actor reads it, in another folder
-        _ = self.further_options  # read once, so that what is no assignment is refused now
+        for name, value in self.further_options.items():  # what is no assignment is refused by reading it
+            reason = REFUSED_ENGINE_OPTIONS.get(name)
+            refuse(reason is not None, f"--engine-options {name}={value}: {reason}; leave it out")
 
     @property
     def further_options(self) -> dict[str, Any]:

@@ -5,12 +5,17 @@ from typing import Any
 
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.generation.config import EngineConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
+
+# Arguments that have the engine draft tokens. Its `_expand_kernel_impl` of the CPU fills a copy of its output, and its
+# generators lack the offset that seeded drafts are taken back by
+SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
@@ -42,6 +47,11 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
             what = f"the run sets {name} itself, from its other options; leave it out"
         elif name not in known:
             what = f"vLLM's engine has no such argument{nearest(name, known)}"
+        elif name in SPECULATION and current_platform.is_cpu():
+            what = (
+                f"vLLM 0.32 on the CPU divides by uninitialized memory where tokens are drafted at a temperature above 0 "
+                f"(the run's: {settings.temperature}), and ends at the first seeded request; leave it out"
+            )
         else:
             continue
         raise ConfigurationError(f"--engine-options {name}={value}: {what}")

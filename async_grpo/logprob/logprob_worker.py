@@ -18,7 +18,8 @@ from torch import Tensor
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.logprob.config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
-from async_grpo.modeling.load import load_causal_lm
+from async_grpo.modeling.forward_check import check_forward
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest
 from async_grpo.weights.package import unpack
@@ -55,7 +56,9 @@ class LogprobWorker:
         """A server for a run, on the GPU if there is one. `config`: the `WorkerConfig`."""
         policy = PolicyModel(load_causal_lm(config.model_path, settings.dtype))
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(policy.to(device), config, settings.temperature)
+        policy = policy.to(device).eval()
+        check_forward(policy, torch_dtype(settings.dtype))
+        return cls(policy, config, settings.temperature)
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
         """Per sequence (L,) of prompt and completion the log-probs (T,) float32 of its tokens after `prompt_length`.

@@ -4,7 +4,7 @@ Registered as an attention implementation of transformers, which builds no mask 
 comes from the `Packing` among the model's keyword arguments. Cost grows with the sum of the squared lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from async_grpo.errors import ConfigurationError
@@ -24,6 +23,24 @@ except ImportError:  # optional: needs a GPU tool-chain to build; torch's own ke
     flash_attn_varlen_func = None
 
 PACKED_ATTENTION = "async_grpo_packed"
+# Arguments of an attention call that do not change what it computes, or that packed attention reads itself. All others
+# do: a window, a cap, sinks, the indices of a sparse attention, and whatever a newer model invents
+HARMLESS_ARGUMENTS = frozenset(
+    {
+        "cache_position",
+        "cu_seqlens",
+        "deterministic",
+        "dropout",
+        "hidden_states",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 MOST_ROWS = 0.9  # of a row's tokens: where more are distinct, all are computed
 
 
@@ -112,14 +129,21 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within sequences; query (1, H, M, D), key and value (1, K, M, D) -> (1, M, H, D)."""
-    if refused := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
+    """Compute causal attention within sequences; query (1, H, M, D), key and value (1, K, M, D) -> (1, M, H, D).
+
+    ConfigurationError: the model asks for something else, which would be left out silently.
+    """
+    unsupported = _unsupported_requests(module, attention_mask, kwargs)
+    if packing is None:
+        unsupported.append("attention that is not told where sequences begin")
+    if unsupported or packing is None:
         raise ConfigurationError(
-            f"packed attention does not support {', '.join(refused)}; train a model with plain causal attention"
+            f"packed attention does not support what {type(module).__name__} asks for: {', '.join(unsupported)}; "
+            "train a model with plain causal attention (docs/models.md lists families)"
         )
     heads = (query[0], key[0], value[0])
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
@@ -135,6 +159,21 @@ def packed_attention(
         output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.places)[None], None
+
+
+def _unsupported_requests(
+    module: nn.Module, attention_mask: Tensor | None, arguments: Mapping[str, object]
+) -> list[str]:
+    """Name everything that a model asks of its attention and that the packed one does not compute."""
+    unknown = arguments.keys() - HARMLESS_ARGUMENTS
+    unsupported = [name for name in sorted(unknown) if arguments[name] is not None]
+    if attention_mask is not None:
+        unsupported.append("a mask of its own")
+    if arguments.get("is_causal", getattr(module, "is_causal", True)) is False:
+        unsupported.append("attention to later tokens (is_causal False)")
+    if arguments.get("dropout"):
+        unsupported.append(f"dropout {arguments['dropout']}")
+    return unsupported
 
 
 def _attend_with_kernel(
@@ -161,27 +200,3 @@ def compile_around_attention(layers: Sequence[nn.Module]) -> None:
     for layer in layers:
         # Not layer.compile(), which would trace the hooks of FSDP as well
         layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
-def check_packable(model: PreTrainedModel) -> None:
-    """ConfigurationError unless the model's attention and head are what the packed forward computes."""
-    config = model.config.get_text_config()
-    if not model._supports_attention_backend:
-        raise ConfigurationError(
-            f"{type(model).__name__} does not use transformers' attention interface, so it cannot be packed"
-        )
-    window = getattr(config, "sliding_window", None)
-    layers = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding"])
-    if layers != {"full_attention"}:
-        raise ConfigurationError(
-            "packed attention sees a whole sequence, but the model has layers "
-            f"{sorted(layers)} and sliding_window {window}; use a model with full attention"
-        )
-    scaled_head = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
-    found = {name: getattr(config, name, None) for name in scaled_head}
-    if changed := {name: value for name, value in found.items() if value not in (None, 1)}:
-        raise ConfigurationError(f"log-probs are those of a plain linear head, but the model has {changed}")
-    dropouts = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    if rate := max([getattr(config, "attention_dropout", 0.0) or 0.0, *dropouts]):
-        way_out = "its log-probs would be random; set it to 0 in config.json"
-        raise ConfigurationError(f"the model has dropout {rate}: {way_out}")

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from async_grpo.modeling import compute_device, full_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
-from async_grpo.modeling.packed import PACKED_ATTENTION, Packing, check_packable
+from async_grpo.modeling.packable import check_packable
+from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 
 DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
 
@@ -79,6 +80,20 @@ class PolicyModel(nn.Module):
         if self.value_head is not None:
             results = (*results, self.value_head(states if self.value_trunk_gradient else states.detach()))
         return tuple(r.new_zeros(len(input_ids)).index_copy(0, positions, r) for r in results)
+
+    def plain_logprobs(self, input_ids: Tensor, attention: str) -> Tensor:
+        """Compute log-probs as transformers does, without packing: the reference of `forward_check`.
+
+        input_ids (L,): one sequence. attention: one of transformers' own implementations, such as "eager". Returns (L - 1,)
+        float32, of the tokens after the first. The policy is packed again afterwards.
+        """
+        self.model.set_attn_implementation(attention)
+        try:
+            logits = self.model(input_ids=input_ids[None], use_cache=False).logits[0].float()
+        finally:
+            self.model.set_attn_implementation(PACKED_ATTENTION)
+        logprobs = logits[:-1].log_softmax(dim=-1)
+        return logprobs.gather(1, input_ids[1:, None])[:, 0]
 
     @property
     def device(self) -> torch.device:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from async_grpo.errors import ConfigurationError
@@ -63,6 +64,8 @@ def shard_policy(
     }
     for module in (*layers, policy):
         fully_shard(module, **options)
+    # Otherwise the root's weights (embedding, head) would not be gathered for it
+    register_fsdp_forward_method(policy, "plain_logprobs")
     return policy.train()
 
 

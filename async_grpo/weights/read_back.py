@@ -24,8 +24,14 @@ def sampled_columns(width: int) -> Tensor:
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """What is compared of a weight: the sampled columns of a matrix (out, in), all of anything else."""
-    return weight[:, sampled_columns(weight.shape[1]).to(weight.device)] if weight.ndim == 2 else weight
+    """Return what is compared of a weight: the sampled columns of a matrix (out, in), all of a vector.
+
+    Of the matrices of many experts (experts, out, in) the same columns of each: hashing them all would need more memory
+    than they take themselves.
+    """
+    if weight.ndim < 2:
+        return weight
+    return weight[..., sampled_columns(weight.shape[-1]).to(weight.device)]
 
 
 def fingerprint(values: Tensor) -> int:
@@ -45,9 +51,16 @@ def fingerprint(values: Tensor) -> int:
 
 
 def place_of(name: str) -> str:
-    """Where a weight is compared, together with its neighbours: engines fuse some of them, and give these other names.
+    """Return where a weight is compared, together with its neighbors: engines fuse some of them under other names.
+
+    The experts of a layer are one place, apart from their router: some engines pack experts, and these cannot be read.
 
     >>> place_of("model.layers.0.self_attn.q_proj.weight"), place_of("model.layers.0.self_attn.qkv_proj.bias")
     ('model.layers.0.self_attn', 'model.layers.0.self_attn')
+    >>> place_of("model.layers.0.mlp.experts.gate_up_proj"), place_of("model.layers.0.mlp.experts.7.down_proj.weight")
+    ('model.layers.0.mlp.experts', 'model.layers.0.mlp.experts')
+    >>> place_of("model.layers.0.mlp.gate.weight")
+    'model.layers.0.mlp'
     """
-    return name.rsplit(".", 2)[0]
+    before, experts, _ = name.partition(".experts.")
+    return before + ".experts" if experts else name.rsplit(".", 2)[0]

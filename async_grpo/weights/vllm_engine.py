@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     LinearBase,
     ReplicatedLinear,
@@ -226,9 +227,32 @@ def initialize_with_cpu_generators(self: InputBatch, *args: Any, **options: Any)
     self.generators = CpuGenerators()
 
 
+_set_up_experts = UnquantizedFusedMoEMethod._setup_kernel
+
+
+def set_up_and_pack_experts(
+    self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+) -> None:
+    """Replace `UnquantizedFusedMoEMethod._setup_kernel`: pack experts that are loaded again, too.
+
+    Written for vLLM 0.32, which on the CPU packs experts into the layout of its grouped product at the first load alone.
+    After an update the kernel would read unpacked numbers as packed ones: log-probs were wrong by 2 nats.
+    """
+    is_loaded_again = self.moe_kernel is not None
+    _set_up_experts(self, layer, w13, w2)
+    if is_loaded_again:
+        pack_experts(self, layer)
+
+
+def pack_experts(method: UnquantizedFusedMoEMethod, layer: torch.nn.Module) -> None:
+    """Bring the experts' weights of a layer into the layout that its kernel computes with."""
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
 InputBatch.add_request = add_request_drawing_on
 if current_platform.is_cpu():
     InputBatch.__init__ = initialize_with_cpu_generators
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack_experts
 for _name, _engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
     if _name not in WeightTransferEngineFactory._registry:  # the module may be imported twice in one process
         WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -2,24 +2,27 @@
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save
 from tiny_policy import SETTINGS
 
 pytest.importorskip("vllm")
 
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.generation.config import EngineConfig
-from async_grpo.generation.engine_arguments import engine_arguments
+from async_grpo.generation.config import REFUSED_ENGINE_OPTIONS, EngineConfig
+from async_grpo.generation.engine_arguments import SPECULATION, engine_arguments
 from async_grpo.generation.generation_worker import GenerationWorker
-from async_grpo.generation.requests import TokenTimeline
+from async_grpo.generation.requests import Request, TokenTimeline
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
@@ -184,6 +187,47 @@ def test_further_options_reach_vllm_if_it_has_them_and_the_run_does_not_set_them
         arguments("block_sice=32")
     with pytest.raises(ConfigurationError, match="the run sets seed"):
         arguments("seed=1")
+
+
+@pytest.mark.parametrize("name", REFUSED_ENGINE_OPTIONS)
+def test_options_that_would_make_log_probs_mean_something_else_are_refused_and_exist(name):
+    with pytest.raises(ConfigurationError, match=f"--engine-options {name}=5: .*; leave it out"):
+        EngineConfig(model_path=str(MODEL), engine_options=f"{name}=5")
+    assert name in {field.name for field in fields(AsyncEngineArgs)}, "vLLM has another name for it now"
+
+
+@pytest.mark.parametrize("name", SPECULATION)
+def test_drafts_are_refused_on_the_cpu_alone(name, monkeypatch):
+    assert name in {field.name for field in fields(AsyncEngineArgs)}
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    with pytest.raises(ConfigurationError, match=rf"{name}=4: vLLM 0.32 on the CPU .* \(the run's: 0.7\)"):
+        arguments(f"{name}=4", temperature=0.7)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert arguments("spec_tokens=4").spec_tokens == 4
+
+
+def test_drafts_at_a_temperature_are_still_wrong_in_this_vllm_on_the_cpu():
+    """The reason of the refusal: numbers that are no integers do not arrive. If they do, drafts may be allowed again."""
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    if not current_platform.is_cpu():
+        pytest.skip("of the CPU's kernels alone")
+    current_platform.import_kernels()
+    temperatures, ends = torch.tensor([0.7, 1.3]), torch.tensor([2, 5])
+    expanded = torch.full((5,), -1.0)
+    _expand_kernel_impl(expanded, temperatures, ends, 0, 1)
+    assert expanded.tolist() == [-1.0] * 5
+
+
+def test_the_sampling_defaults_of_a_model_folder_change_no_request():
+    """Those of its generation_config.json: vLLM takes the end tokens from it, which the run knows."""
+    defaults = {"temperature": 0.1, "top_k": 1, "top_p": 0.2, "min_p": 0.5, "repetition_penalty": 3.0}
+    params = Request.of(SETTINGS, np.arange(4), 0, 0).params
+    before = {name: getattr(params, name) for name in (*defaults, "logit_bias", "bad_words", "min_tokens")}
+    params.update_from_generation_config({**defaults, "eos_token_id": [3, 5]}, 3)
+    assert {name: getattr(params, name) for name in before} == before
+    assert before["temperature"] == SETTINGS.temperature and before["top_k"] in (0, -1)
+    assert (before["top_p"], before["min_p"], before["repetition_penalty"]) == (1.0, 0.0, 1.0)
 
 
 def test_the_engine_side_of_every_transport_is_known_to_vllm():

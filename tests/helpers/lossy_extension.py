@@ -5,14 +5,20 @@ from collections.abc import Sequence
 from async_grpo.weights import vllm_engine
 from async_grpo.weights.vllm_engine import ObjectStoreEngine, WeightReceipts
 
-LOST: set[str] = set()  # names of tensors; "everything"; "tied head"
+LOST: set[str] = set()  # names of tensors; "everything"; "tied head"; "packed experts"
 HELD = {}  # the last value of each tensor that was not lost
 repack_tied_heads, noted = vllm_engine.repack_tied_heads, ObjectStoreEngine._noted
+pack_experts = vllm_engine.pack_experts
 
 
 def _repack_tied_heads(model):
     if "tied head" not in LOST:
         repack_tied_heads(model)
+
+
+def _pack_experts(method, layer):
+    if "packed experts" not in LOST:
+        pack_experts(method, layer)
 
 
 def _noted(self, weights):
@@ -24,6 +30,7 @@ def _noted(self, weights):
 
 
 vllm_engine.repack_tied_heads, ObjectStoreEngine._noted = _repack_tied_heads, _noted
+vllm_engine.pack_experts = _pack_experts
 
 
 class Lossy(WeightReceipts):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.weights.read_back import COLUMNS, fingerprint, sampled, sampled_columns
+from async_grpo.weights.read_back import COLUMNS, fingerprint, place_of, sampled, sampled_columns
 
 
 @given(
@@ -42,3 +42,16 @@ def test_a_linear_layer_asked_for_columns_answers_with_what_is_compared():
         inputs = torch.eye(24, dtype=dtype)[columns]
         assert len(columns) == COLUMNS
         assert fingerprint(torch.nn.functional.linear(inputs, weight)) == fingerprint(sampled(weight))
+
+
+def test_experts_are_compared_alike_one_by_one_and_stacked_and_apart_from_their_router():
+    experts = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(1))
+    together = sum(fingerprint(sampled(expert)) for expert in experts) % 2**64
+    assert fingerprint(sampled(experts)) == together
+    names = ("experts.gate_up_proj", "experts.2.up_proj.weight", "experts.w13_weight")
+    assert {place_of(f"model.layers.0.mlp.{name}") for name in names} == {"model.layers.0.mlp.experts"}
+    apart = {
+        place_of("model.layers.0.mlp.gate.weight"),
+        place_of("model.layers.0.mlp.shared_experts.up_proj.weight"),
+    }
+    assert "model.layers.0.mlp.experts" not in apart

@@ -1,0 +1,124 @@
+"""A forward of a few tokens at the start of a program, which catches models that the packed forward gets wrong.
+
+The rules of `packable` know the properties that made models wrong so far. This knows none: it compares results.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.policy import PolicyModel
+
+LENGTHS = (13, 15)  # tokens of the two sequences
+SHARED_TOKENS = (
+    6  # with which the second sequence begins as the first one does: their states are computed once
+)
+# Differences (root mean square over the tokens, in nats) that need no explanation, by the dtype of the computation.
+# Beyond them, a model may differ by what two of transformers' own attention implementations differ by
+SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
+ROUNDINGS = 4.0  # times that difference
+UNMEASURED_ROUNDING = 0.1  # of a model in half precision with a single implementation
+WAY_OUT = "use a model of another family (docs/models.md lists those that work)"
+
+_Result = TypeVar("_Result")
+
+
+@torch.no_grad()
+def check_forward(policy: PolicyModel, compute_dtype: torch.dtype) -> None:
+    """Compute two sequences packed, twice, and each alone as transformers does; refuse a model that is not the same.
+
+    To be called once the weights are loaded, in the mode (training or evaluation) in which the policy will be used. A
+    collective of a sharded policy. Costs 6 forwards of some 20 tokens.
+
+    ConfigurationError: log-probs are random, or packed ones are not those of each sequence alone.
+    """
+    name = type(policy.model).__name__
+    sequences = _sequences(policy)
+    with torch.compiler.set_stance("force_eager"):  # compiling for 30 tokens would take minutes
+        packed = _refusing_failures(name, lambda: _packed_logprobs(policy, sequences))
+        _check_deterministic(policy, sequences, packed, compute_dtype)
+        _check_packed(policy, sequences, packed, compute_dtype)
+
+
+def _sequences(policy: PolicyModel) -> list[Tensor]:
+    """Return fixed random tokens, each (L,) int64; the second sequence begins as the first one does."""
+    vocab_size = policy.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(vocab_size, (length,), generator=generator) for length in LENGTHS]
+    sequences[-1][:SHARED_TOKENS] = sequences[0][:SHARED_TOKENS]
+    return [sequence.to(policy.device) for sequence in sequences]
+
+
+def _packed_logprobs(policy: PolicyModel, sequences: Sequence[Tensor]) -> Tensor:
+    """Return the log-probs of all tokens but each sequence's first, end to end, from one packed forward."""
+    lengths = [len(sequence) for sequence in sequences]
+    input_ids = torch.cat(list(sequences))
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+    logprobs, *_ = policy(input_ids, boundaries, torch.ones_like(input_ids, dtype=torch.bool), 1.0)
+    return torch.cat([part[1:] for part in logprobs.split(lengths)]).float()
+
+
+def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
+    """Return what `compute` returns; an error of the model's own code means that it cannot be packed."""
+    try:
+        return compute()
+    except (torch.OutOfMemoryError, torch.distributed.DistError, ConfigurationError):
+        raise
+    except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(
+            f"{name} cannot compute a packed row of sequences ({type(error).__name__}: {reason}): {WAY_OUT}"
+        ) from error
+
+
+def _check_deterministic(
+    policy: PolicyModel, sequences: Sequence[Tensor], packed: Tensor, compute_dtype: torch.dtype
+) -> None:
+    """Refuse a model that answers the same question differently, whatever its configuration calls the reason."""
+    difference = _rms(_packed_logprobs(policy, sequences) - packed)
+    # Not to the bit: sums of some kernels on a GPU have no fixed order. Nor by the state of torch's generators: OPT
+    # draws a number for each layer even if none is to be dropped
+    allowed = SMALL_DIFFERENCE[compute_dtype]
+    if difference > allowed:
+        mode = "training" if policy.training else "evaluation"
+        raise ConfigurationError(
+            f"{type(policy.model).__name__} is random in {mode} mode: two forwards of the same tokens differ by "
+            f"{difference:.3g} (root mean square of their log-probs; allowed: {allowed:g}). Set the value that makes it "
+            f"so (dropout, jitter, noise) to 0 in config.json; if there is none, {WAY_OUT}"
+        )
+
+
+def _check_packed(
+    policy: PolicyModel, sequences: Sequence[Tensor], packed: Tensor, compute_dtype: torch.dtype
+) -> None:
+    """Compare with transformers' own forward of each sequence alone, in evaluation mode, as an engine computes."""
+    was_training = policy.training
+    has_fused = policy.model._supports_sdpa
+    policy.eval()
+    try:
+        # Both, whatever the first one says: ranks that differ in a last bit must take part in the same collectives
+        eager = _plain_logprobs(policy, sequences, "eager")
+        fused = _plain_logprobs(policy, sequences, "sdpa") if has_fused else eager
+    finally:
+        policy.train(was_training)
+    error = min(_rms(packed - eager), _rms(packed - fused))
+    allowed = max(SMALL_DIFFERENCE[compute_dtype], ROUNDINGS * _rms(fused - eager))
+    if not has_fused and compute_dtype.itemsize == 2:
+        allowed = UNMEASURED_ROUNDING
+    if not error <= allowed:  # also catches NaN
+        raise ConfigurationError(
+            f"{type(policy.model).__name__} cannot be packed: log-probs of {len(packed)} tokens in one row differ from "
+            f"those of each sequence alone by {error:.3g} (root mean square; allowed: {allowed:.3g}). Its attention, "
+            f"its positions or its head are not what the packed forward computes: {WAY_OUT}"
+        )
+
+
+def _plain_logprobs(policy: PolicyModel, sequences: Sequence[Tensor], attention: str) -> Tensor:
+    return torch.cat([policy.plain_logprobs(sequence, attention) for sequence in sequences])
+
+
+def _rms(differences: Tensor) -> float:
+    return float(differences.square().mean().sqrt())

@@ -1,0 +1,133 @@
+"""The rules that a model must meet to be packed, as far as its configuration and its modules tell.
+
+What they do not tell is caught by `forward_check`, which computes a few tokens with the loaded model.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from async_grpo.errors import ConfigurationError
+
+# Factors and caps that a model applies to its logits, after the linear head
+SCALED_HEAD = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+# Configuration values that make a training forward random. Heads for other tasks have dropouts of their own, which
+# a causal language model does not build
+RANDOMNESS = re.compile(r"drop|jitter|stochastic|noise")
+OTHER_HEADS = re.compile(r"classif|summary|seq_pair")
+
+
+def check_packable(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention, positions or head are not what the packed forward computes.
+
+    ConfigurationError: naming the property of the model, its value, and the way out.
+    """
+    config = model.config.get_text_config()
+    if not model._supports_attention_backend:
+        raise ConfigurationError(
+            f"{type(model).__name__} does not use transformers' attention interface, so it cannot be packed; use a "
+            "model of another family (docs/models.md lists them)"
+        )
+    _check_layers(config)
+    _check_rope(config)
+    _check_head(config)
+    _check_deterministic(model, config)
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    """Every layer must look at the whole sequence before a token."""
+    window = getattr(config, "sliding_window", None)
+    implied_layers = ["full_attention" if window is None else "sliding"]
+    layers = set(getattr(config, "layer_types", None) or implied_layers)
+    if layers != {"full_attention"}:
+        raise ConfigurationError(
+            "packed attention sees a whole sequence, but the model has layers "
+            f"{sorted(layers)} and sliding_window {window}; use a model with full attention"
+        )
+
+
+def _check_rope(config: PreTrainedConfig) -> None:
+    """Refuse rotary positions whose frequencies depend on the length of what is processed.
+
+    In a packed row that is the longest sequence, which would decide for all others.
+    """
+    for rope_type in rope_types(config):
+        if depends_on_length(rope_type):
+            raise ConfigurationError(
+                f"the model's rope_type {rope_type!r} computes other positions for long sequences than for short ones, "
+                "which a packed row cannot; use a model with another rope_type, or, if no sample of the run is longer "
+                "than the model's original context, set rope_parameters in config.json to the type that the short "
+                "ones have (default)"
+            )
+
+
+def rope_types(config: PreTrainedConfig) -> list[str]:
+    """Return every `rope_type` of the configuration; some models have one per type of layer."""
+    found: set[str] = set()
+
+    def collect(parameters: Any) -> None:
+        if not isinstance(parameters, Mapping):
+            return
+        for name, value in parameters.items():
+            if name in ("rope_type", "type") and isinstance(value, str):
+                found.add(value)
+            collect(value)
+
+    collect(getattr(config, "rope_parameters", None))
+    collect(getattr(config, "rope_scaling", None))
+    return sorted(found)
+
+
+def depends_on_length(rope_type: str) -> bool:
+    """Whether transformers computes the frequencies of this type anew for longer sequences.
+
+    >>> [name for name in ("default", "linear", "dynamic", "yarn", "longrope", "llama3") if depends_on_length(name)]
+    ['dynamic', 'longrope']
+    """
+    return "dynamic" in rope_type or rope_type in ("longrope", "su")  # `su`: longrope's older name
+
+
+def _check_head(config: PreTrainedConfig) -> None:
+    factors = {name: getattr(config, name, None) for name in SCALED_HEAD}
+    changed = {name: value for name, value in factors.items() if value not in (None, 1)}
+    if changed:
+        raise ConfigurationError(
+            f"log-probs are those of a plain linear head, but the model has {changed}; use a model without"
+        )
+
+
+def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """No value may make a training forward random: the policy's log-probs would be of another policy each time."""
+    random_values = dict(random_settings(config))
+    if random_values:
+        settings = ", ".join(f"{name} {value}" for name, value in random_values.items())
+        raise ConfigurationError(
+            f"the model has {settings}: its log-probs would be random in training; set it to 0 in config.json"
+        )
+    dropout_rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    rate = max(dropout_rates, default=0.0)
+    if rate:
+        raise ConfigurationError(
+            f"the model has dropout {rate}: its log-probs would be random in training; set it to 0 in config.json"
+        )
+
+
+def random_settings(config: PreTrainedConfig | Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each setting above 0 that makes a training forward random; nested ones included."""
+    values = config if isinstance(config, Mapping) else vars(config)
+    for name, value in values.items():
+        if isinstance(value, PreTrainedConfig | Mapping):
+            yield from random_settings(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        names_randomness = RANDOMNESS.search(str(name)) and not OTHER_HEADS.search(str(name))
+        if is_number and value > 0 and names_randomness:
+            yield str(name), float(value)

@@ -1,0 +1,73 @@
+"""A mixture of experts in a real vLLM engine: its experts and its router take new weights, and the proof sees both."""
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import vllm
+from test_generation_real import CANARY, MODEL, EngineThread, environment, hf_logprobs, send  # noqa: F401
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from async_grpo.modeling.policy import PolicyModel, named_weights
+
+pytestmark = pytest.mark.real
+NEEDS_REPACKING = "0.32"  # of vLLM: what `vllm_engine.set_up_and_pack_experts` was written for
+
+
+@pytest.fixture
+def experts_folder(tmp_path) -> Path:
+    """A fresh Qwen3-MoE of 2 layers and 4 experts, whose width the kernel has to pad; the sample model's tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        moe_intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_experts_and_their_router_compute_with_the_weights_of_every_update(environment, experts_folder):  # noqa: F811
+    assert vllm.__version__.startswith(NEEDS_REPACKING), "look again at each replacement in vllm_engine.py"
+    policy = PolicyModel(Qwen3MoeForCausalLM.from_pretrained(experts_folder, dtype=torch.float32))
+    reference = Qwen3MoeForCausalLM.from_pretrained(experts_folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+
+    def change_weights() -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            for weight in policy.model.parameters():
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        reference.load_state_dict(policy.model.state_dict())
+        return {name: weight.detach().clone() for name, weight in named_weights(policy)}
+
+    with closing(EngineThread(experts_folder, extension="lossy_extension.Lossy")) as engine:
+
+        def update(version: int, *lost: str) -> tuple[float, set[str]]:
+            """Largest difference of the canary's log-probs, and the tensors that are said not to be in use."""
+            tensors = change_weights() if version else dict(named_weights(policy))
+            engine.run(engine.worker.engine.collective_rpc("lose", args=(lost,)))
+            received, logprobs = send(engine, tensors, version)
+            difference = np.abs(logprobs - hf_logprobs(reference, CANARY)).max()
+            return float(difference), {name for name, record in received.items() if not record.in_use}
+
+        for version in range(3):
+            difference, unused = update(version)
+            assert difference < 1e-4 and not unused
+        assert engine.worker._unreadable == {f"model.layers.{layer}.mlp.experts" for layer in range(2)}
+        router = "model.layers.1.mlp.gate.weight"
+        assert update(3, router)[1] == {router}
+        assert update(4)[0] < 1e-4
+        # A vLLM that is right without us needs `set_up_and_pack_experts` no more
+        assert update(5, "packed experts")[0] > 0.1
