@@ -245,13 +245,9 @@ class GenerationWorker:
         manifest = {}
         for name, (dtype, shape, digest, *_) in receipts[0].items():
             places = {name, place_of(name)}
-            manifest[name] = TensorRecord(
-                dtype,
-                tuple(shape),
-                digest,
-                in_use=unused.isdisjoint(places),
-                is_read_back=self._unreadable.isdisjoint(places) and not self._readable.isdisjoint(places),
-            )
+            is_used = places.isdisjoint(unused)
+            is_read = places.isdisjoint(self._unreadable) and not places.isdisjoint(self._readable)
+            manifest[name] = TensorRecord(dtype, tuple(shape), digest, is_used, is_read)
         return manifest
 
     async def _places_not_in_use(self) -> set[str]:
