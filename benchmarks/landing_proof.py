@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.weights.read_back import place_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "real")]
@@ -90,6 +93,15 @@ def multiply_bfloat16_as_float32() -> None:
     functional.linear = rounded_once
 
 
+def by_turns(names: Iterable[str]) -> list[str]:
+    """Order `names` so that neighbors are compared in different places (`place_of`)."""
+    numbers: dict[str, int] = {}  # of names seen, by place
+    turns: dict[str, int] = {}
+    for name in names:
+        turns[name] = numbers[place_of(name)] = numbers.get(place_of(name), 0) + 1
+    return sorted(turns, key=lambda name: turns[name])
+
+
 class Proof:
     """One engine, and a publisher whose engine's losses are planted. A link of the kind that `Publisher` asks."""
 
@@ -142,12 +154,19 @@ class Proof:
         return {"g0": receipt}
 
     def _read_back_lost(self, changed: dict[str, torch.Tensor]) -> None:
-        """Lose each tensor in turn: the engine holds the unchanged weights, and goes on to."""
-        for number, (name, tensor) in enumerate(changed.items()):
+        """Lose each tensor in turn: the engine holds the unchanged weights, and goes on to.
+
+        Tensors that are compared in one place are never lost at once, or the one would be named for the other.
+        """
+        lost: dict[str, torch.Tensor] = {}  # since the places were last in order
+        for number, name in enumerate(by_turns(changed)):
+            if place_of(name) in map(place_of, lost):
+                self._send(lost)  # the values that the engine has kept
+                lost = {}
             self.lose(name)
-            manifest = self._send({name: tensor})
+            manifest = self._send({name: changed[name]})
             self.named[name] = not manifest[name].in_use
-            self._send({name: self.before[name]})  # or its neighbors' place would differ as well
+            lost[name] = self.before[name]
             if number % 32 == 0:
                 print(f"  {number} of {len(changed)} tensors lost in turn", flush=True)
         self.lose()
