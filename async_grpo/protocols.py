@@ -5,7 +5,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -92,6 +92,8 @@ class TensorRecord:
     shape: tuple[int, ...]
     digest: int  # of its bits; see `weights.package.tensor_digest`
     in_use: bool = True  # False: it arrived, but the engine computes with something else
+    # Whether `in_use` was read from what the engine computes with; otherwise only the canary can show a loss
+    is_read_back: bool = field(default=False, compare=False)
 
 
 Manifest = Mapping[str, TensorRecord]

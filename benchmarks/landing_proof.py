@@ -1,11 +1,17 @@
-"""Is the proof of landing sharp in bfloat16? On the real engine, with random models of several shapes.
+"""Is the proof of landing sharp, and does it leave healthy engines alone? On the real engine.
 
-    python -m benchmarks.landing_proof                        # all shapes, about half an hour on two cores
-    python -m benchmarks.landing_proof --shape 2x3584 --repetitions 5
+    python -m benchmarks.landing_proof                        # all models, an hour on two cores
+    python -m benchmarks.landing_proof --model 2x3584 --repetitions 5
+    python -m benchmarks.landing_proof --model smollm2 --dtype float32 --part healthy
 
-For each shape: healthy engines that the self-test accepts, with fresh weights each time; each tensor lost in turn in its
-round of the self-test, seen by the canary (how many times what is allowed) and by the read-back (named or not); after
-steps of 1e-6, an engine that receives and does not apply, and one whose tied head stays behind: refused at which sync?
+Models are random ones of several shapes, in bfloat16, and a real one, SmolLM2-135M-Instruct (`async_grpo.data.smollm2`), in
+both dtypes. The parts, for each:
+
+- healthy: engines that the self-test accepts, with fresh weights each time (the real model: with fresh canary texts);
+- lost: each tensor lost in turn in the round of the self-test that changes it; named by the read-back or not, and how many
+  times what is allowed the canary misses (`--canary-every N`: of each Nth tensor, as it takes longest);
+- steps: after steps of 1e-6, an engine that receives and does not apply, and one whose tied head stays behind: refused at
+  which sync?
 """
 
 import argparse
@@ -13,13 +19,17 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.weights.read_back import place_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "real")]
@@ -33,6 +43,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "hel
 # layers x hidden size; the last: with channels that are 50 times larger than the others, as trained models have
 SHAPES = {"12x1536": (12, 1536), "28x512": (28, 512), "2x3584": (2, 3584), "12x1536-outliers": (12, 1536)}
 OUTLIERS, VOCABULARY, STEP = 4, 2048, 1e-6
+REAL = "smollm2"
+PARTS = ("healthy", "lost", "steps")
 
 
 def make_model(folder: Path, shape: str) -> None:
@@ -65,83 +77,164 @@ def renew(model: torch.nn.Module, shape: str, seed: int) -> None:
                 weight[channels] *= 0.1  # which the norms then damp
 
 
+def multiply_bfloat16_as_float32() -> None:
+    """Let torch's linear layers multiply bfloat16 as float32 and round once, as processors with bfloat16 products do.
+
+    Without such instructions torch takes six times longer for the products than in float32.
+    """
+    linear = functional.linear
+
+    def rounded_once(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if inputs.dtype is not torch.bfloat16:
+            return linear(inputs, weight, bias)
+        wide_bias = None if bias is None else bias.float()
+        return linear(inputs.float(), weight.float(), wide_bias).bfloat16()
+
+    functional.linear = rounded_once
+
+
+def by_turns(names: Iterable[str]) -> list[str]:
+    """Order `names` so that neighbors are compared in different places (`place_of`)."""
+    numbers: dict[str, int] = {}  # of names seen, by place
+    turns: dict[str, int] = {}
+    for name in names:
+        turns[name] = numbers[place_of(name)] = numbers.get(place_of(name), 0) + 1
+    return sorted(turns, key=lambda name: turns[name])
+
+
 class Proof:
     """One engine, and a publisher whose engine's losses are planted. A link of the kind that `Publisher` asks."""
 
-    def __init__(self, engine: Any, folder: Path, shape: str) -> None:
-        from async_grpo.modeling.load import load_causal_lm
-        from async_grpo.modeling.policy import PolicyModel, named_weights
-        from async_grpo.training.sharding import canary_logprobs
-        from async_grpo.weights.config import WeightConfig
-        from async_grpo.weights.publisher import Canary, Publisher
-        from async_grpo.weights.self_test import self_test_groups
+    def __init__(self, engine: Any, folder: Path, options: argparse.Namespace, model: str, vocabulary: int):
+        from async_grpo.modeling.load import load_causal_lm, torch_dtype
+        from async_grpo.modeling.policy import PolicyModel
 
-        self.engine, self.shape, self.version = engine, shape, 0
+        self.engine, self.model, self.options = engine, model, options
+        self.vocabulary = vocabulary
+        self.wire_dtype = torch_dtype(options.dtype)
         self.masters = load_causal_lm(folder, "float32")
-        # The trainer computes in bfloat16, as FSDP does with float32 masters
-        self.policy = PolicyModel(load_causal_lm(folder, "bfloat16"))
-        self.groups = self_test_groups([name for name, _ in named_weights(self.policy)])
-        self.watch, self.seen, self.rounds = False, {}, 0
-        canary = Canary.random(canary_logprobs, VOCABULARY, 512, seed=0)
-        self._make = lambda: Publisher(self, named_weights, canary, torch.bfloat16, 0, WeightConfig())
-        self.publisher, self.worst = self._make(), 0.0
+        # The trainer computes in the wire's dtype, as FSDP does with float32 masters
+        self.policy = PolicyModel(load_causal_lm(folder, options.dtype))
+        self.version = self.self_tests_delivered = 0
+        self.loaded: tuple[Any, Any] | None = (
+            None  # manifest of the weights that the engine holds, and its answer
+        )
+        self.watch = False
+        self.named: dict[str, bool] = {}  # lost tensor -> whether the read-back names it
+        self.missed: dict[
+            str, float
+        ] = {}  # lost tensor -> by how many times what is allowed the canary misses
+        self.worst = 0.0  # of healthy engines, the same
+        self.start_s: list[float] = []
 
     def lose(self, *names: str) -> None:
+        """Let the engine lose these tensors from now on."""
+        self.loaded = None
         self.engine.run(self.engine.worker.engine.collective_rpc("lose", args=(names,)))
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
+        """Return the chunk: it is in memory already."""
         return chunk
 
     def deliver(self, package: Any) -> dict[str, Any]:
-        from async_grpo.weights.package import SELF_TEST, rms
+        """Load the package into the engine; in a watched round, lose each of its tensors in turn as well."""
+        from async_grpo.weights.package import SELF_TEST
 
+        is_self_test = package.version == SELF_TEST
+        self.self_tests_delivered += is_self_test
+        is_round = is_self_test and self.self_tests_delivered > 1
+        changed = self._tensors(package) if is_round and self.watch else {}
+        if changed:
+            self._read_back_lost(changed)
         receipt = self._receipt(package)
-        is_round = package.version == SELF_TEST and package.manifest.keys() != self.everything
         if is_round:
-            self.worst = max(self.worst, rms(receipt[1] - package.canary_logprobs) / package.tolerance)
-        if is_round and self.watch:
-            for name in self.groups[self.rounds] & package.manifest.keys():
-                # Put the weights before the round back, then lose one of those that it changes
-                self._send(self.before)
-                self.lose(name)
-                manifest, logprobs = self._receipt(package)
-                self.lose()
-                missed = rms(logprobs - package.canary_logprobs) / package.tolerance
-                self.seen[name] = missed, not manifest[name].in_use
-            self._receipt(package)
-        self.rounds += is_round
+            self.worst = max(self.worst, self._miss(package, receipt[1]))
+        if changed:
+            self._answer_lost(package, changed)
         return {"g0": receipt}
 
+    def _read_back_lost(self, changed: dict[str, torch.Tensor]) -> None:
+        """Lose each tensor in turn: the engine holds the unchanged weights, and goes on to.
+
+        Tensors that are compared in one place are never lost at once, or the one would be named for the other.
+        """
+        lost: dict[str, torch.Tensor] = {}  # since the places were last in order
+        for number, name in enumerate(by_turns(changed)):
+            if place_of(name) in map(place_of, lost):
+                self._send(lost)  # the values that the engine has kept
+                lost = {}
+            self.lose(name)
+            manifest = self._send({name: changed[name]})
+            self.named[name] = not manifest[name].in_use
+            lost[name] = self.before[name]
+            if number % 32 == 0:
+                print(f"  {number} of {len(changed)} tensors lost in turn", flush=True)
+        self.lose()
+
+    def _answer_lost(self, package: Any, changed: dict[str, torch.Tensor]) -> None:
+        """Ask the canary of an engine that holds all changed weights but one, which is unchanged."""
+        for name in list(changed)[:: self.options.canary_every]:
+            self._send({name: self.before[name]})
+            self.missed[name] = self._miss(package, self._canary(package))
+            self._send({name: changed[name]})
+
+    def _tensors(self, package: Any) -> dict[str, torch.Tensor]:
+        from async_grpo.weights.package import unpack
+
+        return unpack(package.chunks)[0]
+
+    def _miss(self, package: Any, logprobs: np.ndarray) -> float:
+        from async_grpo.weights.package import trimmed_rms
+
+        return trimmed_rms(logprobs - package.canary_logprobs) / package.tolerance
+
     def _receipt(self, package: Any) -> Any:
+        """Load the package, unless the engine holds the same weights, and ask the canary."""
+        if self.loaded is None or self.loaded[0] != package.manifest:
+            chunks = [memoryview(chunk) for chunk in package.chunks]
+            arrived = self.engine.run(self.engine.worker.update(package.version, chunks), 300)
+            self.loaded = package.manifest, arrived
+        return self.loaded[1], self._canary(package)
+
+    def _canary(self, package: Any) -> np.ndarray:
         from async_grpo.protocols import answer_canary
 
-        worker, chunks = self.engine.worker, [memoryview(chunk) for chunk in package.chunks]
-        manifest = self.engine.run(worker.update(package.version, chunks), 300)
-        return manifest, self.engine.run(answer_canary(worker, package.canary_texts), 300)
+        return self.engine.run(answer_canary(self.engine.worker, package.canary_texts), 300)
 
-    def _send(self, chunks: list[np.ndarray]) -> None:
-        self.engine.run(self.engine.worker.update(-2, [memoryview(chunk) for chunk in chunks]), 300)
-
-    def commit(self, package: Any, landed: list[str]) -> None:
-        pass
-
-    def abort(self, error: BaseException) -> None:
-        pass
-
-    def start(self, seed: int, watch: bool = False) -> None:
-        """The self-test, and the sync at start, of fresh weights."""
+    def _send(self, tensors: dict[str, torch.Tensor]) -> Any:
         from async_grpo.weights.package import pack
 
-        renew(self.masters, self.shape, seed)
+        self.loaded = None
+        image = pack(tensors, self.wire_dtype)[0]
+        return self.engine.run(self.engine.worker.update(-2, [memoryview(image)]), 300)
+
+    def commit(self, package: Any, landed: list[str]) -> None:
+        """Do nothing: nobody waits for the weights."""
+
+    def abort(self, error: BaseException) -> None:
+        """Do nothing: the publisher raises the error."""
+
+    def start(self, seed: int, watch: bool = False) -> None:
+        """Run the self-test, and the sync at start: with fresh weights; of the real model with fresh canary texts."""
+        from async_grpo.modeling.policy import named_weights
+        from async_grpo.training.sharding import canary_logprobs
+        from async_grpo.weights.config import WeightConfig
+        from async_grpo.weights.publisher import Canary, Publisher
+
+        begun = time.process_time()
+        if self.model != REAL:
+            renew(self.masters, self.model, seed)
         self._cast()
-        weights = dict(self.policy.model.named_parameters())
-        self.everything, self.rounds, self.watch = weights.keys(), 0, watch
-        self.before = [pack(weights, torch.bfloat16)[0]] if watch else []
-        self.publisher, self.version = self._make(), 0
+        self.self_tests_delivered, self.watch, self.version = 0, watch, 0
+        weights = self.policy.model.named_parameters()
+        self.before = {n: w.detach().clone() for n, w in weights} if watch else {}
+        canary = Canary.random(canary_logprobs, self.vocabulary, self.options.canary_tokens, seed)
+        self.publisher = Publisher(self, named_weights, canary, self.wire_dtype, 0, WeightConfig())
         self.publisher.publish(self.policy, 0, self_test=True)()
+        self.start_s.append(time.process_time() - begun)
 
     def step(self, generator: torch.Generator) -> None:
-        """An update of AdamW's size at its start, and its sync."""
+        """Make an update of AdamW's size at its start, and its sync."""
         with torch.no_grad():
             for weight in self.masters.parameters():
                 weight.add_(STEP * torch.randn(weight.shape, generator=generator).sign())
@@ -155,71 +248,113 @@ class Proof:
             ours.copy_(master)
 
 
-def measure(shape: str, repetitions: int) -> None:
+def measure(model: str, options: argparse.Namespace) -> None:
+    """Print the figures of one model."""
     from test_generation_real import EngineThread
 
+    from async_grpo.data.smollm2 import VOCABULARY_SIZE, cached_smollm2
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if model == REAL:
+            folder, vocabulary = cached_smollm2(), VOCABULARY_SIZE
+        else:
+            folder, vocabulary = Path(scratch), VOCABULARY
+            make_model(folder, model)
+        settings = {"dtype": options.dtype, "max_total_tokens": 520, "vocab_size": vocabulary}
+        with closing(EngineThread(folder, "lossy_extension.Lossy", **settings)) as engine:
+            proof = Proof(engine, folder, options, model, vocabulary)
+            title = f"{model} {options.dtype}"
+            if "healthy" in options.part:
+                measure_healthy(proof, title)
+            if "lost" in options.part:
+                measure_lost(proof, title)
+            if "steps" in options.part:
+                for fault in ("everything", "tied head", ""):
+                    measure_steps(proof, title, fault)
+
+
+def measure_healthy(proof: Proof, title: str) -> None:
+    """Print how many healthy engines the self-test accepts."""
     from async_grpo.errors import AsyncGrpoError
 
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), shape)
-        more = {"dtype": "bfloat16", "max_total_tokens": 520, "vocab_size": VOCABULARY}
-        with closing(EngineThread(Path(folder), "lossy_extension.Lossy", **more)) as engine:
-            proof, begun, accepted = Proof(engine, Path(folder), shape), time.monotonic(), 0
-            for seed in range(repetitions):
-                try:
-                    proof.start(seed)
-                    accepted += 1
-                except AsyncGrpoError as error:
-                    print(f"{shape}: healthy engine refused: {error}")
-            rounding = proof.publisher._rounding
-            print(
-                f"{shape}: healthy accepted {accepted} of {repetitions}, at most {proof.worst:.2f} of what is allowed in "
-                f"a round; unchanged weights differ by {rounding:.2g}; {time.monotonic() - begun:.0f} s",
-                flush=True,
-            )
-            proof.start(0, watch=True)
-            least, name = min((missed, name) for name, (missed, _) in proof.seen.items())
-            unseen = [name for name, (missed, named) in proof.seen.items() if missed <= 1 and not named]
-            named = sum(named for _, named in proof.seen.values())
-            print(
-                f"{shape}: {len(proof.seen)} tensors lost in turn: the canary misses by at least {least:.1f} of what is "
-                f"allowed ({name}); the read-back names {named}; seen by neither: {unseen or 'none'}",
-                flush=True,
-            )
-            for fault in ("everything", "tied head", ""):
-                refused_at, generator = [], torch.Generator().manual_seed(1)
-                proof.start(1)
-                proof.lose(fault)
-                for _ in range(repetitions):
-                    for sync in (1, 2, 3):
-                        try:
-                            proof.step(generator)
-                        except AsyncGrpoError:
-                            refused_at.append(sync)
-                            break
-                    if fault:  # back to a healthy engine
-                        proof.lose()
-                        proof.publisher._proof = dict
-                        proof.step(generator)
-                        proof.lose(fault)
-                what = f"loses {fault}" if fault else "healthy"
-                print(
-                    f"{shape}: steps of {STEP:g}, {what}: refused in {len(refused_at)} of {repetitions}",
-                    refused_at,
-                    flush=True,
-                )
-                proof.lose()
+    accepted, begun = 0, time.monotonic()
+    repetitions = proof.options.repetitions
+    for seed in range(repetitions):
+        try:
+            proof.start(seed)
+            accepted += 1
+        except AsyncGrpoError as error:
+            print(f"{title}: healthy engine refused: {error}")
+        print(
+            f"  {accepted} of {seed + 1} accepted, at most {proof.worst:.2f} of what is allowed", flush=True
+        )
+    print(
+        f"{title}: healthy accepted {accepted} of {repetitions}, at most {proof.worst:.2f} of what is allowed while all "
+        f"tensors are changed; unchanged weights differ by {proof.publisher._rounding:.2g}; "
+        f"{time.monotonic() - begun:.0f} s, {np.median(proof.start_s):.1f} s of the trainer's CPU per start",
+        flush=True,
+    )
+
+
+def measure_lost(proof: Proof, title: str) -> None:
+    """Print what sees each tensor that is lost in turn."""
+    proof.start(0, watch=True)
+    unseen = [
+        name for name, is_named in proof.named.items() if not is_named and proof.missed.get(name, 0) <= 1
+    ]
+    seen_by_canary = sum(missed > 1 for missed in proof.missed.values())
+    least, name = min((missed, name) for name, missed in proof.missed.items())
+    print(
+        f"{title}: {len(proof.named)} tensors lost in turn: the read-back names {sum(proof.named.values())}; of "
+        f"{len(proof.missed)} asked, the canary refuses {seen_by_canary}, and misses by at least {least:.2f} of what is "
+        f"allowed ({name}); seen by neither: {unseen or 'none'}",
+        flush=True,
+    )
+
+
+def measure_steps(proof: Proof, title: str, fault: str) -> None:
+    """Print at which sync after small steps an engine with `fault` is refused ('': a healthy one)."""
+    from async_grpo.errors import AsyncGrpoError
+
+    refused_at, generator = [], torch.Generator().manual_seed(1)
+    proof.start(1)
+    proof.lose(fault)
+    for _ in range(proof.options.repetitions):
+        for sync in (1, 2, 3):
+            try:
+                proof.step(generator)
+            except AsyncGrpoError:
+                refused_at.append(sync)
+                break
+        if fault:  # back to a healthy engine
+            proof.lose()
+            proof.publisher._proof = dict
+            proof.step(generator)
+            proof.lose(fault)
+    what = f"loses {fault}" if fault else "healthy"
+    refused = f"refused in {len(refused_at)} of {proof.options.repetitions}"
+    print(f"{title}: steps of {STEP:g}, {what}: {refused} {refused_at}", flush=True)
+    proof.lose()
 
 
 def main() -> None:
+    """Read the options and measure each model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--model", choices=(*SHAPES, REAL), action="append")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--canary-tokens", type=int, default=512, help="of the longest canary text")
+    parser.add_argument("--canary-every", type=int, default=1)
     options = parser.parse_args()
-    for shape in options.shape or SHAPES:
-        measure(shape, options.repetitions)
+    options.part = options.part or PARTS
+    torch.set_num_threads(1)
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        multiply_bfloat16_as_float32()
+    for model in options.model or (*SHAPES, REAL):
+        measure(model, options)
 
 
 if __name__ == "__main__":

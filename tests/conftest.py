@@ -38,6 +38,14 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The folder of a small real model."""
+    from real_model import real_model
+
+    return real_model()
+
+
 @pytest.fixture
 def ranks() -> Iterator[Any]:
     """This process as a world of one."""

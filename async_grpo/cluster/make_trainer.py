@@ -51,7 +51,7 @@ def make_trainer(
     own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
     policy = _policy(config, settings, ranks)
-    canary = Canary.random(canary_logprobs, settings.vocab_size, settings.max_total_tokens - 1, settings.seed)
+    canary = _canary(settings, ranks)
     make_publisher, dtype = get_transport(settings.transport).make_publisher, torch_dtype(settings.dtype)
     accumulator = _accumulator(config, settings, policy, ranks)
     options, best, folder = as_options(config), config.keep_best, config.output_path
@@ -94,6 +94,16 @@ def make_trainer(
         after_step=after_step,
         overlaps=overlaps,
         saves_after=lambda done: best is not None and is_evaluated(done),  # it may turn out to be the best
+    )
+
+
+def _canary(settings: SharedRunSettings, ranks: Ranks) -> Canary:
+    return Canary.random(
+        canary_logprobs,
+        settings.vocab_size,
+        longest=settings.max_total_tokens - 1,
+        seed=settings.seed,
+        max_over_ranks=ranks.max,
     )
 
 

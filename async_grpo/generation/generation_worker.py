@@ -56,7 +56,8 @@ class GenerationWorker:
         self._updating = asyncio.Lock()
         self._paused_at, self._update_finished = 0.0, True
         self._broken_reason: str | None = None
-        self._unreadable: set[str] | None = None  # places (`read_back`); None before the first update
+        self._places_are_known = False  # from the first update on:
+        self._unreadable, self._readable = set[str](), set[str]()  # places (`read_back`)
         self._inner_work = 0  # updates by packages and canaries under way
         self._begun: dict[str, float] = {}  # unfinished request -> since when
         self._busy: list[tuple[float, float]] = []  # the intervals of the others
@@ -241,10 +242,13 @@ class GenerationWorker:
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
         unused = await self._places_not_in_use()
-        return {
-            name: TensorRecord(dtype, tuple(shape), digest, unused.isdisjoint((name, place_of(name))))
-            for name, (dtype, shape, digest, _) in receipts[0].items()
-        }
+        manifest = {}
+        for name, (dtype, shape, digest, *_) in receipts[0].items():
+            places = {name, place_of(name)}
+            is_used = places.isdisjoint(unused)
+            is_read = places.isdisjoint(self._unreadable) and not places.isdisjoint(self._readable)
+            manifest[name] = TensorRecord(dtype, tuple(shape), digest, is_used, is_read)
+        return manifest
 
     async def _places_not_in_use(self) -> set[str]:
         """Where the engine computes with other weights than arrived. Some places cannot be read (quantised layers,
@@ -253,10 +257,10 @@ class GenerationWorker:
         arrived = processes[0][1]
         used = {place: sum(own[place] for own, _ in processes) % 2**64 for place in arrived}
         differing = {place for place in arrived if used[place] != arrived[place]}
-        if self._unreadable is None:
-            self._unreadable = differing
-            read, count = len(arrived) - len(differing), len(arrived)
-            log.info("%d of %d places of the weights can be read back", read, count)
+        if not self._places_are_known:
+            self._places_are_known = True
+            self._unreadable, self._readable = differing, arrived.keys() - differing
+            log.info("%d of %d places of the weights can be read back", len(self._readable), len(arrived))
         return differing - self._unreadable
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,11 @@ class LogprobWorker:
         WeightsDidNotLand: names or shapes are not the model's. What was loaded stays: load again, or close.
         """
         tensors, manifest = await asyncio.to_thread(unpack, chunks)
-        await asyncio.wrap_future(self._thread.submit(_copy_weights, self._policy, tensors))
-        return manifest
+        lost = await asyncio.wrap_future(self._thread.submit(_copy_weights, self._policy, tensors))
+        return {
+            name: replace(arrived, in_use=name not in lost, is_read_back=True)
+            for name, arrived in manifest.items()
+        }
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""
@@ -162,11 +166,16 @@ def _fail(error: Exception, requests: list[_Request]) -> None:
 
 
 @torch.no_grad()
-def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors that do not come keep their values: whether all came that were sent, the receipt says."""
+def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Copy the tensors into the policy; return the names of those that it does not compute with to the bit.
+
+    Tensors that do not come keep their values: whether all came that were sent, the receipt says.
+    """
     known = dict(named_weights(policy))
     for name, tensor in tensors.items():
         if name not in known or known[name].shape != tensor.shape:
             expected = tuple(known[name].shape) if name in known else "no such tensor"
             raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
         known[name].copy_(tensor)
+    now = dict(named_weights(policy))
+    return {name for name, tensor in tensors.items() if not torch.equal(now[name], tensor.to(now[name]))}

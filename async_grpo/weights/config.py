@@ -71,7 +71,8 @@ class WeightConfig(Section):
     sync_timeout_s: float = option(600.0, "Longest weight update of an engine.", "Cluster", range=POSITIVE)
     canary_tolerance: float | None = option(
         None,
-        "Allowed difference of engine and trainer log-probs, root mean square (default: by what they differ by at start).",
+        "Allowed difference of engine and trainer log-probs in nats, root mean square without the largest tenth (default: "
+        "measured).",
         "Cluster",
         range=POSITIVE,
     )

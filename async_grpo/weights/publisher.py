@@ -22,21 +22,24 @@ from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, pack, prove_landed, record, rms
-from async_grpo.weights.self_test import perturbed, self_test_groups
+from async_grpo.weights.package import SELF_TEST, pack, prove_landed, record, trimmed_rms
+from async_grpo.weights.self_test import (
+    MIN_TOLERANCE,
+    SENSITIVITIES,
+    measure_sensitivity,
+    perturbed,
+    round_tolerance,
+    self_test_groups,
+)
 
 Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # Of each text, at most. A long one shows what goes wrong with the position; an engine that answers for one holds the
 # logits of all its tokens at once
 CANARY_TOKENS = (16, 128, 512)
-# The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
-# show before anything was changed: beyond it they compute different models. Between the two, what they do show.
-MIN_TOLERANCE = 5e-5
-MAX_ROUNDING = {torch.float32: 5e-5, torch.bfloat16: 0.3}
-# Units in the last place of the wire dtype by which a healthy engine may miss the canary's movement in the self-test. In
-# float32 the sums round as well, not their terms alone; a lost tensor shows by 300,000 units there
-ROUNDINGS = {torch.float32: 2048.0, torch.bfloat16: 4.5}
+# By so much (`trimmed_rms` over the canary) engine and trainer may differ before anything was changed, whatever the
+# trainer's own sensitivity: an engine with quantised weights computes almost the same model
+UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Canary:
 
     texts: Sequence[np.ndarray]  # each (L,) int32; N tokens in all
     logprobs: Callable[..., np.ndarray]  # of a model and the texts: (N,), the trainer's; called on every rank
+    # Element-wise maximum over all ranks, a collective: only rank 0 hears of the engines
+    max_over_ranks: Callable[[list[float]], list[float]] = list
 
     @staticmethod
     def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
@@ -52,10 +57,18 @@ class Canary:
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
     @classmethod
-    def random(cls, logprobs: Callable[..., np.ndarray], vocab_size: int, longest: int, seed: int) -> Self:
-        """Texts of CANARY_TOKENS, `longest` at most."""
+    def random(
+        cls,
+        logprobs: Callable[..., np.ndarray],
+        vocab_size: int,
+        longest: int,
+        seed: int,
+        max_over_ranks: Callable[[list[float]], list[float]] = list,
+    ) -> Self:
+        """Make texts of CANARY_TOKENS, `longest` at most."""
         lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
-        return cls([cls.text(vocab_size, length, seed) for length in lengths], logprobs)
+        texts = [cls.text(vocab_size, length, seed) for length in lengths]
+        return cls(texts, logprobs, max_over_ranks)
 
 
 @dataclass
@@ -76,7 +89,8 @@ class Publisher:
     chunk_bytes = 256 << 20
 
     def __post_init__(self) -> None:
-        self._rounding: float | None = None  # the largest root mean square difference of proven weights
+        self._rounding: float | None = None  # the largest difference (`trimmed_rms`) of proven weights
+        self._unread: set[str] = set()  # tensors that some worker cannot read back; known on rank 0 alone
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
         self._proof: Proof = dict  # of the last sync: one at a time
@@ -114,33 +128,69 @@ class Publisher:
         return self._proof
 
     def _run_self_test(self, model: nn.Module) -> None:
-        """The weights as they are: what engine and trainer then differ by is their rounding, and the measure of every
-        tolerance after it. Then one round per group of tensors in which only these are changed."""
-        unchanged, weights = self._draft(model, SELF_TEST), dict(self.named_weights(model))
+        """Send the weights as they are, then with all tensors changed, and prove both.
+
+        What engine and trainer differ by in the first round is a measure of every tolerance after it. In the second,
+        engines name each tensor that they hold a place for and do not use; in float32 the canary shows a lost tensor as
+        well, by more than a thousand times its rounding. In bfloat16 it does not: 30 layers of changed tensors amplify
+        rounding to more than a lost one makes. There, tensors that some engine cannot read back have rounds of their own,
+        one layer at a time, in between.
+        """
+        weights = dict(self.named_weights(model))
+        unchanged = self._draft(model, SELF_TEST)
         self._remember(self._transact(unchanged, weights)())
         restored = frozenset[str]()
-        for group in self_test_groups(weights):
+        for group in self._rounds(weights):
             with perturbed({name: w for name, w in weights.items() if name in group}):  # in one order
-                changed = self._draft(model, SELF_TEST)
-                moved = rms(changed.canary_logprobs - unchanged.canary_logprobs)
-                # What an engine that lost nothing may differ by
-                rounding = ROUNDINGS[self.wire_dtype] * torch.finfo(self.wire_dtype).eps * moved
-                allowed = max(rounding, 1.5 * (self._rounding or 0.0), MIN_TOLERANCE)
-                changed = replace(changed, tolerance=self.config.canary_tolerance or allowed)
+                changed = self._draft_of_round(model, weights)
                 self._transact(changed, {n: w for n, w in weights.items() if n in restored | group})()
             restored = group
 
+    def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
+        """Return the tensors to change in each round of the self-test, the same on every rank."""
+        everything = frozenset(weights)
+        if self.wire_dtype is torch.float32:
+            return [everything]
+        groups = self_test_groups(weights)
+        are_unread = self.canary.max_over_ranks([float(bool(group & self._unread)) for group in groups])
+        unread = [group for group, is_unread in zip(groups, are_unread, strict=True) if is_unread]
+        return [*unread, everything]
+
+    def _draft_of_round(self, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> WeightPackage:
+        """Return a package without its tensors, of a round in which some of `weights` are changed. A collective."""
+        expected = self._canary_logprobs(model)
+        tolerance = self.config.canary_tolerance
+        if tolerance is None:
+            tolerance = round_tolerance(self._sensitivity(model, expected, weights), self._rounding or 0.0)
+        return self._package(SELF_TEST, expected, tolerance)
+
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
-        """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
-        expected = self.canary.logprobs(model, *self.canary.texts)
-        known, untested = self._rounding, MAX_ROUNDING[self.wire_dtype]
-        measured = untested if known is None else max(3 * known, MIN_TOLERANCE)
-        tolerance = self.config.canary_tolerance or measured
+        """Return a package without its tensors: the canary under the model's weights, and how exactly to meet it."""
+        expected = self._canary_logprobs(model)
+        if self.config.canary_tolerance is not None:
+            tolerance = self.config.canary_tolerance
+        elif self._rounding is None:
+            rounding = SENSITIVITIES * self._sensitivity(model, expected, dict(self.named_weights(model)))
+            tolerance = max(rounding, UNCHANGED_ALLOWED[self.wire_dtype])
+        else:
+            tolerance = max(3 * self._rounding, MIN_TOLERANCE)
+        return self._package(version, expected, tolerance)
+
+    def _package(self, version: int, expected: np.ndarray, tolerance: float) -> WeightPackage:
         return WeightPackage(version, {}, [], self.canary.texts, expected, tolerance, self._for_late)
+
+    def _canary_logprobs(self, model: nn.Module) -> np.ndarray:
+        return self.canary.logprobs(model, *self.canary.texts)
+
+    def _sensitivity(
+        self, model: nn.Module, expected: np.ndarray, weights: Mapping[str, torch.Tensor]
+    ) -> float:
+        """Return how far rounding moves the canary under the model's present weights. A collective."""
+        return measure_sensitivity(lambda: self._canary_logprobs(model), expected, weights, self.wire_dtype)
 
     def _remember(self, differences: Differences) -> None:
         self._last = {**self._last, **differences}
-        self._rounding = max([self._rounding or 0.0, *map(rms, differences.values())])
+        self._rounding = max([self._rounding or 0.0, *map(trimmed_rms, differences.values())])
 
     def _transact(
         self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]
@@ -171,6 +221,8 @@ class Publisher:
         last, differences = {} if package.version == SELF_TEST else self._last, Differences()
         failed: dict[str, WeightsDidNotLand] = {}
         for worker_id, receipt in receipts.items():
+            if package.version == SELF_TEST:
+                self._unread |= {name for name, record in receipt[0].items() if not record.is_read_back}
             try:
                 before = last.get(worker_id, 0.0)
                 differences[worker_id] = prove_landed(package, worker_id, receipt, before)

@@ -1,16 +1,29 @@
-"""What a self-test changes of the weights: which tensors in one round, and by how much."""
+"""The self-test: which tensors change together in one round, by how much, and what a healthy engine may miss there."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from async_grpo.modeling import local_shard
+from async_grpo.weights.package import trimmed_rms
+
+# The smallest tolerance of any comparison, nats: below it, float32 log-probs of one text differ on different machines
+MIN_TOLERANCE = 5e-5
+# Engine and trainer may differ by so many times what the trainer differs by from itself when last bits of its weights flip.
+# Healthy engines show at most 1.9 times that (docs/log.md, 2026-11-25)
+SENSITIVITIES = 3.0
+# Or, in a self-test, by so many times what they differed by before anything was changed: an engine with other kernels, or
+# with quantised weights, differs by more than rounding
+UNCHANGED_DIFFERENCES = 1.5
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
 
 
 def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
-    """`names` by the first number in them (the layer), those without one together; every name in one group.
+    """Group `names` by the first number in them (the layer), those without one together; every name is in one group.
 
     Were every tensor changed at once, a key bias of one layer in 48 would move the canary less than bfloat16 rounds it;
     it makes 4 % and more of what all tensors of its own layer do, and rounding 1.6 % at most (docs/log.md, 2026-11-22).
@@ -30,11 +43,11 @@ def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
 def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Add noise to each of `weights` (shards included) while the block runs.
 
-    An engine that loses one of the tensors then computes visibly other log-probs, whatever the learning rate would
-    have hidden. The originals are kept aside: those of one group, a layer or what lies outside the layers, at a time.
+    An engine that loses one of the tensors then holds, and computes, something visibly different, whatever the learning
+    rate would have hidden. The originals are kept in main memory meanwhile.
     """
     shards = [local_shard(weight) for weight in weights.values()]
-    originals = [shard.clone() for shard in shards]
+    originals = [shard.detach().to("cpu", copy=True) for shard in shards]
     generator = torch.Generator().manual_seed(0)
     try:
         for shard in shards:
@@ -56,3 +69,64 @@ def noise_scale(shard: torch.Tensor) -> float:
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
     wanted = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
     return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)
+
+
+def round_tolerance(sensitivity: float, unchanged_difference: float) -> float:
+    """Return what a healthy engine may miss the canary by in a round of the self-test, `trimmed_rms` in nats.
+
+    Args:
+        sensitivity: Of the changed model, see `measure_sensitivity`.
+        unchanged_difference: What engine and trainer differed by before anything was changed.
+    """
+    rounding = SENSITIVITIES * sensitivity
+    other_kernels = UNCHANGED_DIFFERENCES * unchanged_difference
+    return max(rounding, other_kernels, MIN_TOLERANCE)
+
+
+def measure_sensitivity(
+    logprobs: Callable[[], np.ndarray],
+    expected: np.ndarray,
+    weights: Mapping[str, torch.Tensor],
+    wire_dtype: torch.dtype,
+) -> float:
+    """Return how far log-probs move (`trimmed_rms`, nats) when the last bits of half of the weights flip.
+
+    This is what rounding makes of the model as it is: an engine that evaluates the same sums in another order rounds about
+    as often. It takes no other model as the rule, and sees how much a deep or wildly changed model amplifies.
+
+    Args:
+        logprobs: Computes the log-probs (N,) of fixed texts by the weights as they are.
+        expected: What it returns before the bits flip.
+        weights: All weights of the model (shards included); unchanged afterwards, to the bit.
+        wire_dtype: The dtype whose last bits flip: the engines'.
+    """
+    with last_bits_flipped(weights.values(), wire_dtype):
+        return trimmed_rms(logprobs() - expected)
+
+
+@contextmanager
+@torch.no_grad()
+def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype) -> Iterator[None]:
+    """Flip the last bit, as `wire_dtype` sees it, of every second value of `weights` while the block runs.
+
+    Flipping again restores them: no copy is kept, which a trainer's memory might not hold beside gradients and moments.
+    """
+    shards = [local_shard(weight).detach() for weight in weights]
+    for shard in shards:
+        _flip_last_bits(shard, wire_dtype)
+    try:
+        yield
+    finally:
+        for shard in shards:
+            _flip_last_bits(shard, wire_dtype)
+
+
+def _flip_last_bits(shard: torch.Tensor, wire_dtype: torch.dtype) -> None:
+    """Flip the bits in place.
+
+    A float32 master has bits beyond a bfloat16 wire's: there the wire's last bit is flipped.
+    """
+    unit = torch.finfo(wire_dtype).eps / torch.finfo(shard.dtype).eps
+    bit = max(1, int(unit))
+    bits = torch.atleast_1d(shard.view(_INTEGERS[shard.element_size()]))
+    bits[..., ::2].bitwise_xor_(bit)

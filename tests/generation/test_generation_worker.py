@@ -129,6 +129,31 @@ async def test_after_another_start_of_the_trainer_no_prefix_of_the_same_version_
     assert not await engine.begin_anew()
 
 
+async def test_a_receipt_says_of_each_tensor_whether_it_was_read_back_and_whether_it_is_in_use():
+    """A place that differs after the first update, and one that the engine does not have, cannot be read."""
+    q, norm, expert, packed = names = (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.norm.weight",
+        "model.layers.0.mlp.experts.5.up_proj.weight",
+        "model.layers.0.moe.gate.weight",
+    )
+    places = {"model.layers.0.self_attn": 1, "model": 2, "model.layers.0.moe": 3}
+    arrived = [places | {"model.layers.0.moe": 4}, places | {"model.layers.0.moe": 4, "model": 5}]
+    engine = worker()
+
+    async def collective_rpc(method):
+        if method == "fingerprints":
+            return [(places, arrived.pop(0))]
+        return [{name: ("float32", [2], 7, True, False) for name in names}]
+
+    engine.engine.collective_rpc = collective_rpc
+    first, second = await engine.update(0, []), await engine.update(1, [])
+    for manifest in (first, second):
+        assert {name for name in names if manifest[name].is_read_back} == {q, norm}
+        assert manifest[packed].in_use and manifest[expert].in_use  # the canary's business
+    assert first[norm].in_use and not second[norm].in_use
+
+
 async def test_an_engine_whose_update_failed_refuses_every_request():
     broken = worker(fails="start_weight_update")
     with pytest.raises(RuntimeError, match="start_weight_update failed"):

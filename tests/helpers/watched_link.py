@@ -1,28 +1,39 @@
 """`Engines`: one that passes every self-test, and is asked what it would show if it lost a tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
 from safetensors.torch import load
 
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.weights.package import SELF_TEST, rms
+from async_grpo.weights.package import SELF_TEST, trimmed_rms
 from async_grpo.weights.self_test import self_test_groups
 
 
 class WatchedLink:
     """In each watched round (None: in all) of a self-test, every tensor that the round changes is lost in turn.
 
-    update: puts tensors into the engine, and returns its receipt. canary: the engine's log-probs of a text.
-    weights: of the engine at its start.
+    Args:
+        update: Puts tensors into the engine, and returns its receipt.
+        canary: Computes the engine's log-probs of a text.
+        weights: Those of the engine at its start.
+        watched: Numbers of the rounds to watch.
+        is_watched: Whether to lose the tensor of this name (None: each).
     """
 
-    def __init__(self, update, canary, weights: Mapping[str, torch.Tensor], watched=None):
+    def __init__(
+        self,
+        update,
+        canary,
+        weights: Mapping[str, torch.Tensor],
+        watched: Collection[int] | None = None,
+        is_watched: Callable[[str], bool] | None = None,
+    ):
         self._update, self._canary = update, canary
         self._held = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._groups = self_test_groups(weights)
-        self._watched = range(len(self._groups)) if watched is None else watched
+        self._watched, self._is_watched = watched, is_watched or (lambda name: True)
         self.tolerances: list[float] = []
         self.healthy: list[float] = []  # of each round, the canary's difference in tolerances
         self.lost: dict[str, float] = {}  # the same by tensor, had it been lost
@@ -36,17 +47,20 @@ class WatchedLink:
         self.tolerances.append(package.tolerance)
         if package.version == SELF_TEST and len(self.tolerances) > 1:
             number = len(self.healthy)
-            self.healthy.append(rms(receipt[1] - package.canary_logprobs) / package.tolerance)
-            if number in self._watched:
-                changed = {name: tensors[name] for name in self._groups[number]}
-                self.lost |= {name: self._missed(changed, name, package) for name in changed}
+            self.healthy.append(trimmed_rms(receipt[1] - package.canary_logprobs) / package.tolerance)
+            if self._watched is None or number in self._watched:
+                changes_all = tensors.keys() == self._held.keys()
+                names = tensors.keys() if changes_all else self._groups[number]
+                changed = {name: tensors[name] for name in names}
+                for name in filter(self._is_watched, changed):
+                    self.lost[name] = self._missed(changed, name, package)
                 self._update(tensors)
         self._held |= tensors
         return {"g0": receipt}
 
     def _missed(self, changed: dict[str, torch.Tensor], name: str, package: WeightPackage) -> float:
         self._update({**changed, name: self._held[name].to(changed[name].dtype)})
-        return rms(self._canary(*package.canary_texts) - package.canary_logprobs) / package.tolerance
+        return trimmed_rms(self._canary(*package.canary_texts) - package.canary_logprobs) / package.tolerance
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         pass

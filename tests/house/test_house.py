@@ -163,6 +163,11 @@ def test_every_package_that_is_imported_is_declared():
     names = {re.split(r"[<>=\[]", line)[0].lower().replace("-", "_") for line in declared}
     sources = [*(ROOT / "async_grpo").rglob("*.py"), *(ROOT / "sample-data").glob("*.py")]
     imported = {name.split(".")[0] for path in sources for name in imports_of(path)}
-    optional = {"vllm", "flash_attn", "datasets"}  # extras, and one that is asked for where it is used
+    optional = {
+        "vllm",
+        "flash_attn",
+        "datasets",
+        "gguf",
+    }  # extras, and one that is asked for where it is used
     optional |= {"reasoning_gym", "textarena", "openenv", "verifiers", "httpx"}
     assert imported - set(sys.stdlib_module_names) - names - optional == {"async_grpo"}

@@ -182,6 +182,22 @@ async def test_tensors_that_are_not_sent_keep_their_values():
         assert torch.equal(tensor, (new if name == "model.norm.weight" else old)[name])
 
 
+async def test_the_receipt_says_which_tensors_the_model_computes_with(monkeypatch):
+    """So a proximal worker needs no round per layer in a bfloat16 self-test."""
+    new = dict(named_full_tensors(PolicyModel(tiny_model(seed=2))))
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    copy_ = torch.Tensor.copy_
+
+    def copy_but_for_the_lost(weight, tensor):
+        return weight if torch.equal(tensor, new[lost]) else copy_(weight, tensor)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_but_for_the_lost)
+    async with serving(PolicyModel(tiny_model())) as server:
+        manifest = await server.update(0, images(new.items()))
+    assert all(record.is_read_back for record in manifest.values())
+    assert {name for name, record in manifest.items() if not record.in_use} == {lost}
+
+
 async def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_more():
     policy = FakePolicy(held_up=True)
     async with serving(policy, max_tokens_per_gpu=4, max_wait_s=3600) as server:
