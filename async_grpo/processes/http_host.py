@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import socket
 import sys
 from contextlib import suppress
@@ -45,9 +46,10 @@ def may_read(client: Address, server: Address) -> bool:
 def _user_of(client: Address, server: Address) -> int | None:
     """Return the id of the user whose process connects to the server; None if the kernel lists no such connection."""
     ends = _normal(client), _normal(server)
+    ports = re.compile(rf":{client[1]:04X} \w+:{server[1]:04X} ")  # most lines need not be parsed
     for path in CONNECTIONS:
         with suppress(FileNotFoundError):  # a kernel without IPv6
-            for line in Path(path).read_text().splitlines()[1:]:
+            for line in filter(ports.search, Path(path).read_text().splitlines()):
                 columns = line.split()
                 if (_parsed(columns[1]), _parsed(columns[2])) == ends:
                     return int(columns[7])

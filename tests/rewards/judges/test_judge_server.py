@@ -220,8 +220,9 @@ def test_the_command_and_the_environment_of_a_server(model, monkeypatch):
     given = ["--max-model-len=512", "--enforce-eager", "--no-async-scheduling", '--config={"a": [1]}']
     server = server_of(model, replicas=2, devices=["4,5", "6,7"], options=options)
     assert [server._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
-    fixed = f"--model={model} --host=127.0.0.1 --port=8000 --served-model-name=judge --runner=auto".split()
-    assert server._command(8000)[3:] == [*fixed, *given]
+    fixed = f"--model={model} --host=127.0.0.1 --port=8000 --served-model-name=judge".split()
+    guard = "--middleware=async_grpo.rewards.judges.own_user.OwnUserOnly"
+    assert server._command(8000)[3:] == [*fixed, guard, "--runner=auto", *given]
     with pytest.raises(ConfigurationError, match="without sleep_mode"):
         server.sleep()
     monkeypatch.setattr(server_module, "on_the_cpu", lambda: True)
