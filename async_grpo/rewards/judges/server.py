@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import DeadlineExceeded, WorkerLost
+from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.http.endpoint import require_all
@@ -194,19 +195,24 @@ def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> No
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     supervisor = Supervisor(Path(folder))
-    try:
-        for count in range(int(restarts) + 1):
-            shown = f"{name} restart {count}" if count else name  # the log of a death is kept
-            program = supervisor.start(shown, command, os.environ)
-            while program.process.poll() is None:
-                if os.getppid() != int(owner):
-                    return
-                time.sleep(POLL_S)
-            print(program.describe_exit() + log_excerpt(program), end=END, flush=True)
-            end_descendants(grace_s=KILL_GRACE_S)  # gently first: its tracker of shared memory may clean up
-            time.sleep(BACKOFF_S)
-    finally:
-        supervisor.stop()
+    # vLLM keeps sockets and stores of its processes among the temporary files, readable for all users
+    with private_folder() as temporary:
+        variables = {**os.environ, **compile_cache(), "TMPDIR": str(temporary)}
+        try:
+            for count in range(int(restarts) + 1):
+                shown = f"{name} restart {count}" if count else name  # the log of a death is kept
+                program = supervisor.start(shown, command, variables)
+                while program.process.poll() is None:
+                    if os.getppid() != int(owner):
+                        return
+                    time.sleep(POLL_S)
+                print(program.describe_exit() + log_excerpt(program), end=END, flush=True)
+                end_descendants(
+                    grace_s=KILL_GRACE_S
+                )  # gently first: its tracker of shared memory may clean up
+                time.sleep(BACKOFF_S)
+        finally:
+            supervisor.stop()
 
 
 def on_the_cpu() -> bool:
