@@ -25,6 +25,7 @@ def private_folder(prefix: str = PREFIX) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # programs that were just killed may still write
+        remove_abandoned()  # those of programs that were started in the block, and killed at its end
 
 
 def make_private_folder(prefix: str = PREFIX) -> Path:

@@ -88,6 +88,16 @@ def test_the_folder_of_a_killed_program_goes_at_the_next_start_and_that_of_a_liv
     assert not living.exists()
 
 
+def test_the_folder_of_a_program_that_was_killed_in_the_block_goes_with_it(temporary):
+    with private_folder() as folder:
+        program = subprocess.Popen([sys.executable, "-c", MAKE_ONE], stdout=subprocess.PIPE, text=True)
+        within = Path(program.stdout.readline().strip())
+        assert within.exists() and folder.exists()
+        program.kill()
+        program.communicate()
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_process_id_that_another_program_has_got_since_protects_nothing(temporary):
     folder = abandoned(temporary, f"{os.getpid()} 1 {namespace()}")
     remove_abandoned()

@@ -185,6 +185,7 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
                 program.send_signal(signal.SIGINT)
             for program in programs:
                 program.wait(60)
+        assert [path.name for path in temporary.iterdir()] == []  # nothing stays
 
 
 def test_the_run_had_everything_open_that_this_is_about(attacked):
