@@ -178,8 +178,10 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
                     "sockets": [one.address for one in found if not one.port],
                 }
             )
-            yield Attacked(found, from_afar, by_another_user, temporary, paths)
+            steps = metrics.read_text().count("\n")
+            until(lambda: run.poll() is not None or metrics.read_text().count("\n") > steps + 1, 60)
             assert run.poll() is None, "the run did not survive the strangers"
+            yield Attacked(found, from_afar, by_another_user, temporary, paths)
         finally:
             for program in programs:
                 program.send_signal(signal.SIGINT)
