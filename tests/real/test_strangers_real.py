@@ -81,10 +81,10 @@ def another_address() -> Iterator[list[str]]:
         keeper.wait()
 
 
-def until(is_true, within_s: float) -> None:
+def until(is_true, within_s: float, output: Path | None = None) -> None:
     give_up = time.monotonic() + within_s
     while not is_true():
-        assert time.monotonic() < give_up, "it did not happen in time"
+        assert time.monotonic() < give_up, output.read_text()[-3000:] if output else "not in time"
         time.sleep(0.1)
 
 
@@ -155,7 +155,8 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
         programs = [run]
         try:
             metrics = folder / "run" / "training_metrics.jsonl"
-            until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), READY_S)
+            said = folder / "output"
+            until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), READY_S, said)
             assert run.poll() is None, (folder / "output").read_text()[-3000:]
             port = free_port()
             programs.append(subprocess.Popen([*command, "watch", str(folder / "run"), f"--port={port}"]))
@@ -179,7 +180,7 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
                 }
             )
             steps = metrics.read_text().count("\n")
-            until(lambda: run.poll() is not None or metrics.read_text().count("\n") > steps + 1, 60)
+            until(lambda: run.poll() is not None or metrics.read_text().count("\n") > steps + 1, 60, said)
             assert run.poll() is None, "the run did not survive the strangers"
             yield Attacked(found, from_afar, by_another_user, temporary, paths)
         finally:
