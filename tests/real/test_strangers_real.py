@@ -77,7 +77,8 @@ def another_address() -> Iterator[list[str]]:
             subprocess.run([*inside, *command.split()], check=True)
         yield inside
     finally:
-        keeper.kill()  # the namespace ends with it, and with that the pair of interfaces
+        subprocess.run(["ip", "link", "del", own], check=False)  # the other end goes with it
+        keeper.kill()  # and the namespace with the last of its processes
         keeper.wait()
 
 
