@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from async_grpo.generation.config import UNLIMITED, engine_class
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.command_line import log_to_own_file
 from async_grpo.options.source_file import library_version
+from async_grpo.processes.private_folder import compile_cache, make_private_folder, temporary_files_in
 from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION
@@ -53,7 +55,11 @@ class WorkerActor(ChannelServer):
         generates = config.mode == GENERATION
         config = config.with_sequences(settings) if generates else config
         self._settings = settings
-        self._engine = _worker_class(config).start(config, settings)
+        # vLLM keeps sockets and stores of its processes among the temporary files, readable for all users
+        os.environ.update(compile_cache())
+        self._folder = make_private_folder()
+        with temporary_files_in(self._folder):
+            self._engine = _worker_class(config).start(config, settings)
         self.serve({name: getattr(self._engine, name) for name in self.served})
         return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
 
@@ -91,6 +97,7 @@ class WorkerActor(ChannelServer):
 
     async def close(self) -> None:
         self._engine.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class GenerationActor(WorkerActor):

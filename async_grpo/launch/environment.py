@@ -11,15 +11,27 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.processes.private_folder import compile_cache
 
+LOOPBACK = "127.0.0.1"
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
-INHERITED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV ASYNC_GRPO_LOGS".split()
+INHERITED = """
+    PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV ASYNC_GRPO_LOGS
+    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR
+""".split()
 INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
+# What Ray appends to its folder for the longest of its sockets; the process id has 7 digits at most
+LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+MAX_SOCKET_BYTES = 107  # unix(7): `sun_path` without its last byte
 
 
 def ray_command(address: str, scratch: Path) -> list[str]:
-    """A head node that only this machine can reach."""
+    """Return the command of a head node that only this machine can reach.
+
+    Its folder lies inside `scratch`, because Ray opens the one that it is given to all users.
+    """
     host, port = address.split(":")
+    folder = ray_folder(scratch)
     python = sys.executable
     if shlex.quote(sys.prefix) != sys.prefix:  # Ray writes it into a shell's command line as it is
         (scratch / "python").symlink_to(sys.prefix, target_is_directory=True)
@@ -27,15 +39,52 @@ def ray_command(address: str, scratch: Path) -> list[str]:
     return [
         *[python, "-m", "ray.scripts.scripts", "start", "--head", "--block"],
         *["--disable-usage-stats", f"--node-ip-address={host}", f"--port={port}"],
-        *["--include-dashboard=false", "--no-monitor", f"--temp-dir={scratch}"],
+        # The server of Ray Client cannot be left out; its own port, 10001, may be another run's
+        f"--ray-client-server-port={free_port(apart_from=int(port))}",
+        *["--include-dashboard=false", "--no-monitor", f"--temp-dir={folder}"],
     ]
+
+
+def ray_folder(scratch: Path) -> Path:
+    """Return the folder of Ray's sessions."""
+    return scratch / "ray"
+
+
+def check_socket_names(scratch: Path) -> None:
+    """Raise ConfigurationError if the names of Ray's sockets would be longer than the kernel allows."""
+    length = len(os.fsencode(ray_folder(scratch) / LONGEST_SOCKET))
+    if length > MAX_SOCKET_BYTES:
+        raise ConfigurationError(
+            f"Ray's sockets in {scratch} would have names of {length} bytes, {MAX_SOCKET_BYTES} are possible: "
+            "set TMPDIR to a folder with a shorter name, such as /tmp"
+        )
+
+
+def torchrun_command(ranks: int, scratch: Path) -> list[str]:
+    """Return torchrun's command for ranks of this machine that find each other by files in `scratch`.
+
+    With an address torchrun would listen on all interfaces: whoever reaches its store can read and change the
+    addresses of the ranks, without a key. Needs the variables of `torchrun_environment`.
+    """
+    return [
+        *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
+        *["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"],
+        f"--rdzv-endpoint={scratch / 'torchrun-store'}",
+        f"--log-dir={scratch / 'torchrun-logs'}",  # else a folder in /tmp that stays
+    ]
+
+
+def torchrun_environment(scratch: Path) -> dict[str, str]:
+    """Return the variables by which torchrun opens no store of its own, and the ranks use a file."""
+    ranks_store = str(scratch / "ranks-store")  # see training/distributed.py
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ASYNC_GRPO_RANKS_STORE": ranks_store}
 
 
 def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: Path) -> dict[str, str]:
     """The environment of every program; without an address, that of a private cluster on the loopback interface, which
     programs await: it is there when the file `ray_is_up` is. Its actors write into the folder `logs`."""
     private = {
-        "RAY_ADDRESS": ray_address or f"127.0.0.1:{free_port()}",
+        "RAY_ADDRESS": ray_address or f"{LOOPBACK}:{free_port()}",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would fight over the cores
         "TOKENIZERS_PARALLELISM": "false",
@@ -45,7 +94,11 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
     if (PACKAGE_PARENT / "pyproject.toml").exists():  # a checkout need not be installed
         paths = [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
         private["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    private |= compile_cache()
     if not ray_address:
+        # Without the first, Ray takes the network's address instead of 127.0.0.1, and listens on all interfaces
+        private |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        private |= {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
         private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # See cluster/ray_session.py
         private |= {"ASYNC_GRPO_RAY_IS_UP": str(ray_is_up), "ASYNC_GRPO_LOGS": str(logs.absolute())}
@@ -84,15 +137,16 @@ def gpus() -> list[str]:
     return [device.strip() for device in visible.split(",") if device.strip()]
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now, and that no outgoing connection will be given.
+def free_port(apart_from: int | None = None) -> int:
+    """Return a port of the loopback interface that nothing listens on now, and that no outgoing connection will be given.
 
     Linux gives those from 32768 up: one of them, asked for now, may be taken before the program it is for listens.
     """
     for port in random.Random().sample(range(20_000, 32_768), 100):  # Ray's workers have those below 20,000
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+            probe.bind((LOOPBACK, port))
+            if port != apart_from:
+                return port
     raise ConfigurationError("a hundred ports of 127.0.0.1 between 20000 and 32767 are all taken")
 
 

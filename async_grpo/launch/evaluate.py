@@ -7,7 +7,6 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +27,7 @@ from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, choices_of, names_in, option, refuse, required
 from async_grpo.options.portable import portable_options, refuse_named
+from async_grpo.processes.private_folder import private_folder
 from async_grpo.programs.export import ExportConfig, export
 
 AT_ONCE = 1024  # completions, if the engines hold so many
@@ -112,9 +112,9 @@ def evaluate(config: EvalConfig) -> None:
     model, step = Path(config.path), 0
     known = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
     refuse(not known, f"{model} holds no model (config.json), no run and no checkpoint")
-    with TemporaryDirectory(prefix="grpo-eval-") as scratch:
+    with private_folder("grpo-eval-") as scratch:
         if not (model / "config.json").exists():
-            model = Path(scratch) / "model"
+            model = scratch / "model"
             to = {"output_dir": str(model), "dtype": config.as_run(model).dtype}
             step = export(ExportConfig(path=config.path, **to)).step
         run = config.as_run(model)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.checkpoints.folder import checkpoints_of, read
@@ -28,6 +27,7 @@ from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import ask
+from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
 
 if TYPE_CHECKING:
@@ -112,12 +112,15 @@ def start(config: LocalConfig, instead: Sequence[str] = ()) -> None:
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
     supervisor = Supervisor(logs)
-    # A short path: the names of Ray's sockets may not exceed 107 characters
-    scratch = TemporaryDirectory(prefix="grpo-", ignore_cleanup_errors=True)
     judge = serving(config, gpus(), logs, config.enforce_eager)
-    with handling(_interrupt, signal.SIGTERM, signal.SIGHUP), scratch as folder, judge as found:
+    with (
+        handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
+        private_folder() as scratch,
+        judge as judge_options,
+    ):
         try:
-            _run(config, supervisor, Path(folder), found, instead)
+            environment.check_socket_names(scratch)
+            _run(config, supervisor, scratch, judge_options, instead)
         except KeyboardInterrupt as interrupt:
             what = "ending trainer, workers and Ray, which takes up to half a minute"
             where = f"what was written stays in {config.output_path}"
@@ -148,8 +151,9 @@ def _run(
         supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, variables)
         for number, command in enumerate(worker_commands(config))
     ]
-    command = list(instead or trainer_command(config))
+    command = list(instead or trainer_command(config, scratch))
     command += [f"--{dashed(flag)}={value}" for flag, value in judge.items()]
+    variables |= environment.torchrun_environment(scratch)
     variables |= environment.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start(name, command, variables, console=True)
     signal.signal(signal.SIGUSR1, lambda *_: ask(trainer.process.pid))
@@ -194,11 +198,11 @@ def worker_commands(config: LocalConfig) -> list[list[str]]:
     return engines + [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
 
 
-def trainer_command(config: LocalConfig) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
-    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={environment.free_port()}"]
-    rendezvous.append(f"--shutdown-timeout={math.ceil(config.grace_s)}")
-    return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", parameters(config)]
+def trainer_command(config: LocalConfig, scratch: Path) -> list[str]:
+    """Return the command line of the trainer's ranks, whose files of the moment lie in `scratch`."""
+    torchrun = environment.torchrun_command(config.nproc_per_node, scratch)
+    torchrun.append(f"--shutdown-timeout={math.ceil(config.grace_s)}")
+    return [*torchrun, "-m", "async_grpo.programs.trainer", parameters(config)]
 
 
 def parameters(config: LocalConfig) -> str:

@@ -9,13 +9,17 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.options.fields import is_number, refuse
+from async_grpo.processes.http_host import REFUSAL, is_address
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 # Which packages a tracker needs, any of them
 TRACKERS = {
@@ -26,9 +30,9 @@ TRACKERS = {
 }
 WAITING_LINES = 1000  # for trackers that are slow; what comes beyond is dropped
 CLOSE_S = 15.0
+PROMETHEUS_HOST = "127.0.0.1"
+SILENT_S = 30.0  # for which a client of the Prometheus page may say nothing
 Numbers = dict[str, float]
-REQUEST_WITHIN_S = 30.0  # each read and write of a request for the Prometheus page
-
 log = logging.getLogger(__name__)
 
 
@@ -144,11 +148,6 @@ def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping
     return tracker
 
 
-def _with_timeout(handler: Any) -> type:
-    """Return the handler of requests with a limit to each read and write."""
-    return type(handler.__name__, (handler,), {"timeout": REQUEST_WITHIN_S})
-
-
 class PrometheusPage:
     """`Tracker` that serves the last step's numbers on the loopback interface, http://127.0.0.1:PORT/metrics."""
 
@@ -157,10 +156,13 @@ class PrometheusPage:
 
         registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
         self._make = partial(prometheus_client.Gauge, registry=registry)
-        self._server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=registry)
-        # A client that sends no request would keep a thread for ever
-        self._server.RequestHandlerClass = _with_timeout(self._server.RequestHandlerClass)
-        log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self._server.server_port)
+        self._server, _ = prometheus_client.start_http_server(port, addr=PROMETHEUS_HOST, registry=registry)
+        page = self._server.get_app()
+        assert page is not None  # `start_http_server` has set it
+        self._server.set_app(_under_an_address(page))
+        # A connection that says nothing would keep its thread and its descriptor until the run's end
+        self._server.RequestHandlerClass.timeout = SILENT_S  # type: ignore[attr-defined]  # `StreamRequestHandler` has it
+        log.info("metrics for Prometheus: http://%s:%d/metrics", PROMETHEUS_HOST, self._server.server_port)
 
     def log(self, values: Numbers, step: int) -> None:
         for key, value in values.items():
@@ -170,3 +172,15 @@ class PrometheusPage:
 
     def finish(self) -> None:
         self._server.shutdown()
+
+
+def _under_an_address(page: "WSGIApplication") -> "WSGIApplication":
+    """Return the page for requests whose Host header is an address, and a refusal for others. See `is_address`."""
+
+    def answer(request: "WSGIEnvironment", respond: "StartResponse") -> Iterable[bytes]:
+        if is_address(request.get("HTTP_HOST", ""), PROMETHEUS_HOST):
+            return page(request, respond)
+        respond("403 Forbidden", [("Content-Type", "text/plain")])
+        return [REFUSAL.encode()]
+
+    return answer

@@ -9,13 +9,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.request import ProxyHandler, build_opener
 
@@ -29,6 +30,7 @@ from async_grpo.launch.local_run import LocalConfig, check
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option
+from async_grpo.processes.private_folder import private_folder
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.bench.report import Scorecard
@@ -145,16 +147,21 @@ def all_reduce() -> Iterator[Finding]:
     """A sum over a process for each GPU (NCCL), or two on the CPU (gloo)."""
     count, began = len(environment.gpus()), time.monotonic()
     ranks, device = (count, "cuda") if count > 1 else (2, "cpu")
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
-    torchrun += [f"--master-port={environment.free_port()}", "--no-python", sys.executable, "-c"]
-    _python([*torchrun, ALL_REDUCE, device], ranks)
+    with private_folder() as scratch:
+        torchrun = [*environment.torchrun_command(ranks, scratch), "--no-python", sys.executable, "-c"]
+        _python([*torchrun[1:], ALL_REDUCE, device], ranks, more=environment.torchrun_environment(scratch))
     said = f"{ranks} processes, {device}: {time.monotonic() - began:.0f} s with their start"
     yield Finding("all reduce", OK, said)
 
 
-def _python(arguments: list[str], ranks: int, ray_address: str = "") -> str:
-    """What a program says, started as `run` starts its own. RuntimeError: its last word about an error."""
-    env = environment.run_environment(ray_address, ranks, Path(), Path())
+def _python(
+    arguments: list[str], ranks: int, ray_address: str = "", more: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return what a program prints, started as `run` starts its own, with `more` variables.
+
+    RuntimeError: its last word about an error.
+    """
+    env = environment.run_environment(ray_address, ranks, Path(), Path()) | dict(more)
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, env=env)
     if done.returncode:

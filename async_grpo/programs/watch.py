@@ -1,21 +1,18 @@
 """`async-grpo watch RUN`: a page that shows what a run does, from its files alone; also after its end.
 
-It is served to this machine alone unless `--host` says otherwise, and can only be read. A browser is answered under an
-address or as localhost: a name that a foreign page has made point here (DNS rebinding) gets nothing.
+It is served to this user on this machine alone unless `--host` says otherwise, and can only be read. A browser is
+answered under an address or as localhost: a name that a foreign page has made point here (DNS rebinding) gets nothing.
 """
 
 import asyncio
-import ipaddress
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -26,6 +23,7 @@ from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as_json, options_of
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
+from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
 from async_grpo.processes.http_server import IDLE_S, bound_logs
 from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
 from async_grpo.programs.status import RECENT, headline, total_steps, trainer_log
@@ -82,21 +80,19 @@ def application(config: WatchConfig) -> web.Application:
 
     @web.middleware
     async def guard(request: web.Request, handler: Callable[..., Awaitable[Any]]) -> Any:
-        if not _is_address(request.headers.get("Host", ""), config.host):
-            raise web.HTTPForbidden(text="ask for an address, or for localhost")
+        if not is_address(request.headers.get("Host", ""), config.host):
+            raise web.HTTPForbidden(text=REFUSAL)
+        transport = request.transport
+        if transport is None:  # who asked has gone
+            raise web.HTTPForbidden(text=REFUSAL_OF_USERS)
+        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        if not await asyncio.to_thread(may_read, client[:2], server[:2]):
+            raise web.HTTPForbidden(text=REFUSAL_OF_USERS)
         return await handler(request)
 
     served = web.Application(middlewares=[guard])
     served.add_routes([web.get("/", page), web.get("/data", numbers), web.get("/samples", samples)])
     return served
-
-
-def _is_address(host: str, own: str) -> bool:
-    """Whether a Host header is one that no foreign server can have chosen."""
-    with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return name in ("localhost", own) or bool(ipaddress.ip_address(name))
-    return False
 
 
 def _answer(text: str, kind: str) -> web.Response:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import die_with
 
 Numbers = Tensor | list[float]
+# Variable: a file, new for each start, by which the ranks of one machine meet
+RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     """Join the process group for the length of the `with` block.
 
     device: "cpu" (gloo), "cuda" (nccl), or "auto": cuda where there is one. timeout_s: of a collective. Rank and world
-    size come from torchrun's environment; the kernel kills a rank when its torchrun dies (Linux only).
+    size come from torchrun's environment, and so does the place where the ranks meet: the file that
+    ASYNC_GRPO_RANKS_STORE names, or the address of MASTER_ADDR and MASTER_PORT. The kernel kills a rank when its
+    torchrun dies (Linux only).
     ConfigurationError: no such device.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -87,11 +92,9 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
         )
     if on_gpu:
         torch.cuda.set_device(chosen)
-    # Alone, an in-process store: nothing to listen on, so nothing that could be taken or reached from outside
-    store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]  # torch names it in no __all__
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=store,
+        store=_store(world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -105,6 +108,18 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _store(world_size: int) -> Any:
+    """Return the `Store` by which the ranks meet; None for the one that listens at MASTER_ADDR and MASTER_PORT.
+
+    That one has no key, and listens on all interfaces. Ranks of one machine can do without.
+    """
+    if world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]  # torch names it in no __all__
+    if path := os.environ.get(RANKS_STORE):
+        return dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # as above
+    return None
 
 
 def leave(code: int = 0) -> None:

@@ -145,7 +145,7 @@ def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
     assert {name: getattr(engine, name) for name in chosen} == chosen
     assert engine.mode == "generation" and engine.further_options == {"block_size": 32}
     assert (logprob.mode, logprob.role, logprob.max_tokens_per_gpu) == ("logprob", "proximal", 99)
-    trainer, _ = parse(*trainer_command(local)[-1:], foreign=foreign_keys)
+    trainer, _ = parse(*trainer_command(local, tmp_path)[-1:], foreign=foreign_keys)
     names = [field.name for field in dataclasses.fields(RunConfig)]
     assert trainer == RunConfig(**{name: getattr(local, name) for name in names})
     assert "yours: clip_high=0.3 zero_variance=keep" in capsys.readouterr().out

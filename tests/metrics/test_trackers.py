@@ -1,5 +1,6 @@
 """Trackers get every line, in a thread; one that fails or hangs is named, and costs the run nothing."""
 
+import http.client
 import logging
 import socket
 import threading
@@ -82,7 +83,7 @@ def test_prometheus_reads_the_last_step_on_the_loopback_interface():
 
 
 def test_the_page_for_prometheus_lets_go_of_a_client_that_says_nothing(monkeypatch):
-    monkeypatch.setattr(module, "REQUEST_WITHIN_S", 0.3)
+    monkeypatch.setattr(module, "SILENT_S", 0.3)
     page = PrometheusPage(0)
     try:
         for said in (b"", b"GET /metr"):
@@ -91,6 +92,32 @@ def test_the_page_for_prometheus_lets_go_of_a_client_that_says_nothing(monkeypat
                 assert silent.recv(1000) == b""  # closed
     finally:
         page.finish()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9464", 200),
+        ("localhost:9464", 200),
+        ("[::1]:9464", 200),
+        ("evil.example:9464", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_prometheus_is_answered_under_an_address_and_not_a_name_that_a_foreign_page_made_point_here(
+    host, status
+):
+    page = PrometheusPage(0)
+    page.log({"avg_reward": 0.25}, 1)
+    client = http.client.HTTPConnection(*page._server.server_address[:2], timeout=10)
+    client.putrequest("GET", "/metrics", skip_host=True)
+    client.putheader("Host", host)
+    client.endheaders()
+    answer = client.getresponse()
+    text = answer.read().decode()
+    page.finish()
+    assert answer.status == status and ("avg_reward" in text) is (status == 200)
 
 
 def test_tensorboard_through_accelerate_gets_what_the_file_gets(tmp_path):

@@ -4,7 +4,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,8 +40,15 @@ def actors_of(run: Path) -> set[int]:
     }
 
 
-def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp_path, tmp_path_factory):
-    scratch, folder = tmp_path_factory.mktemp("ray"), tmp_path / "run"
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Not pytest's own folder: its name is too long for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="rejoin-") as folder:
+        yield Path(folder)
+
+
+def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp_path, scratch):
+    folder = tmp_path / "run"
     variables = environment.run_environment("", 1, scratch / "up", tmp_path)
     variables |= {"RUN_MARK": str(tmp_path)}
     (scratch / "up").touch()

@@ -24,19 +24,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import DeadlineExceeded, WorkerLost
+from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.http.endpoint import require_all
 from async_grpo.rewards.judges.idle_sleep import UNABLE, ask, set_sleeping
 
 HOST = "127.0.0.1"  # a server without a key is not for the network
+GUARD = "async_grpo.rewards.judges.own_user.OwnUserOnly"  # nor for other users of this machine
 POLL_S, CLOSE_S, BACKOFF_S = 0.2, 45.0, 2.0  # the last before a server is started again
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
 END = "\0\n"
 FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-OURS = "model host port served-model-name runner enable-sleep-mode api-key".split()  # other settings decide
+OURS = (
+    "model host port served-model-name runner enable-sleep-mode api-key middleware".split()
+)  # other settings decide
 ROOT = str(Path(__file__).resolve().parents[3])  # of this package, wherever it was imported from
 KEEP = "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.judges.server import keep; keep(*sys.argv[2:])"
 
@@ -155,9 +159,10 @@ class JudgeServer:
         taken = ", ".join(sorted(set(OURS) & set(given)))
         require_all((not taken, f"options must not hold {taken}: other settings of the server decide"))
         fixed = {"model": self.model, "host": HOST, "port": port, "served-model-name": self.served_name}
+        fixed |= {"middleware": GUARD, "runner": self.runner}
         sleep = {"enable-sleep-mode": True} if self.sleep_mode else {}
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in (fixed | {"runner": self.runner} | sleep | given).items():
+        for name, value in (fixed | sleep | given).items():
             if isinstance(value, bool):
                 start.append(f"--{'' if value else 'no-'}{name}")
             else:
@@ -170,6 +175,7 @@ class JudgeServer:
         inherited = {name: os.environ[name] for name in wanted if name != "VLLM_API_KEY"}
         ours = ON_THE_CPU | inherited if on_the_cpu() else inherited
         ours |= FIXED | ({"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {})
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))  # for GUARD
         if self.devices is not None:
             ours["CUDA_VISIBLE_DEVICES"] = self.devices[number]
         return ours
@@ -189,19 +195,24 @@ def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> No
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     supervisor = Supervisor(Path(folder))
-    try:
-        for count in range(int(restarts) + 1):
-            shown = f"{name} restart {count}" if count else name  # the log of a death is kept
-            program = supervisor.start(shown, command, os.environ)
-            while program.process.poll() is None:
-                if os.getppid() != int(owner):
-                    return
-                time.sleep(POLL_S)
-            print(program.describe_exit() + log_excerpt(program), end=END, flush=True)
-            end_descendants(grace_s=KILL_GRACE_S)  # gently first: its tracker of shared memory may clean up
-            time.sleep(BACKOFF_S)
-    finally:
-        supervisor.stop()
+    # vLLM keeps sockets and stores of its processes among the temporary files, readable for all users
+    with private_folder() as temporary:
+        variables = {**os.environ, **compile_cache(), "TMPDIR": str(temporary)}
+        try:
+            for count in range(int(restarts) + 1):
+                shown = f"{name} restart {count}" if count else name  # the log of a death is kept
+                program = supervisor.start(shown, command, variables)
+                while program.process.poll() is None:
+                    if os.getppid() != int(owner):
+                        return
+                    time.sleep(POLL_S)
+                print(program.describe_exit() + log_excerpt(program), end=END, flush=True)
+                end_descendants(
+                    grace_s=KILL_GRACE_S
+                )  # gently first: its tracker of shared memory may clean up
+                time.sleep(BACKOFF_S)
+        finally:
+            supervisor.stop()
 
 
 def on_the_cpu() -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -14,14 +15,14 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.rewards.judges import server as server_module
-from async_grpo.rewards.judges.idle_sleep import set_sleeping
+from async_grpo.rewards.judges.idle_sleep import ask, set_sleeping
 from async_grpo.rewards.judges.server import JudgeServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
 # Like vLLM's server it has an engine of its own, which outlives a killed server.
 PROGRAM = """
-import http.server, json, subprocess, sys
+import http.server, json, subprocess, sys, tempfile
 mode, host, port, name = sys.argv[1:]
 print("hello from", name, "on", port, flush=True)
 if mode == "dies":
@@ -32,7 +33,8 @@ if mode == "hangs":
 asleep = [False]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.say({"data": [{"id": name}], "is_sleeping": asleep[0]})
+        temporary = {"temporary": tempfile.gettempdir()}
+        self.say({"data": [{"id": name}], "is_sleeping": asleep[0]} | temporary)
     def do_POST(self):
         asleep[0] = self.path.startswith("/sleep") and mode != "restless"
         self.say({})
@@ -122,6 +124,13 @@ def test_replicas_serve_on_ports_of_their_own_until_they_are_closed(model, progr
         server.check()
 
 
+def test_the_sockets_of_a_server_lie_in_a_folder_that_only_we_can_enter_and_that_ends_with_it(model, program):
+    with server_of(model) as server:
+        folder = Path(ask(f"{server.urls[0]}/v1/models")["temporary"])
+        assert folder.name.startswith("grpo-") and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+
+
 def test_a_killed_replica_is_replaced_on_its_port_and_its_engine_ended(model, program, monkeypatch):
     with server_of(model, replicas=2, restarts=1) as server:
         url = server.urls[0]
@@ -140,9 +149,9 @@ def test_a_server_that_dies_or_never_serves_at_the_start_says_its_last_words(mod
     program[0], words = "dies", r"0 ended with exit code 1(.|\n)*MemoryError: no room for the"
     with pytest.raises(WorkerLost, match=words):
         server_of(model).start(timeout_s=60)
-    program[0], words = "hangs", r"did not serve on http.* within 1 s(.|\n)*hello from judge on"
+    program[0], words = "hangs", r"did not serve on http.* within 5 s(.|\n)*hello from judge on"
     with pytest.raises(DeadlineExceeded, match=words):
-        server_of(model).start(timeout_s=1)
+        server_of(model).start(timeout_s=5)  # a busy machine needs more than one for two interpreters
 
 
 def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_path):
@@ -220,8 +229,9 @@ def test_the_command_and_the_environment_of_a_server(model, monkeypatch):
     given = ["--max-model-len=512", "--enforce-eager", "--no-async-scheduling", '--config={"a": [1]}']
     server = server_of(model, replicas=2, devices=["4,5", "6,7"], options=options)
     assert [server._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
-    fixed = f"--model={model} --host=127.0.0.1 --port=8000 --served-model-name=judge --runner=auto".split()
-    assert server._command(8000)[3:] == [*fixed, *given]
+    fixed = f"--model={model} --host=127.0.0.1 --port=8000 --served-model-name=judge".split()
+    guard = "--middleware=async_grpo.rewards.judges.own_user.OwnUserOnly"
+    assert server._command(8000)[3:] == [*fixed, guard, "--runner=auto", *given]
     with pytest.raises(ConfigurationError, match="without sleep_mode"):
         server.sleep()
     monkeypatch.setattr(server_module, "on_the_cpu", lambda: True)

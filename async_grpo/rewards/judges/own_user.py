@@ -1,0 +1,45 @@
+"""What our judge servers run before every request: only their own user is answered, and only under an address.
+
+vLLM's own key guards the paths below /v1 alone: not /sleep, /pooling, /tokenize and those for developers.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class OwnUserOnly:
+    """ASGI middleware, for vLLM's `--middleware`. See `http_host`."""
+
+    def __init__(self, app: Application) -> None:
+        self._application = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 403. Other than HTTP, only the server's own start and end pass."""
+        reason = await asyncio.to_thread(refusal, scope) if scope["type"] != "lifespan" else ""
+        if not reason:
+            await self._application(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": reason})
+        else:
+            headers = [(b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": reason.encode()})
+
+
+def refusal(scope: Scope) -> str:
+    """Return why the request is not answered; "" if it is."""
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) != 1 or not is_address(hosts[0]):
+        return REFUSAL
+    client, server = scope.get("client"), scope.get("server")
+    if client is None or server is None or not may_read(tuple(client), tuple(server)):
+        return REFUSAL_OF_USERS
+    return ""

@@ -1,0 +1,210 @@
+"""Temporary folders: nobody else enters them, and those of killed programs go at the next start."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from intruder import NOBODY
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.launch import environment
+from async_grpo.processes.private_folder import (
+    OWNER_FILE,
+    compile_cache,
+    make_private_folder,
+    private_folder,
+    remove_abandoned,
+    temporary_files_in,
+)
+
+INTRUDER = Path(__file__).resolve().parents[1] / "helpers" / "intruder.py"
+MAKE_ONE = """
+import signal
+from async_grpo.processes.private_folder import make_private_folder
+print(make_private_folder(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(
+    tmp_path, monkeypatch
+) -> Iterator[Path]:  # `tmp_path` first: pytest makes it in the real directory
+    """A temporary directory of this test's own, which another user can enter as /tmp. (Those of pytest are closed.)"""
+    with tempfile.TemporaryDirectory(prefix="folders-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
+        yield folder
+
+
+def abandoned(temporary: Path, owner: str, name: str = "grpo-old", mode: int = 0o700) -> Path:
+    """A folder as another process would have left it."""
+    folder = temporary / name
+    folder.mkdir()
+    (folder / OWNER_FILE).write_text(owner)
+    folder.chmod(mode)
+    return folder
+
+
+def namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def test_it_is_its_user_s_alone_and_gone_after_the_block():
+    with private_folder() as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.geteuid()
+        (folder / "deep").mkdir()
+        assert folder.name.startswith("grpo-")
+    assert not folder.exists()
+
+
+def test_the_folder_of_a_killed_program_goes_at_the_next_start_and_that_of_a_living_one_stays():
+    programs = [
+        subprocess.Popen([sys.executable, "-c", MAKE_ONE], stdout=subprocess.PIPE, text=True) for _ in "ab"
+    ]
+    try:
+        killed, living = (Path(program.stdout.readline().strip()) for program in programs)
+        programs[0].send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, programs[0].pid, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
+        with private_folder() as own:
+            assert not killed.exists() and living.exists() and own.exists()
+            remove_abandoned()
+            assert own.exists()
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+    remove_abandoned()
+    assert not living.exists()
+
+
+def test_the_folder_of_a_program_that_was_killed_in_the_block_goes_with_it(temporary):
+    with private_folder() as folder:
+        program = subprocess.Popen([sys.executable, "-c", MAKE_ONE], stdout=subprocess.PIPE, text=True)
+        within = Path(program.stdout.readline().strip())
+        assert within.exists() and folder.exists()
+        program.kill()
+        program.communicate()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_process_id_that_another_program_has_got_since_protects_nothing(temporary):
+    folder = abandoned(temporary, f"{os.getpid()} 1 {namespace()}")
+    remove_abandoned()
+    assert not folder.exists()
+
+
+def test_what_cannot_be_known_to_be_an_abandoned_folder_of_ours_stays(temporary, tmp_path):
+    gone = f"4194304 1 {namespace()}"  # above the kernel's highest process id
+    other_container = abandoned(temporary, "4194304 1 pid:[1]", "grpo-container")
+    open_to_all = abandoned(temporary, gone, "grpo-open", mode=0o777)
+    strange = [
+        abandoned(temporary, text, f"grpo-{n}") for n, text in enumerate(("", "x y z", "1 2", gone + " 3"))
+    ]
+    without = temporary / "grpo-eval-none"
+    without.mkdir(mode=0o700)
+    elsewhere = abandoned(tmp_path, gone, "grpo-target")
+    link = temporary / "grpo-link"
+    link.symlink_to(elsewhere)
+    kept = [other_container, open_to_all, *strange, without, elsewhere, link]
+    if os.geteuid() == 0:
+        kept.append(abandoned(temporary, gone, "grpo-foreign"))
+        os.chown(kept[-1], NOBODY, NOBODY)
+    really_gone = abandoned(temporary, gone)
+    remove_abandoned()
+    assert all(path.exists() for path in kept) and not really_gone.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_gets_nothing_of_what_lies_in_it_though_ray_opens_its_part_to_all(temporary):
+    with private_folder() as folder:
+        session = folder / "ray"
+        session.mkdir()
+        session.chmod(0o777)
+        log = session / "log"
+        log.write_text("what the run says")
+        log.chmod(0o666)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(session / "socket"))
+            listening.listen()
+            (session / "socket").chmod(0o777)
+            shown = temporary / "shown"
+            shown.write_text("readable, so that the intruder is known to look")
+            order = {"uid": NOBODY, "targets": [], "files": [str(log), str(shown)]}
+            order |= {"folders": [str(folder), str(session)], "sockets": [str(session / "socket")]}
+            done = subprocess.run(
+                [sys.executable, str(INTRUDER)],
+                input=json.dumps(order),
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen == {
+        "ports": [],
+        "read": [str(shown)],
+        "written": [],
+        "entered": [],
+        "listed": [],
+        "connected": [],
+    }
+
+
+def test_ray_s_folder_lies_inside_it_and_its_client_server_has_a_port_of_its_own(tmp_path):
+    command = environment.ray_command("127.0.0.1:26000", tmp_path)
+    options = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
+    assert Path(options["--temp-dir"]).parent == tmp_path
+    assert options["--ray-client-server-port"] not in ("10001", "26000")
+    assert options["--node-ip-address"] == "127.0.0.1"
+
+
+def test_a_port_that_is_spoken_for_is_not_chosen_again(monkeypatch):
+    monkeypatch.setattr(environment.random.Random, "sample", lambda *_: [26000, 26001])
+    assert environment.free_port(apart_from=26000) == 26001
+
+
+def test_a_name_is_too_long_for_ray_s_sockets_where_the_kernel_says_so():
+    """The longest that is let through can be bound (it only has no folder), one more byte cannot."""
+    room = 107 - len("/ray/" + environment.LONGEST_SOCKET)
+    fits, too_long = Path("/" + "y" * (room - 1)), Path("/" + "y" * room)
+    with socket.socket(socket.AF_UNIX) as probe:
+        with pytest.raises(FileNotFoundError):
+            probe.bind(str(environment.ray_folder(fits) / environment.LONGEST_SOCKET))
+        with pytest.raises(OSError, match="too long"):
+            probe.bind(str(environment.ray_folder(too_long) / environment.LONGEST_SOCKET))
+    environment.check_socket_names(fits)
+    with pytest.raises(ConfigurationError, match="108 bytes, 107 are possible: set TMPDIR"):
+        environment.check_socket_names(too_long)
+
+
+def test_temporary_files_go_into_a_folder_for_a_while_also_those_of_programs(tmp_path, temporary):
+    code = "import tempfile; print(tempfile.gettempdir())"
+    with temporary_files_in(tmp_path):
+        assert tempfile.gettempdir() == str(tmp_path)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(tmp_path)
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(temporary)
+
+
+def test_results_of_torch_compile_lie_in_the_user_s_cache_unless_told_otherwise(tmp_path):
+    variables = compile_cache({"XDG_CACHE_HOME": str(tmp_path)})
+    folder = Path(variables["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.is_relative_to(tmp_path) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert compile_cache({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
+    assert compile_cache({"XDG_CACHE_HOME": "/proc/none"}) == {}
+
+
+def test_programs_that_share_a_moment_do_not_remove_each_other_s_folders():
+    folders = [make_private_folder() for _ in range(20)]
+    assert all(folder.exists() for folder in folders) and len(set(folders)) == 20
