@@ -47,7 +47,8 @@ RAY_SERVICES = {
     "ray.rpc.RuntimeEnvGcsService": "PinRuntimeEnvURI",
     "ray.rpc.autoscaler.AutoscalerStateService": "GetClusterStatus DrainNode",
     "ray.rpc.RayEventExportGcsService": "AddEvents",
-    "ray.rpc.syncer.RaySyncer": "StartSync",
+    # Not ray.rpc.syncer.RaySyncer/StartSync: without the caller's metadata it ends the raylet (Ray 2.60), before it looks
+    # at the token. See "Not protected" in docs/security.md
     "ray.rpc.NodeManagerService": "GetSystemConfig GetNodeStats RequestWorkerLease DrainRaylet ShutdownRaylet GlobalGC",
     "ray.rpc.ObjectManagerService": "Push Pull",
     "ray.rpc.ReporterService": "GetTraceback CpuProfiling ReportOCMetrics",
