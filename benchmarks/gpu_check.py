@@ -382,7 +382,7 @@ def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Fi
             sensitivity = measure_sensitivity(
                 lambda: canary_logprobs(policy, ids), expected, ours, torch.bfloat16
             )
-            allowed = round_tolerance(sensitivity, rounding)
+            allowed = round_tolerance(sensitivity, rounding, torch.bfloat16)
             with perturbed({n: w for n, w in theirs.items() if n in group}):
                 missed = trimmed_rms(eager_logprobs(engine, ids) - expected)
                 worst = max(worst, missed / allowed)

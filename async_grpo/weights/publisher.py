@@ -161,7 +161,8 @@ class Publisher:
         expected = self._canary_logprobs(model)
         tolerance = self.config.canary_tolerance
         if tolerance is None:
-            tolerance = round_tolerance(self._sensitivity(model, expected, weights), self._rounding or 0.0)
+            sensitivity = self._sensitivity(model, expected, weights)
+            tolerance = round_tolerance(sensitivity, self._rounding or 0.0, self.wire_dtype)
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
@@ -170,8 +171,8 @@ class Publisher:
         if self.config.canary_tolerance is not None:
             tolerance = self.config.canary_tolerance
         elif self._rounding is None:
-            rounding = SENSITIVITIES * self._sensitivity(model, expected, dict(self.named_weights(model)))
-            tolerance = max(rounding, UNCHANGED_ALLOWED[self.wire_dtype])
+            sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
+            tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)
         return self._package(version, expected, tolerance)
