@@ -45,7 +45,7 @@ def lines(smollm2_folder, tmp_path_factory) -> list[dict]:
         "start-timeout-s": 400,
         "experience-timeout-s": 300,
     }
-    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
+    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager", "--no-mask-truncated"]
     command += [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, env=dict(os.environ))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,8 +56,10 @@ def lines(smollm2_folder, tmp_path_factory) -> list[dict]:
 def test_a_healthy_engine_of_a_real_model_in_bfloat16_is_accepted_and_the_run_takes_its_steps(lines):
     """Before, noise and rounding in 30 trained layers made 0.67 of what the self-test allowed 0.38."""
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert all(line["grad_norm"] >= 0 and line["samples_in_batch"] == 8 for line in lines)
+    assert all(line["samples_in_batch"] == 8 for line in lines)
+    assert any(line["grad_norm"] > 0 for line in lines)  # groups of equal rewards teach nothing
 
 
 def test_engine_and_trainer_agree_on_the_log_probs_as_far_as_bfloat16_lets_them(lines):
-    assert all(0 <= line["mismatch_kl"] < 0.02 for line in lines)
+    measured = [line["mismatch_kl"] for line in lines if "mismatch_kl" in line]
+    assert measured and max(measured) < 0.02  # 0.002 is usual; in float32 it is 1e-10

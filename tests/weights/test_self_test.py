@@ -95,6 +95,7 @@ def synced(
     return engine, sender, PolicyModel(fresh_model(layers, hidden, dtype))
 
 
+@pytest.mark.timeout(600)  # without instructions for bfloat16, a minute and a half on a quiet core
 @pytest.mark.parametrize(
     ("layers", "hidden", "watched"),
     [(12, 256, (0, 7, 12)), (28, 256, (28,)), (4, 1024, (0, 4)), (2, 2048, (0, 2))],
