@@ -1,8 +1,11 @@
 """Which sequence a turn goes on with, where several would fit: every token that was sampled stays a sampled one."""
 
+import asyncio
+
 import numpy as np
 
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.trajectory import Ask, Recorder
 from async_grpo.testing import completion
 from async_grpo.types import Completion, Outcome, Prompt, RewardStatus, Sample, Verdict
 
@@ -17,7 +20,7 @@ PAIRS = {
 class Letters:
     """A `Chat` whose tokens are letters, but for the pairs."""
 
-    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
+    def encode(self, text: str, *, begins: bool = False, breaks: tuple[int, ...] = ()) -> np.ndarray:
         return np.array([ord(letter) for letter in text], np.int32)
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
@@ -36,35 +39,49 @@ def tokens(text: str) -> np.ndarray:
     return Letters().encode(text)
 
 
+def asks_text(recorder: Recorder, text: str) -> Ask:
+    return asyncio.run(recorder.ask_text(Rendered(text)))
+
+
+def asks_tokens(recorder: Recorder, text: str) -> Ask:
+    return asyncio.run(recorder.ask_tokens(tokens(text)))
+
+
+def adds(recorder: Recorder, ask: Ask, turn: Completion) -> None:
+    asyncio.run(recorder.add(ask, turn))
+
+
 def test_a_turn_goes_on_from_the_longest_of_the_histories_that_it_begins_with():
     recorder = Recorder(Letters())
-    first, second = recorder.ask_tokens(tokens("a")), recorder.ask_tokens(tokens("a"))  # at once
-    recorder.add(first, sampled(ord("b")))
-    recorder.add(second, sampled(ord("b"), ord("c")))
-    for ask in (recorder.ask_tokens(tokens("abcd")), recorder.ask_text("abcd")):
+    first = asks_tokens(recorder, "a")
+    second = asks_tokens(recorder, "a")  # before the first has ended
+    adds(recorder, first, sampled(ord("b")))
+    adds(recorder, second, sampled(ord("b"), ord("c")))
+    for ask in (asks_tokens(recorder, "abcd"), asks_text(recorder, "abcd")):
         assert ask.new == 1 and ask.token_ids.tolist() == tokens("abcd").tolist()
         assert ask.goes_on.token_ids.tolist() == tokens("abc").tolist()
 
 
 def test_a_turn_that_turns_off_keeps_the_tokens_of_the_longest_history_that_fits():
     recorder = Recorder(Letters())
-    first, second = recorder.ask_text("ab"), recorder.ask_text("ab")  # at once
-    recorder.add(first, sampled(1000))
-    recorder.add(second, sampled(1000))
+    first = asks_text(recorder, "ab")
+    second = asks_text(recorder, "ab")  # before the first has ended
+    adds(recorder, first, sampled(1000))
+    adds(recorder, second, sampled(1000))
     for text, token in (("abCDef", 1001), ("abCDefGHij", 1002)):
-        recorder.add(recorder.ask_text(text), sampled(token))
-    recorder.add(recorder.ask_text("abCDmn"), sampled(1003))  # the other one goes on elsewhere
-    ask = recorder.ask_text("abCDefGHxy")
+        adds(recorder, asks_text(recorder, text), sampled(token))
+    adds(recorder, asks_text(recorder, "abCDmn"), sampled(1003))  # the other one goes on elsewhere
+    ask = asks_text(recorder, "abCDefGHxy")
     assert ask.goes_on is None
     assert ask.token_ids.tolist() == [*tokens("ab"), 1000, *tokens("ef"), 1001, *tokens("xy")]
 
 
 def test_two_turns_that_were_asked_after_the_same_end_are_recorded_as_they_were_seen():
     recorder = Recorder(Letters())
-    recorder.add(recorder.ask_text("ab"), sampled(1000))
-    asks = [recorder.ask_text("abCDef"), recorder.ask_text("abCDef")]
+    adds(recorder, asks_text(recorder, "ab"), sampled(1000))
+    asks = [asks_text(recorder, "abCDef"), asks_text(recorder, "abCDef")]
     for ask, token in zip(asks, (1001, 1002), strict=True):
-        recorder.add(ask, sampled(token))
+        adds(recorder, ask, sampled(token))
     finished = recorder.finish(0, Outcome(1.0), None)
     whole = Sample(Prompt(0, tokens("?"), {}), finished, Verdict(RewardStatus.OK, 1.0))
     seen = [*tokens("ab"), 1000, *tokens("ef")]

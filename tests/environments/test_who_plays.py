@@ -26,7 +26,7 @@ DEADLINE_S = 20
 class Silent:
     """A `Chat` whose tokens have no text."""
 
-    def encode(self, text, *, begins=False):
+    def encode(self, text, *, begins=False, breaks=()):
         return np.array([7], np.int32)
 
     def decode(self, token_ids, after):

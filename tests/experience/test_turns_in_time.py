@@ -3,6 +3,7 @@
 The references are loops over the turns in time; they know nothing of sequences.
 """
 
+import asyncio
 import random
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -226,14 +227,19 @@ def test_for_a_critic_every_sequence_carries_the_places_of_its_tokens_in_time(gr
         assert earned.tolist() == [token_rewards(turns)[time] for time in times]
 
 
+async def asks_and_adds(recorder, context, turn):
+    ask = await recorder.ask_tokens(context)
+    await recorder.add(ask, turn)
+
+
 def test_the_recorder_numbers_the_turns_as_they_came():
     recorder = Recorder(Mock(decode=lambda ids, before: ""))
     first, second = np.array([1], np.int32), np.array([2], np.int32)
     for place in range(4):
         context = (first, second)[place % 2]
-        ask = recorder.ask_tokens(context)
-        recorder.add(ask, said := completion(2))
-        grown = np.concatenate([context, said.token_ids, [9]]).astype(np.int32)
+        turn = completion(2)
+        asyncio.run(asks_and_adds(recorder, context, turn))
+        grown = np.concatenate([context, turn.token_ids, [9]]).astype(np.int32)
         first, second = (grown, second) if place % 2 == 0 else (first, grown)
     finished = recorder.finish(0, Outcome(), None)
     assert [turn.number for turn in finished.turns] == [0, 2, 1, 3]
