@@ -22,7 +22,7 @@ from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, pack, prove_landed, record, trimmed_rms
+from async_grpo.weights.package import SELF_TEST, canary_miss, pack, prove_landed, record
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
     SENSITIVITIES,
@@ -37,7 +37,7 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # Of each text, at most. A long one shows what goes wrong with the position; an engine that answers for one holds the
 # logits of all its tokens at once
 CANARY_TOKENS = (16, 128, 512)
-# By so much (`trimmed_rms` over the canary) engine and trainer may differ before anything was changed, whatever the
+# By so much (`canary_miss` over the canary) engine and trainer may differ before anything was changed, whatever the
 # trainer's own sensitivity: an engine with quantised weights computes almost the same model
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 
@@ -89,7 +89,7 @@ class Publisher:
     chunk_bytes = 256 << 20
 
     def __post_init__(self) -> None:
-        self._rounding: float | None = None  # the largest difference (`trimmed_rms`) of proven weights
+        self._rounding: float | None = None  # the largest difference (`canary_miss`) of proven weights
         self._unread: set[str] = set()  # tensors that some worker cannot read back; known on rank 0 alone
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
@@ -191,7 +191,7 @@ class Publisher:
 
     def _remember(self, differences: Differences) -> None:
         self._last = {**self._last, **differences}
-        self._rounding = max([self._rounding or 0.0, *map(trimmed_rms, differences.values())])
+        self._rounding = max([self._rounding or 0.0, *map(canary_miss, differences.values())])
 
     def _transact(
         self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]

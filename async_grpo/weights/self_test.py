@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from async_grpo.modeling import local_shard
-from async_grpo.weights.package import trimmed_rms
+from async_grpo.weights.package import canary_miss
 
 # The smallest tolerance of any comparison, nats: below it, float32 log-probs of one text differ on different machines
 MIN_TOLERANCE = 5e-5
@@ -73,7 +73,7 @@ def noise_scale(shard: torch.Tensor) -> float:
 
 
 def round_tolerance(sensitivity: float, unchanged_difference: float, wire_dtype: torch.dtype) -> float:
-    """Return what a healthy engine may miss the canary by in a round of the self-test, `trimmed_rms` in nats.
+    """Return what a healthy engine may miss the canary by in a round of the self-test, `canary_miss` in nats.
 
     Args:
         sensitivity: Of the changed model, see `measure_sensitivity`.
@@ -91,7 +91,7 @@ def measure_sensitivity(
     weights: Mapping[str, torch.Tensor],
     wire_dtype: torch.dtype,
 ) -> float:
-    """Return how far log-probs move (`trimmed_rms`, nats) when the last bits of half of the weights flip.
+    """Return how far log-probs move (`canary_miss`, nats) when the last bits of half of the weights flip.
 
     This is what rounding makes of the model as it is: an engine that evaluates the same sums in another order rounds about
     as often. It takes no other model as the rule, and sees how much a deep or wildly changed model amplifies.
@@ -103,7 +103,7 @@ def measure_sensitivity(
         wire_dtype: The dtype whose last bits flip: the engines'.
     """
     with last_bits_flipped(weights.values(), wire_dtype):
-        return trimmed_rms(logprobs() - expected)
+        return canary_miss(logprobs() - expected)
 
 
 @contextmanager
