@@ -87,7 +87,8 @@ PATTERNS: dict[str, dict[str, str]] = {
         "|\\\\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\\\\])'": "completion_of",
         r"f'(?:<[|｜]{_NAMED}>|</s>|<eos>|<end_of_turn>)\\Z'": "completion_of",
     },
-    "rewards/judges/judge_replies.py": {"pattern": f"{LIMITED}; {CHECKED}"},
+    "rewards/judges/judge_replies.py": {"pattern": LIMITED},
+    "rewards/judges/judge_schemas.py": {"pattern": f"{LIMITED}; {CHECKED}"},
     "rewards/judges/score_line.py": {
         "score": "score line",
         r"[\s*_:=\"`]{1,8}": "score line",
