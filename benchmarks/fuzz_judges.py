@@ -45,6 +45,8 @@ SCHEMA = {
     "properties": {"score": {"type": "number"}, "why": {"type": "string", "pattern": r"^(\w+\s?)*$"}},
     "required": ["score"],
 }
+MANY_VOTES = 64
+SLOW_PATTERN = r"(?s)Score:.*?(\d+)\s*$"  # tries each mention against the whole rest of the text
 UNITS = (
     *(" ", "\n", "\t", "\u00a0", "0", "1", "9.", "-", "e", "a", "é", "\u0663", "\U0001f600", "\ud800", "\0"),
     *("(", ")", "[", "]", "{", "}", "<", ">", "\\", '"', "'", "`", "$", ",", ".", ":", "=", "*", "_"),
@@ -116,8 +118,10 @@ def bodies(rng: random.Random, size: int) -> tuple[str, bytes]:
     """Return a shape and a body: a reply with a value of that shape in one of the places that judges read."""
     value = rng.choice(VALUES)(rng, size)
     text = json.dumps(rng.choice(VALUES)(rng, size // 2))
+    choice = f'{{"message": {{"content": {text[: size // MANY_VOTES - 80].rstrip(chr(92))}"}}, "finish_reason": "stop"}}'
     places = {
         "value": value,
+        "many choices": f'{{"choices": [{",".join([choice] * MANY_VOTES)}]}}',
         "unknown field": f'{{"x": {value}}}',
         "content": f'{{"choices": [{{"message": {{"content": {text}}}, "finish_reason": "stop"}}]}}',
         "content, no text": f'{{"choices": [{{"message": {{"content": {value}}}}}]}}',
@@ -238,7 +242,7 @@ def cases(seed: int, count: int, max_bytes: int = MAX_BYTES) -> Iterator[Case]:
         place, body = bodies(rng, size)
         kind, wire, pieces, pause_s = wires(rng, body)
         # A number in the place where one is expected is an answer, whatever it is
-        may_score = place in ("probs", "reward", "score", "logprob", "content")
+        may_score = place in ("probs", "reward", "score", "logprob", "content", "many choices")
         yield Case(f"{kind}, {place}", wire, may_score, pause_s, pieces, closes=kind == "cut off")
 
 
@@ -299,6 +303,14 @@ def judges_at(url: str) -> dict[str, Any]:
         "llm": LLMJudge(url=url, model="m"),
         "schema": LLMJudge(url=url, model="m", json_schema=SCHEMA),
         "pattern": LLMJudge(url=url, model="m", pattern=r"(?:\s*\w*)*[Ss]core: (\S+)\s*$"),
+        "votes": LLMJudge(
+            url=url,
+            model="m",
+            pattern=SLOW_PATTERN,
+            votes=MANY_VOTES,
+            one_request=True,
+            temperature=0.7,
+        ),
         "yes_no": GenerativeRM(url=url, model="m", yes_no=True),
         "classify": RewardModelJudge(url=url, model="m"),
         "scorer": HTTPScorer(url=url),
@@ -353,7 +365,11 @@ class Report:
         result.reason.encode()  # raises if it cannot be written
         if result.status is RewardStatus.OK and not case.may_score:
             self.violations.append(f"{name}: a reward of {result.reward} that nothing says")
-        if case.shape == "honest" and judge not in ("schema",) and result.status is not RewardStatus.OK:
+        if (
+            case.shape == "honest"
+            and judge not in ("schema", "votes")
+            and result.status is not RewardStatus.OK
+        ):
             self.violations.append(f"{name}: {result.status.value}: {result.reason[:200]}")
 
 

@@ -1,6 +1,7 @@
 """Secrets reach no log, metric or file: the values of secret environment variables, in each of their usual spellings."""
 
 import base64
+import html
 import json
 import logging
 import os
@@ -40,13 +41,15 @@ def register_secrets(values: Iterable[str]) -> None:
 
 
 def redacted(text: str) -> str:
-    """Return the text with *** for every secret: as it is, quoted, percent-encoded, or in base64 (Basic authentication).
+    """Return the text with *** for every secret: as it is, and in each of its usual `spellings`.
 
     >>> os.environ["MY_API_KEY"] = "sk-01/23456789"
     >>> redacted("401 for https://judge/?key=sk-01%2F23456789 (sk-01/23456789)")
     '401 for https://judge/?key=*** (***)'
     >>> del os.environ["MY_API_KEY"]
     """
+    if len(text) < SHORTEST_CHARACTERS:
+        return text
     hidden = {spelling for value in {*secrets().values(), *_registered} for spelling in spellings(value)}
     for spelling in sorted(hidden, key=len, reverse=True):  # one may be part of another
         text = text.replace(spelling, MASK)
@@ -57,8 +60,11 @@ def redacted(text: str) -> str:
 def spellings(value: str) -> frozenset[str]:
     """Return the texts that give the secret away, each at least as long as a secret must be.
 
-    >>> sorted(spellings("top/secret"))[:3]
-    ['0b3Avc2VjcmV0', 'RvcC9zZWNyZX', 'dG9wL3NlY3Jld']
+    They are the value as it is, quoted, escaped as in JSON or HTML, percent-encoded, in hexadecimal, and in base64 (Basic
+    authentication).
+
+    >>> {"top/secret", "top%2Fsecret", "746f702f736563726574", "dG9wL3NlY3Jld"} <= spellings("top/secret")
+    True
     """
     value = value.strip()
     parts = {value} | {line.strip() for line in value.splitlines() if len(line) >= SHORTEST_LINE_CHARACTERS}
@@ -71,18 +77,42 @@ def spellings(value: str) -> frozenset[str]:
         found |= encoded
         found |= {re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), text) for text in encoded}
         found |= _base64_spellings(part.encode(errors="replace"))
+        found |= _hexadecimal_spellings(part.encode(errors="replace"))
     return frozenset(text for text in found if len(text) >= SHORTEST_CHARACTERS)
 
 
 def _escaped_spellings(text: str) -> set[str]:
-    """Return what JSON and `repr` make of the text, without the quotation marks around it."""
+    """Return what JSON, HTML and `repr` make of the text, without the quotation marks around it."""
+    in_json = json.dumps(text)[1:-1]
     both_marks = "'\""  # in a text that holds both, `repr` escapes one of them
     return {
-        json.dumps(text)[1:-1],
+        in_json,
+        in_json.replace("/", r"\/"),  # as PHP writes it
+        *_json_for_html(in_json),
         json.dumps(text, ensure_ascii=False)[1:-1],
+        html.escape(text),
+        html.escape(text, quote=False),
+        html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;"),  # as Go and Jinja write it
         repr(text)[1:-1],
         repr(both_marks + text)[len(repr(both_marks)) - 1 : -1],
     }
+
+
+def _json_for_html(in_json: str) -> set[str]:
+    """Return what writers make of JSON that may stand in a page: Go escapes <, > and &, others quotation marks too."""
+    found = set()
+    for marks in ("<>&", "<>&'", "<>&'/", "<>&'+"):
+        escaped = in_json
+        for mark in marks:
+            escaped = escaped.replace(mark, f"\\u{ord(mark):04x}")
+        found |= {escaped, re.sub(r"\\u[0-9a-f]{4}", lambda match: rf"\u{match[0][2:].upper()}", escaped)}
+    return found
+
+
+def _hexadecimal_spellings(value: bytes) -> set[str]:
+    """Return the value's bytes in hexadecimal: `bytes.hex()`, and with a sign between two bytes as dumps show them."""
+    plain = {value.hex(), value.hex(" "), value.hex(":"), value.hex("-"), value.hex(" ", -2)}
+    return plain | {text.upper() for text in plain}
 
 
 def _base64_spellings(value: bytes) -> set[str]:

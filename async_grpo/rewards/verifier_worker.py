@@ -120,8 +120,8 @@ class WorkerSlot:
 def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an AdapterResult that a reward decides on, from an answer as JSON keeps it (see `read_answer`).
 
-    Every answer enters the run here: of processes, judges, inline rewards and the verdict cache. Its reason is redacted
-    with the secrets of this process, and a reward that cannot be meant becomes a failure.
+    Every answer enters the run here: of processes, judges, inline rewards and the verdict cache. Its reason and the names
+    of its numbers are redacted with the secrets of this process, and a reward that cannot be meant becomes a failure.
     """
     reward = answer["reward"]
     if reward is not None and not is_plausible(reward):
@@ -130,7 +130,7 @@ def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "status": RewardStatus(answer["status"]),
         "reward": answer["reward"],
-        "extra": answer["extra"],
+        "extra": {redacted(name): number for name, number in answer["extra"].items()},
         "steps": steps,
         "reason": redacted(answer["reason"]),
     }

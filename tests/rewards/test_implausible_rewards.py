@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.environments.host import EnvironmentHost
+from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.decorators import process_reward
 from async_grpo.rewards.adapter.result import (
     MAX_REWARD,
@@ -198,6 +199,21 @@ async def test_a_judges_verdict_in_json_with_one_is_a_failure_and_no_zero(text):
     reply = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
     result = await judged(judge, json.dumps(reply).encode())
     assert result.status is RewardStatus.FAILED and "is no JSON" in result.reason
+
+
+async def test_numbers_of_two_verdicts_that_no_float_can_add_up_are_a_failure():
+    schema = {"type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"]}
+    judge = LLMJudge(
+        url="http://127.0.0.1:9", model="m", json_schema=schema, votes=2, one_request=True, temperature=0.7
+    )
+    choice = {"message": {"content": '{"score": 1, "x": 1.7e308}'}, "finish_reason": "stop"}
+    result = await judged(judge, json.dumps({"choices": [choice, choice]}).encode())
+    assert result.status is RewardStatus.FAILED and "a number beyond 1e+38" in result.reason
+
+
+def test_a_scale_whose_width_no_float_can_hold_is_refused():
+    with pytest.raises(ConfigurationError, match="is not"):
+        LLMJudge(url="http://127.0.0.1:9", model="m", scale=(-1.7e308, 1.7e308))
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

@@ -1,6 +1,7 @@
 """A key that a reward, a judge or an environment puts into an exception reaches no reason, statistic or log."""
 
 import base64
+import html
 import json
 import urllib.parse
 from pathlib import Path
@@ -203,6 +204,31 @@ def test_an_answer_from_the_cache_of_a_run_that_hid_nothing_is_hidden_now():
     assert fields_of(answer)["reason"] == "401 for ***"
 
 
+def test_a_key_in_the_name_of_a_number_becomes_no_column_of_the_metrics():
+    register_secrets([KEY])
+    answer = read_answer({"reward": 1.0, f"k_{KEY}": 2.0, "style": 3.0}, {})
+    assert answer["status"] == "ok" and answer["extra"] == {"k_***": 2.0, "style": 3.0}
+    cached = {"status": "ok", "reward": 1.0, "extra": {f"k_{KEY}": 2.0}, "steps": [], "reason": ""}
+    assert fields_of(cached)["extra"] == {"k_***": 2.0}
+
+
+SPELLINGS_OF_SERVERS = {
+    "HTML": "abc&amp;def&lt;ghi/jkl&#x27;m",
+    "HTML of Go": "abc&amp;def&lt;ghi/jkl&#39;m",
+    "JSON of PHP": r"abc&def<ghi\/jkl'm",
+    "JSON of Go": r"abc\u0026def\u003cghi/jkl'm",
+    "JSON in a page": r"abc\u0026def\u003Cghi/jkl\u0027m",
+    "hexadecimal": "616263266465663c6768692f6a6b6c276d",
+    "hexadecimal in capitals": "616263266465663C6768692F6A6B6C276D",
+}
+
+
+@pytest.mark.parametrize("writer", SPELLINGS_OF_SERVERS)
+def test_a_key_is_hidden_as_servers_and_dumps_write_it(writer):
+    register_secrets(["abc&def<ghi/jkl'm"])
+    assert redacted(f"401 for {SPELLINGS_OF_SERVERS[writer]}!") == "401 for ***!"
+
+
 def test_a_key_is_hidden_before_a_text_is_cut_so_that_no_half_of_it_is_left():
     register_secrets([KEY])
     for before in range(MAX_REASON_CHARACTERS - len(KEY) - 5, MAX_REASON_CHARACTERS + 5):
@@ -232,6 +258,14 @@ def test_a_secret_of_any_characters_is_hidden_in_each_usual_spelling(value, user
     for text in (
         *(value, json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value), f"{value!r}"),
         *(urllib.parse.quote(value), urllib.parse.quote(value, safe=""), urllib.parse.quote_plus(value)),
+        *(html.escape(value), html.escape(value, quote=False), json.dumps(value).replace("/", r"\/")),
+        json.dumps(value).translate({ord(mark): f"\\u{ord(mark):04x}" for mark in "<>&"}),  # as Go writes it
+        *(
+            value.encode().hex(),
+            value.encode().hex().upper(),
+            value.encode().hex(" "),
+            value.encode().hex(":"),
+        ),
         *(basic, base64.urlsafe_b64encode(f"{user}:{value}{tail}".encode()).decode(), basic.rstrip("=")),
     ):
         assert "***" in redacted(f"before {text} behind"), text

@@ -152,8 +152,14 @@ def shown(value: Any, length: int = MAX_SHOWN_CHARACTERS) -> str:
 
 
 def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, float]:
-    """The finite numbers of an answer, of which `reward` is one. Raises ValueError."""
-    numbers = {str(name): value for name, value in answer.items() if name not in (*KINDS, "abstain")}
+    """Return the finite numbers of an answer, of which `reward` is one, under names without secrets.
+
+    Raises:
+        ValueError: the answer holds something else, or no reward.
+    """
+    numbers = {
+        redacted(str(name)): value for name, value in answer.items() if name not in (*KINDS, "abstain")
+    }
     if "score" in numbers and "reward" not in numbers:
         numbers["reward"] = numbers.pop("score")
     if default is not None:

@@ -1,31 +1,31 @@
 """From a judge's replies to one score. They are data like the completion: parsed, checked, and never run.
 
-Replies are read in the event loop of all judges. So what is read of one is bounded, and takes time in proportion to it.
+Replies are read beside the event loop of all judges, which shares Python's lock with them. So what is read of one is
+bounded, and takes time in proportion to it; patterns and schemas of the user have a budget (see `reading`).
 """
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import is_number
 from async_grpo.options.redaction import redacted
-from async_grpo.rewards.adapter.result import excerpt, finite, unique_names
-from async_grpo.rewards.http.endpoint import BadReply, require_all
+from async_grpo.rewards.adapter.result import MAX_EXTRA, excerpt, finite, unique_names
+from async_grpo.rewards.http.endpoint import BadReply
+from async_grpo.rewards.judges.judge_schemas import MATCH_S, breach_of
+from async_grpo.rewards.judges.reading import ReadingBudget
 from async_grpo.rewards.judges.score_line import score_in
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 MAX_WRITTEN_CHARACTERS = 4000  # of it, in which secrets are looked for: half of one would not be known as one
 MAX_REPLY_CHARACTERS = 400_000  # of one reply, its thought included: some 100,000 tokens
+MAX_CHOICES_CHARACTERS = 4 * MAX_REPLY_CHARACTERS  # of all choices of one request
 MAX_VERDICT_CHARACTERS = 32_768  # of a verdict in JSON, its thought left out
 MAX_EXTRAS = 64  # numbers beside the score: each becomes a column of the metrics
 MAX_NAME_CHARACTERS = 100  # of such a number
 MAX_TOP_LOGPROBS = 1000  # of one token; servers give 20 at most
-MATCH_S = 0.2  # of processor time, for a pattern of the user on one reply
 # What servers call a whole reply. Others are cut off ("length"), censored ("content_filter") or no answer
 # ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
@@ -39,7 +39,11 @@ class Vote(NamedTuple):
 
 
 def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The choices of a chat completion. Raises BadReply for anything that is no list of `count` of them."""
+    """Return the choices of a chat completion.
+
+    Raises:
+        BadReply: there is no list of `count` of them, or they are too long to be read.
+    """
     choices = reply.get("choices")
     if not isinstance(choices, list):
         raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
@@ -47,7 +51,17 @@ def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
         raise BadReply(f"the judge answered {len(choices)} choices, {count} were asked for")
     if not all(isinstance(choice, dict) for choice in choices):
         raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
+    num_characters = sum(map(_num_characters, choices))
+    if num_characters > MAX_CHOICES_CHARACTERS:
+        limit = f"{MAX_CHOICES_CHARACTERS} are read at most"
+        raise BadReply(f"the choices are too long together: {num_characters} characters, {limit}")
     return choices
+
+
+def _num_characters(choice: Mapping[str, Any]) -> int:
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else None
+    return len(text) if isinstance(text, str) else 0
 
 
 def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
@@ -83,16 +97,24 @@ def by_score_line(text: str, best: float) -> Vote:
         raise BadReply(f"the score cannot be read ({error}): {quote_end(text)}") from None
 
 
-def by_pattern(text: str, pattern: str) -> Vote:
-    """The number in the group of the pattern's last match.
+def by_pattern(text: str, pattern: str, budget: ReadingBudget | None = None) -> Vote:
+    """Return the number in the group of the pattern's last match.
 
-    Raises BadReply if there is none, or if matching takes too long. The library is `regex`: `re` has no time-out.
+    The library is `regex`: `re` has no time-out.
+
+    Args:
+        budget: of the reply that the text is a part of; a new one if not given.
+
+    Raises:
+        BadReply: there is none, or matching takes too long.
     """
     import regex
 
     last = None
+    budget = budget or ReadingBudget()
     try:
-        for match in regex.finditer(pattern, text, timeout=MATCH_S):
+        for match in regex.finditer(pattern, text, timeout=min(MATCH_S, budget.left_s())):
+            budget.left_s()
             last = match
         if last is None or "_" in last[1]:  # Python reads 1_0 as 10
             raise ValueError("no number")
@@ -103,20 +125,28 @@ def by_pattern(text: str, pattern: str) -> Vote:
         raise BadReply(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
 
 
-def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
-    """The score of a JSON reply that satisfies the schema; its other numbers are extras.
+def by_schema(
+    text: str, schema: Mapping[str, Any], score_key: str, budget: ReadingBudget | None = None
+) -> Vote:
+    """Return the score of a JSON reply that satisfies the schema; its other numbers are extras.
 
     A thought before it (`<think>...</think>`) is left out, and so is text around a single JSON object.
+
+    Args:
+        budget: of the reply that the text is a part of; a new one if not given.
+
+    Raises:
+        BadReply: the text is no such reply, or checking it takes too long.
     """
     try:
         verdict = _json_of(text)
-        breach = next(_validator_of(json.dumps(schema)).iter_errors(verdict), None)
+        breach = breach_of(verdict, schema, budget or ReadingBudget())
     except TimeoutError as error:
-        raise BadReply(f"the schema's patterns take too long on the reply: {quote(text)}") from error
+        raise BadReply(f"the schema takes too long on the reply: {quote(text)}") from error
     except (ValueError, RecursionError) as error:
         raise BadReply(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
     if breach is not None:
-        raise BadReply(f"the reply breaks the schema ({excerpt(breach.message, MAX_QUOTE)}): {quote(text)}")
+        raise BadReply(f"the reply breaks the schema ({excerpt(breach, MAX_QUOTE)}): {quote(text)}")
     fields = verdict if isinstance(verdict, dict) else {}
     numbers = {name: float(value) for name, value in fields.items() if is_number(value)}
     if score_key not in numbers:
@@ -124,61 +154,9 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
     if len(numbers) > MAX_EXTRAS or any(len(name) > MAX_NAME_CHARACTERS for name in numbers):
         limits = f"{MAX_EXTRAS} numbers, with names of {MAX_NAME_CHARACTERS} characters"
         raise BadReply(f"the reply holds more than {limits}: {quote(text)}")
+    if any(abs(number) > MAX_EXTRA for number in numbers.values()):
+        raise BadReply(f"the reply holds a number beyond {MAX_EXTRA:g}: {quote(text)}")
     return Vote(numbers.pop(score_key), numbers)
-
-
-@lru_cache(maxsize=64)
-def _validator_of(schema_text: str) -> Any:
-    """The validator of a schema that `check_reading` has accepted. It follows no reference into the network."""
-    import jsonschema
-    import regex
-    from referencing import Registry
-
-    def pattern_rule(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
-        """The rule `pattern`, which could keep the event loop for ever with `re`."""
-        if isinstance(value, str) and not regex.search(pattern, value, timeout=MATCH_S):
-            yield jsonschema.ValidationError(f"{quote(value)} does not match {pattern!r}")
-
-    kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": pattern_rule})
-    return kind(json.loads(schema_text), registry=Registry())
-
-
-def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_key: str) -> None:
-    """Raise ConfigurationError for a pattern without its one group, or a schema without the score."""
-    if pattern is not None:
-        _check_pattern(pattern)
-    if schema is not None:
-        _check_schema(schema, score_key)
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
-    require_all((groups == 1, f"{pattern=} has {groups} groups: the score must be the only one"))
-
-
-def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
-    import jsonschema
-
-    try:
-        jsonschema.Draft202012Validator.check_schema(dict(schema))
-    except jsonschema.SchemaError as error:
-        raise ConfigurationError(f"json_schema is no JSON schema: {error.message}") from error
-    required, known = schema.get("required", ()), schema.get("properties", {})
-    wanted = f"json_schema must have the property {score_key=}, and require it"
-    way_out = "a judge's reply could match it for ever: name the properties"
-    require_all(
-        (score_key in known and score_key in required, f"{wanted}; it has {sorted(known)}"),
-        (not _names_pattern_properties(schema), f"json_schema holds patternProperties: {way_out}"),
-    )
-
-
-def _names_pattern_properties(schema: Any) -> bool:
-    if isinstance(schema, Mapping):
-        return "patternProperties" in schema or any(map(_names_pattern_properties, schema.values()))
-    return isinstance(schema, list | tuple) and any(map(_names_pattern_properties, schema))
 
 
 def _behind_thought(text: str) -> str:

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from async_grpo.rewards.adapter.result import MAX_EXTRA
 from async_grpo.rewards.http.endpoint import (
     CHARACTERS_PER_TOKEN,
     BadReply,
     JudgeError,
-    call_beside,
     require_all,
 )
 from async_grpo.rewards.judges import judge_replies
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, WRITTEN_BY_THE_POLICY, Template
 from async_grpo.rewards.judges.judge_replies import AGGREGATES, Vote
+from async_grpo.rewards.judges.judge_schemas import check_reading
+from async_grpo.rewards.judges.reading import ReadingBudget, beside_the_loop
 from async_grpo.rewards.judges.remote_judge import ModelJudge, Send
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
-LARGE_VERDICT_CHARACTERS = 4096  # from which on a reply in JSON is read in a thread
-READ_S = 5.0  # for a schema on one reply, in a thread
 MAX_VOTES = 64
 OURS = ("n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
 
@@ -99,11 +99,11 @@ class LLMJudge(ModelJudge):
         visible = self.rubric == RUBRIC or "rubric" in self._template.names
         warmth, least, known = self.temperature or 0.0, self.min_votes, ", ".join(AGGREGATES)
         same = "are one vote many times: use a temperature such as 0.7"
-        judge_replies.check_reading(self.pattern, self.json_schema, self.score_key)
+        check_reading(self.pattern, self.json_schema, self.score_key)
         require_all(
             (visible, f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}"),
             (shown, "the template shows no {completion}: every score would be the same"),
-            (-math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best)"),
+            (-MAX_EXTRA <= low < high <= MAX_EXTRA, f"scale={self.scale} is not (worst, best)"),
             (1 <= votes <= MAX_VOTES, f"{votes=} is not in 1..{MAX_VOTES}"),
             (votes == 1 or self.temperature != 0, f"{votes=} at temperature=0 {same}"),
             (least is None or 1 <= least <= votes, f"min_votes={least} is not in 1..{votes=}"),
@@ -180,40 +180,39 @@ class LLMJudge(ModelJudge):
 
     async def _read(self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]) -> None:
         """Sort the votes of a reply into those that can be read and the reasons of the others."""
+        readable_votes, reasons = await beside_the_loop(partial(self._votes_of, reply, count))
+        votes += readable_votes
+        unread += reasons
+
+    def _votes_of(self, reply: Mapping[str, Any], count: int) -> tuple[list[Vote], list[str]]:
+        """Return the votes of a reply that can be read, and the reasons of the others. It runs in a thread."""
+        budget = ReadingBudget()
+        votes: list[Vote] = []
+        reasons: list[str] = []
         try:
             choices = judge_replies.choices_of(reply, count)
         except BadReply as error:
-            unread += [str(error)] * count
-            return
+            return votes, [str(error)] * count
         for choice in choices:
             try:
-                votes.append(await self._vote(choice))
-            except BadReply as error:
-                unread.append(str(error))
+                budget.left_s()
+                votes.append(self._vote(choice, budget))
+            except (BadReply, TimeoutError) as error:
+                reasons.append(str(error))
+        return votes, reasons
 
-    async def _vote(self, choice: Mapping[str, Any]) -> Vote:
+    def _vote(self, choice: Mapping[str, Any], budget: ReadingBudget) -> Vote:
         text = judge_replies.text_of(choice)
         low, high = self.scale
         if self.json_schema is not None:
-            vote = await self._vote_by_schema(text, self.json_schema)
+            vote = judge_replies.by_schema(text, self.json_schema, self.score_key, budget)
         elif self.pattern is not None:
-            vote = judge_replies.by_pattern(text, self.pattern)
+            vote = judge_replies.by_pattern(text, self.pattern, budget)
         else:
             vote = judge_replies.by_score_line(text, high)
         if not low <= vote.score <= high:
             raise BadReply(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
         return vote
-
-    async def _vote_by_schema(self, text: str, schema: Mapping[str, Any]) -> Vote:
-        """In a thread if the text is long: what a schema asks of it may take a while."""
-        import asyncio
-
-        read = partial(judge_replies.by_schema, text, schema, self.score_key)
-        try:
-            async with asyncio.timeout(READ_S):
-                return await call_beside(read, len(text), LARGE_VERDICT_CHARACTERS)
-        except TimeoutError:
-            raise BadReply(f"the schema takes more than {READ_S:g} s on the reply") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +264,9 @@ class GenerativeRM(LLMJudge):
         body = super()._body(sample, count)
         return body | {"logprobs": True, "top_logprobs": self.top_logprobs} if self.yes_no else body
 
-    async def _vote(self, choice: Mapping[str, Any]) -> Vote:
+    def _vote(self, choice: Mapping[str, Any], budget: ReadingBudget) -> Vote:
         if not self.yes_no:
-            return await super()._vote(choice)
+            return super()._vote(choice, budget)
         judge_replies.text_of(choice, cut_off=True)  # one token was asked for
         probability, mass = judge_replies.yes_probability(choice, self.yes, self.no)
         if mass < self.min_mass:

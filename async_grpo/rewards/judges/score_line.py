@@ -1,10 +1,14 @@
 """Reads the score of a reply that ends, as a judge is asked to, with a line `Score: x`: the whole number, or nothing.
 
 The rule. The last mention of the score decides: the word "score" (no part of a longer word), then a colon, an equals sign,
-blanks, quotation marks or Markdown's * and _ , 8 characters at most. After it stands a plain decimal number: the digits 0
-to 9, a dot as decimal point, perhaps one sign. The number must be all that is said: the line ends behind it, or a sentence
-mark does and white space follows. Quotation marks, brackets and Markdown may close around it. `x/10` and `x out of 10` are
-x where 10 is the best score of the scale.
+blanks, quotation marks or Markdown's * and _ , or the word "is". A mention with a colon, an equals sign or "is" goes before
+one without. After it stands a plain decimal number: the digits 0 to 9, a dot as decimal point, perhaps one sign; brackets,
+\\boxed{} or a pair of dollar signs may stand around it. `x/10` and `x out of 10` are x where 10 is the best score of the
+scale.
+
+The number must be all that is said of the score: the line ends behind it, or a sentence mark does and white space follows.
+After a colon or an equals sign, a remark may follow on the same line: a bracket, a dash between blanks, a check mark or a
+word that belongs to no number, with no other number, in digits or words, near its beginning.
 
 Everything else cannot be read: 1e-05, 0x1F, 1/2, 0½, 50%, 1,5, 1,000, 1_000, 1 000, 3-4, 3 or 4, 3.., NaN, full-width and
 Arabic digits, a number of more than 40 characters. Half of such a number would be another score.
@@ -12,6 +16,7 @@ Arabic digits, a number of more than 40 characters. Half of such a number would 
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 MAX_NUMBER_CHARACTERS = 40  # beyond, a decimal number may be too small or too large for a float
 MAX_TAIL_CHARACTERS = 20_000  # of a reply, in which the score is looked for: it stands at the end
@@ -19,14 +24,29 @@ MAX_TAIL_CHARACTERS = 20_000  # of a reply, in which the score is looked for: it
 _WORD = re.compile("score", re.IGNORECASE | re.ASCII)
 _MARKUP_BEFORE = "*_\"'`"
 _MARKUP_BEFORE_CHARACTERS = 8
-_SEPARATOR = re.compile(r"[\s*_:=\"`]{1,8}")
+_SEPARATOR = re.compile(r"([\s*_\"`]{1,8}is\b)?[\s*_:：=\"`]{1,40}", re.IGNORECASE)
+_SIGNS = ":：="
+_OPENING = re.compile(r"(?:\\boxed\{|[\[($*_\"`]){0,8}")
 _NUMBER_LIKE = re.compile(r"[+\-−–]?\.?\d")  # digits of all scripts: what looks like a number must be one
 _NUMBER = re.compile(r"[+\-−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
-_CLOSING = re.compile(r"[*_\"'`)\]}>]{0,8}")
+_CLOSING = re.compile(r"[*_\"'`)\]}>$]{0,8}")
 _OUT_OF = re.compile(r"[ \t]{0,3}(?:/|out of)[ \t]{0,3}([0-9]+(?:\.[0-9]+)?)")
-_END = re.compile(r"[ \t\r]*(?:\n|\Z)|<[/|]")  # of the line, of the text; or a tag closes
-_SENTENCE_MARK = re.compile(r"[.,;:!?][*_\"'`)\]}>]{0,8}(?=\s|\Z)[ \t]*")
-_ANOTHER_NUMBER = re.compile(r"(?:(?:or|to|and)[ \t]+)?[+\-−–~.]?\d")
+_END = re.compile(r"[^\S\n]*(?:\n|\Z)|<[/|]")  # of the line, of the text; or a tag closes
+_SENTENCE_MARK = re.compile(r"[.,;:!?][*_\"'`)\]}>$]{0,8}(?=\s|\Z)[^\S\n]*")
+_ANOTHER_NUMBER = re.compile(r"[+\-−–~.=*/×÷^<>≈]{0,3}[^\S\n]*\d")
+_ALTERNATIVE = re.compile(r"(?:or|to|and)\b", re.IGNORECASE)
+_REMARK = re.compile(r"[ \t]{1,3}(?:\(|[-–—]{1,3}[ \t]{1,3}|[✓✔✅]|([^\W\d_]{2,30}))")
+_LETTERS = re.compile(r"[^\W\d_]+")
+_REMARK_CHARACTERS = 24  # of a remark, in which another number would be a part of the score
+_NO_REMARK = frozenset("or to and out per by oder bis und ou point times plus minus squared cubed".split())
+_NUMBER_WORDS = frozenset(
+    (
+        "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy "
+        "eighty ninety hundred hundreds thousand thousands million millions billion billions trillion dozen dozens "
+        "half halves third thirds quarter quarters fifth fifths tenth tenths hundredths percent percents percentage cent "
+        "mil mio mln bn"
+    ).split()
+)
 
 
 def score_in(text: str, best: float) -> float:
@@ -41,24 +61,49 @@ def score_in(text: str, best: float) -> float:
     >>> score_in("Score: 3? No, that is harsh.\\n**Score: 7.5/10**", best=10.0)
     7.5
     """
-    for begin, has_sign in _mentions(text):
-        if has_sign or _NUMBER_LIKE.match(text, begin) or text[begin : begin + 1].isnumeric():
-            return _number_at(text, begin, best)
+    mentions = list(_mentions(text))
+    for mention in mentions:
+        if mention.has_sign or (mention.has_verb and _looks_like_a_number(text, mention.opened())):
+            return _number_at(text, mention, best)
+    for mention in mentions:
+        if not mention.has_verb and _looks_like_a_number(text, mention.begin):
+            return _number_at(text, mention, best)
     raise ValueError("it names no score")
 
 
-def _mentions(text: str) -> Iterator[tuple[int, bool]]:
-    """Yield where the value of each mention begins, the last one first, and whether a colon or equals sign is before."""
+@dataclass(frozen=True)
+class _Mention:
+    """Where the value behind the word "score" begins, and what stands between the two."""
+
+    text: str
+    begin: int
+    has_sign: bool  # a colon or an equals sign
+    has_verb: bool  # the word "is"
+
+    def opened(self) -> int:
+        """Return the position behind the brackets that begin here; a mention without a sign or verb has none."""
+        opening = _OPENING.match(self.text, self.begin) if self.has_sign or self.has_verb else None
+        return self.begin if opening is None else opening.end()
+
+
+def _mentions(text: str) -> Iterator[_Mention]:
+    """Yield the mentions of the score, the last one first."""
     words = list(_WORD.finditer(text, max(0, len(text) - MAX_TAIL_CHARACTERS)))
     for word in reversed(words):
         before = text[max(0, word.start() - _MARKUP_BEFORE_CHARACTERS) : word.start()].rstrip(_MARKUP_BEFORE)
         is_part_of_a_word = before[-1:].isalnum() or before[-1:] == "-"
         separator = _SEPARATOR.match(text, word.end())
         if separator is not None and not is_part_of_a_word:
-            yield separator.end(), ":" in separator[0] or "=" in separator[0]
+            has_sign = any(sign in separator[0] for sign in _SIGNS)
+            yield _Mention(text, separator.end(), has_sign, has_verb=separator[1] is not None)
 
 
-def _number_at(text: str, begin: int, best: float) -> float:
+def _looks_like_a_number(text: str, position: int) -> bool:
+    return _NUMBER_LIKE.match(text, position) is not None or text[position : position + 1].isnumeric()
+
+
+def _number_at(text: str, mention: _Mention, best: float) -> float:
+    begin = mention.opened()
     shown = text[begin : begin + MAX_NUMBER_CHARACTERS]
     number = _NUMBER.match(text, begin)
     if number is None or len(number[0]) > MAX_NUMBER_CHARACTERS:
@@ -68,7 +113,10 @@ def _number_at(text: str, begin: int, best: float) -> float:
         if len(out_of[1]) > MAX_NUMBER_CHARACTERS or float(out_of[1]) != best:
             raise ValueError(f"the score {shown!r} is a part of another best score than {best:g}")
         position = _closed(text, out_of.end())
-    if not _ends_at(text, position):
+    if text.count("$", mention.begin, begin) != text.count("$", begin, position):
+        raise ValueError(f"the score {shown!r} is an amount of dollars")
+    has_remark = mention.has_sign and _is_remark(text, position)
+    if not has_remark and not _ends_at(text, position):
         raise ValueError(f"the score {shown!r} does not end with its number")
     return float(number[0].replace("−", "-"))
 
@@ -89,5 +137,22 @@ def _ends_at(text: str, position: int) -> bool:
 
 
 def _is_number(text: str, position: int) -> bool:
-    is_numeric = text[position : position + 1].isnumeric()
-    return is_numeric or _ANOTHER_NUMBER.match(text, position) is not None
+    """Decide whether another number follows, perhaps as an alternative."""
+    if _ALTERNATIVE.match(text, position):
+        return _names_a_number(text, position)
+    return _looks_like_a_number(text, position) or _ANOTHER_NUMBER.match(text, position) is not None
+
+
+def _is_remark(text: str, position: int) -> bool:
+    """Decide whether words follow that leave the number what it is."""
+    remark = _REMARK.match(text, position)
+    if remark is None or (remark[1] or "").lower() in _NO_REMARK:
+        return False
+    return not _names_a_number(text, position)
+
+
+def _names_a_number(text: str, position: int) -> bool:
+    """Decide whether a number stands near the position, on its line, in digits or in words."""
+    near = text[position : position + _REMARK_CHARACTERS].partition("\n")[0].lower()
+    is_in_words = not _NUMBER_WORDS.isdisjoint(_LETTERS.findall(near))
+    return is_in_words or any(character.isnumeric() for character in near)

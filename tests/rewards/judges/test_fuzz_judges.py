@@ -2,18 +2,20 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import hostile_server as hostile
 import pytest
 from hostile_server import HostileServer
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import Endpoint
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
-from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge
+from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, reading
 from async_grpo.types import RewardStatus
-from benchmarks.fuzz_judges import LONGEST_TURN_S, SCHEMA, LoopWatch, fuzz
+from benchmarks.fuzz_judges import LONGEST_TURN_S, SCHEMA, SLOW_PATTERN, LoopWatch, fuzz
 
 MEGABYTES_3 = 3 * 2**20
 
@@ -71,6 +73,63 @@ async def test_a_reply_of_megabytes_is_read_beside_the_loop_or_not_at_all(kind):
             await worker.close()
     assert result.status is RewardStatus.FAILED or kind == "mentions"
     assert watch.longest_s < LONGEST_TURN_S, (watch.longest_s, result.reason)
+
+
+VOTES = {"votes": 64, "one_request": True, "temperature": 0.7}
+NESTED = {
+    "type": "object",
+    "properties": {"score": {"type": "number"}, "xs": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+    "required": ["score"],
+    "$defs": {
+        "node": {"anyOf": [{"required": ["b"]}, {"properties": {"a": {"$ref": "#/$defs/node"}}}]},
+    },
+}
+# Each takes far longer than its budget if nothing stops it
+SLOW_READINGS = {
+    "a pattern": ({"pattern": SLOW_PATTERN}, "Score: 1 " * 2_700 + "x"),
+    "a schema": ({"json_schema": NESTED}, '{"score": 1, "xs": [' + ",".join(['{"a":{}}'] * 2_500) + "]}"),
+    "a schema with its dialect": (
+        {"json_schema": {"$schema": "https://json-schema.org/draft/2020-12/schema"} | NESTED},
+        '{"score": 1, "xs": [' + ",".join(['{"a":{}}'] * 2_500) + "]}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW_READINGS)
+async def test_many_choices_that_take_long_leave_the_loop_free_and_share_one_budget(kind, monkeypatch):
+    monkeypatch.setattr(reading, "READ_S", 0.5)
+    options, text = SLOW_READINGS[kind]
+    judge = LLMJudge(url="http://127.0.0.1:9", model="m", **VOTES, **options)
+    choice = {"message": {"content": text}, "finish_reason": "stop"}
+    votes, reasons = [], []
+    begun_s = time.process_time()
+    async with LoopWatch() as watch:
+        await judge._read({"choices": [choice] * judge.votes}, judge.votes, votes, reasons)
+    took_s = time.process_time() - begun_s
+    assert len(votes) + len(reasons) == judge.votes and "takes more than 0.5 s" in reasons[-1]
+    assert watch.longest_s < LONGEST_TURN_S and took_s < 2.0, (watch.longest_s, took_s)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio")]
+
+
+async def test_the_choices_of_a_reply_are_bounded_together():
+    judge = LLMJudge(url="http://127.0.0.1:9", model="m", **VOTES)
+    choice = {"message": {"content": "x" * 25_000 + "\nScore: 1"}, "finish_reason": "stop"}
+    votes, reasons = [], []
+    await judge._read({"choices": [choice] * 64}, 64, votes, reasons)
+    assert not votes and len(reasons) == 64 and "too long together: 1600576 characters" in reasons[0]
+
+
+def test_a_schema_that_compares_all_items_is_refused():
+    items = {"type": "array", "uniqueItems": True}
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "number"}, "xs": items},
+        "required": ["score"],
+    }
+    with pytest.raises(ConfigurationError, match="uniqueItems.*leave it out"):
+        LLMJudge(url="http://127.0.0.1:9", model="m", json_schema=schema)
+    items["uniqueItems"] = False
+    LLMJudge(url="http://127.0.0.1:9", model="m", json_schema=schema)
 
 
 async def test_the_watch_sees_a_loop_that_is_held_up():

@@ -1,0 +1,116 @@
+"""The user's patterns and JSON schemas for a judge's replies: which are accepted, and a validator that can be stopped."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.result import shown
+from async_grpo.rewards.http.endpoint import require_all
+from async_grpo.rewards.judges.reading import ReadingBudget
+
+MATCH_S = 0.2  # of processor time, for a pattern of the user on one text
+MAX_SHOWN_CHARACTERS = 200  # of a text that breaks the schema
+
+_Rule = Callable[[Any, Any, Any, Any], Any]
+_budget: ContextVar[ReadingBudget] = ContextVar("budget of the validation that runs in this thread")
+
+
+def breach_of(value: Any, schema: Mapping[str, Any], budget: ReadingBudget) -> str | None:
+    """Return the message of the first rule of the schema that a value breaks, or None.
+
+    Raises:
+        TimeoutError: the budget is spent, or a pattern takes too long.
+    """
+    token = _budget.set(budget)
+    try:
+        breach = next(_validator_of(json.dumps(schema)).iter_errors(value), None)
+    finally:
+        _budget.reset(token)
+    return None if breach is None else breach.message
+
+
+@lru_cache(maxsize=64)
+def _validator_of(schema_text: str) -> Any:
+    """Return the validator of a schema that `check_reading` has accepted. It follows no reference into the network."""
+    import jsonschema
+    import regex
+    from referencing import Registry
+
+    def pattern_rule(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
+        """Check the rule `pattern`, on which `re` could stay for ever."""
+        timeout_s = min(MATCH_S, _budget.get().left_s())
+        if isinstance(value, str) and not regex.search(pattern, value, timeout=timeout_s):
+            yield jsonschema.ValidationError(
+                f"{shown(value, MAX_SHOWN_CHARACTERS)} does not match {pattern!r}"
+            )
+
+    draft = jsonschema.Draft202012Validator
+    rules = {name: _stoppable(rule) for name, rule in draft.VALIDATORS.items()}
+    rules["pattern"] = pattern_rule
+    schema = json.loads(schema_text, object_hook=_without_dialect)
+    return jsonschema.validators.extend(draft, rules)(schema, registry=Registry())
+
+
+def _stoppable(rule: _Rule) -> _Rule:
+    """Return the rule of a validator, which looks at the budget before it begins."""
+
+    def rule_within_budget(validator: Any, argument: Any, value: Any, schema: Any) -> Any:
+        _budget.get().left_s()
+        return rule(validator, argument, value, schema)
+
+    return rule_within_budget
+
+
+def _without_dialect(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema without `$schema`, for which jsonschema would use rules other than ours."""
+    return {name: value for name, value in schema.items() if name != "$schema" or not isinstance(value, str)}
+
+
+def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_key: str) -> None:
+    """Raise ConfigurationError for a pattern without its one group, or a schema without the score."""
+    if pattern is not None:
+        _check_pattern(pattern)
+    if schema is not None:
+        _check_schema(schema, score_key)
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
+    require_all((groups == 1, f"{pattern=} has {groups} groups: the score must be the only one"))
+
+
+def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
+    import jsonschema
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(dict(schema))
+    except jsonschema.SchemaError as error:
+        raise ConfigurationError(f"json_schema is no JSON schema: {error.message}") from error
+    required = schema.get("required", ())
+    properties = schema.get("properties", {})
+    wanted = f"json_schema must have the property {score_key=}, and require it"
+    endless = (
+        "json_schema holds patternProperties: a judge's reply could match it for ever: name the properties"
+    )
+    quadratic = (
+        "json_schema holds uniqueItems: comparing all items of a judge's reply may take minutes: leave it out"
+    )
+    require_all(
+        (score_key in properties and score_key in required, f"{wanted}; it has {sorted(properties)}"),
+        (not _has_rule(schema, lambda part: "patternProperties" in part), endless),
+        (not _has_rule(schema, lambda part: part.get("uniqueItems") is True), quadratic),
+    )
+
+
+def _has_rule(schema: Any, is_in: Callable[[Mapping[str, Any]], bool]) -> bool:
+    """Decide whether a rule stands anywhere in the schema."""
+    if isinstance(schema, Mapping):
+        return is_in(schema) or any(_has_rule(part, is_in) for part in schema.values())
+    return isinstance(schema, list | tuple) and any(_has_rule(part, is_in) for part in schema)
