@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.files.untrusted import is_text, printable
-from async_grpo.options.fields import choices_of, dashed, names_in
+from async_grpo.options.fields import choices_of, dashed, is_number, names_in, parse_assignments
 
 MAX_VALUE_CHARACTERS = 10_000
 SHOWN_CHARACTERS = 200  # of a refused value
@@ -77,11 +77,22 @@ def _may_travel(field: "dataclasses.Field[Any]", value: Any) -> bool:
     portable = field.metadata["portable"]
     if not portable:
         return False
+    if isinstance(portable, Mapping):
+        assignments = parse_assignments(value, dashed(field.name))
+        return all(_is_allowed(portable, name, said) for name, said in assignments.items())
     if portable is not True:
         names = [name.strip() for name in str(value).split(",")]
         return set(names) <= set(names_in(portable))
     known = choices_of(field)
     return not known or value in known
+
+
+def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: Any) -> bool:
+    """Return whether a folder may say `name=value`; None in the table means that the value is no limit."""
+    if name not in largest_values:
+        return False
+    largest = largest_values[name]
+    return largest is None or (is_number(value) and 0 < value <= largest)
 
 
 def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
@@ -95,5 +106,5 @@ def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
     names = ", ".join(f"--{dashed(name)}" for name in refused)
     raise ConfigurationError(
         f"the run of {folder} used {' '.join(flags)}. A folder, which may be somebody else's, cannot name code to run, a "
-        f"command, a file or an address: give {names} yourself, with this value or another"
+        f"command, a file or an address, nor loosen a sandbox or a limit: give {names} yourself, with this value or another"
     )

@@ -276,6 +276,10 @@ NAMES: dict[str, tuple[Callable[[Hostile], dict[str, Any]], str]] = {
     "a package as an environment": (lambda h: {"environment": "verifiers:os"}, "environment"),
     "an address of judges": (lambda h: {"judge_urls": "http://127.0.0.1:9"}, "judge-urls"),
     "an address of scorers": (lambda h: {"http_scorer_urls": "http://127.0.0.1:9"}, "http-scorer-urls"),
+    "code without a sandbox": (
+        lambda h: {"reward_fns": ["code"], "reward_options": "allow_unsandboxed=true"},
+        "reward-options",
+    ),
     "variables for the rewards": (lambda h: {"reward_env": "HF_TOKEN"}, "reward-env"),
     "a judge's model": (lambda h: {"judge_model": str(TINY_MODEL)}, "judge-model"),
     "who is asked when a reward fails": (
