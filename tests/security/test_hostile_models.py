@@ -211,7 +211,7 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
         m.say("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
     ),
     "links to nothing of a download of some files": lambda m: (
-        (m.folder / "README.md").symlink_to("../blobs/none"),
+        (m.folder / "LICENSE").symlink_to("../blobs/none"),
         (m.folder / "onnx").symlink_to("../blobs/none"),
     ),
     "a pickle beside the weights": lambda m: m.pickled("pytorch_model.bin"),
