@@ -357,6 +357,14 @@ def test_options_for_rewards_reach_no_reward_of_the_users(hostile, monkeypatch, 
     assert ended.code == 0 and run.reward_options == "weight=0.5", ended.text
 
 
+def test_rows_of_a_file_that_a_folder_names_reach_no_judge_of_the_users(hostile, monkeypatch, capfd):
+    judge = ["--reward-fns", "http_scorer", "--http-scorer-urls", "http://127.0.0.1:9"]
+    ended, run = evaluated(hostile, monkeypatch, capfd, hostile.run, *judge)
+    assert ended.is_named_error and "give --eval-data-path yourself" in ended.err and run is None, ended.text
+    ended, run = evaluated(hostile, monkeypatch, capfd, hostile.run)
+    assert ended.code == 0 and f"questions, as the run of {hostile.run} says: held=" in ended.text
+
+
 def test_a_manifest_beside_a_model_is_not_read(hostile, monkeypatch, capfd):
     hostile.options(reward_fns=[hostile.source()], engine=hostile.source(), temperature=0.5)
     model = hostile.run.parent / "model"

@@ -25,7 +25,7 @@ FREE_TEXT = {
     "reward_limits": "numbers by name",
     "on_reward_failure": "one of four policies by name",
     "environment_options": "taken over for shipped environments alone",
-    "eval_data_path": "a file that is read as rows of JSON",
+    "eval_data_path": "a file that is read as rows of JSON, and that no judge of the user's is sent",
 }
 OF_A_TABLE = {"reward_fns", "reward_options", "environment"}
 # Options of shipped rewards that only the user may give, and why
@@ -110,3 +110,19 @@ def test_of_the_options_of_rewards_a_folder_says_harmless_ones_alone(tmp_path, s
         return
     with pytest.raises(ConfigurationError, match="give --reward-options yourself"):
         portable_options(EvalConfig, stored, stored, tmp_path)
+
+
+@pytest.mark.parametrize("value", [10**30, 10**9 + 1])
+def test_a_number_of_a_folder_has_an_upper_bound_whatever_the_options_own_range(tmp_path, value):
+    with pytest.raises(ConfigurationError, match="at most 1e\\+09 is taken over: give --max-turns yourself"):
+        portable_options(EvalConfig, {"max_turns": value}, {"max_turns"}, tmp_path)
+    assert portable_options(EvalConfig, {"max_turns": 10**9}, {"max_turns"}, tmp_path) == {"max_turns": 10**9}
+
+
+def test_an_option_that_is_left_out_without_an_error_is_named(tmp_path, capsys):
+    stored = {"tensor_parallel_size": 4, "split_control_tokens": False, "max_turns": 3}
+    assert portable_options(EvalConfig, stored, stored, tmp_path) == {"max_turns": 3}
+    assert (
+        f"not taken over from the run of {tmp_path}: split_control_tokens=False tensor_parallel_size=4"
+        in (capsys.readouterr().out)
+    )
