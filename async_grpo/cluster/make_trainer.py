@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from async_grpo.checkpoints.folder import keep_best, read
+from async_grpo.checkpoints.best import keep_best
+from async_grpo.checkpoints.folder import read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings

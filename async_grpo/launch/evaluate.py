@@ -25,7 +25,16 @@ from async_grpo.launch.local_run import LocalConfig, check, parameters, start
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, choices_of, names_in, option, refuse, required
+from async_grpo.options.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    choices_of,
+    dashed,
+    names_in,
+    option,
+    refuse,
+    required,
+)
 from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.programs.export import ExportConfig, export
@@ -43,6 +52,8 @@ OF_THIS_START = (
     *("path", "output_dir", "run_name", "logging_level", "verifiers", "verdict_cache", "judge_model_id"),
     "endpoint_host",
 )
+# Who gets rows, and what the policy answers to them, if the user names it
+ASKED_ELSEWHERE = {"judge_urls", "http_scorer_urls"}
 # What is said to rewards or environments is taken over only for shipped ones: the user's code is told nothing by a folder
 SPOKEN_OF = {"reward_options": "reward_fns", "environment_options": "environment"}
 
@@ -57,7 +68,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         "JSONL of questions; several: NAME=FILE,NAME=FILE.",
         everyday=True,
         also="data",
-        portable=True,  # it is read as rows, and nothing else
+        portable=True,  # it is read as rows, and nothing else; see ASKED_ELSEWHERE
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
     generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE)
@@ -78,6 +89,17 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
             is_shipped = _names_shipped_ones(owner, {**options, **earlier}[owner])
             if earlier.get(name) and not is_shipped:
                 refuse_named({name: earlier[name]}, folder)
+        if earlier.get("eval_data_path"):
+            # Rows of a file that somebody else has named must not leave the machine
+            if judges := sorted(ASKED_ELSEWHERE & {*given}):
+                print(
+                    f"--{dashed(judges[0])} would be sent the rows of a file that the folder names",
+                    flush=True,
+                )
+                refuse_named({"eval_data_path": earlier["eval_data_path"]}, folder)
+            print(
+                f"questions, as the run of {folder} says: {printable(earlier['eval_data_path'])}", flush=True
+            )
         texts = [f"{name}={value}" for name, value in earlier.items() if isinstance(value, str) and value]
         if texts:
             print(f"taken over from the run of {folder}: {printable(' '.join(texts))}", flush=True)

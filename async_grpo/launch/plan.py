@@ -6,7 +6,6 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,8 +17,9 @@ from rich.text import Text
 from async_grpo.checkpoints.folder import checkpoints_of
 from async_grpo.generation.config import GIB, cpu_kv_cache, kv_cache_bytes
 from async_grpo.launch.environment import gpus
-from async_grpo.metrics.lines import metrics_lines
+from async_grpo.metrics.lines import duration, metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
+from async_grpo.options.fields import is_number
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
@@ -168,7 +168,7 @@ def plan(config: "LocalConfig", prepared: "Prepared") -> Iterator[Finding]:
     yield Finding("staleness", OK, f"{said}{max(0.0, alive / size - 1):.3g} at most")
     said = "not measured yet; the run's first steps in this folder do"
     lines = metrics_lines(config.output_path / METRICS_FILE, 20)
-    if paces := [line["time_per_batch"] for line in lines if line.get("time_per_batch") is not None]:
+    if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
         pace = statistics.median(paces)
-        said = f"{pace:.3g} s, the median of the last {len(lines)}; {timedelta(seconds=round(pace * left))} in all"
+        said = f"{pace:.3g} s, the median of the last {len(lines)}; {duration(pace * left)} in all"
     yield Finding("a step takes", OK, said)

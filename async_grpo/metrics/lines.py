@@ -3,8 +3,8 @@
 A line of another kind is passed over, and so is a value of another kind in it: what reads a run shows the rest.
 """
 
-import math
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.options.fields import is_number, refuse
 
 LARGEST_COUNT = 1 << 53  # beyond it a float is no exact number
+LARGEST_NUMBER = 1e30  # so that a sum, a square or a product of a few of them is finite, too
+LONGEST_S = 1e9  # that is told as a time
 LATEST_S = 1e11  # Unix seconds, in the year 5138: beyond it there are no dates
 MAX_NAME_CHARACTERS = 200
 OTHER_KINDS = ("step", "file", "alarms", "verifiers", "staleness_tokens")  # keys that hold no plain number
@@ -58,6 +60,11 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
+def duration(seconds: float) -> timedelta:
+    """Return a time to be shown; negative ones are 0, and longer ones than 30 years are cut there."""
+    return timedelta(seconds=round(min(max(0.0, seconds), LONGEST_S)))
+
+
 def whole_option(options: Line, name: str) -> int:
     """Return an option of a run that is a whole number above 0; ConfigurationError: its parameters do not say it."""
     value = options.get(name)
@@ -93,14 +100,17 @@ def _checked(records: Iterable[Line]) -> Iterator[Line]:
 
 
 def _numbers(value: Line) -> Line:
-    """Return the numbers of an object, and of the objects in it; None stays, as a run writes it for NaN."""
+    """Return the numbers of an object, and of the objects in it; None stays, as a run writes it for NaN.
+
+    Larger numbers than a run ever writes are dropped: their mean would be beyond all floats.
+    """
     numbers: Line = {}
     for key, item in value.items():
         if not is_text(key):
             continue
         if isinstance(item, dict):
             numbers[key] = _numbers(item)
-        elif item is None or (is_number(item) and math.isfinite(item)):
+        elif item is None or (is_number(item) and abs(item) <= LARGEST_NUMBER):
             numbers[key] = item
     return numbers
 

@@ -46,9 +46,14 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     folder = model_folder(path)
     check_model_folder(folder)
     try:
-        return AutoConfig.from_pretrained(folder, **LOCAL)
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:  # transformers raises nothing narrower for files that hold anything
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
+    if hasattr(
+        config, "auto_map"
+    ):  # a model that the run writes does not hold the code, and does not need it
+        del config.auto_map
+    return config
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -1,11 +1,13 @@
 """The files of a model's folder, which may be somebody else's: what in them could run code, and which are the weights.
 
 No code of a folder is run, and nothing is unpickled. transformers would ask on the terminal whether to run code that a
-configuration names (`auto_map`), would load the base model that an adapter names, and reads weights from pickles.
+configuration names (`auto_map`), would load the base model that an adapter names, and reads weights from pickles. Many models
+that transformers knows by now still name their old code: they are loaded by the class of transformers.
 """
 
 import stat
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,15 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.files.untrusted import plain_parts, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Files that transformers and vLLM open where they are there; beside the weights
+NEEDED_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json", INDEX_FILE),
+    *(TOKENIZER_CONFIG_FILE, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "spiece.model", "tekken.json"),
+)
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
 # Larger numbers are those of no model; transformers would build layers until the memory is full
@@ -41,14 +51,15 @@ CONVERT = (
 
 def check_model_folder(folder: Path) -> None:
     """Raise ConfigurationError for a model's folder that names code, or whose configuration is no model's."""
+    needed = {*NEEDED_FILES, *(file.name for file in folder.glob("*.safetensors"))}
     for entry in sorted(folder.iterdir()):
-        _refuse_special(entry)
+        _refuse_special(entry, is_needed=entry.name in needed)
     if (folder / "adapter_config.json").exists():
         raise ConfigurationError(
             f"{folder} holds an adapter (adapter_config.json), which names another model: merge it into its model "
             "(peft's merge_and_unload) and give that folder"
         )
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("config.json", TOKENIZER_CONFIG_FILE, "generation_config.json"):
         if (folder / name).exists():
             content = _table(folder / name)
             _refuse_code(folder / name, content)
@@ -56,9 +67,17 @@ def check_model_folder(folder: Path) -> None:
                 _refuse_implausible(folder / name, content)
 
 
-def _refuse_special(entry: Path) -> None:
+def _refuse_special(entry: Path, *, is_needed: bool) -> None:
+    """Raise ConfigurationError for a pipe, a device, or a link to nothing in the place of a file that a reader opens.
+
+    A download that was not for all files leaves links to nothing, for example README.md: they take nothing away.
+    """
     try:
         mode = entry.stat().st_mode
+    except FileNotFoundError as error:
+        if not is_needed:
+            return
+        raise ConfigurationError(f"{entry} is a link to a file that is not there: {FETCH}") from error
     except OSError as error:
         raise ConfigurationError(f"{entry} of the model's folder cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -85,10 +104,11 @@ def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _refuse_code(path: Path, content: dict[str, Any]) -> None:
     for table in _tables(content):
-        if table.get("auto_map"):
+        if table.get("auto_map") and not _is_known(path, table):
             raise ConfigurationError(
-                f"{path} names code of its own (auto_map), which is never run: take the model in a form that transformers "
-                "knows by itself, or, if it knows this one, remove auto_map from the file"
+                f"{path} names code of its own (auto_map), which is never run, and transformers {version('transformers')} does "
+                f"not know {_kind_of(path, table)} by itself: take the model in a form that it knows, or, if it does not "
+                "need the code, remove auto_map from the file"
             )
         for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
             kernel = table.get(key)
@@ -98,6 +118,26 @@ def _refuse_code(path: Path, content: dict[str, Any]) -> None:
                 )
         if table.get("speculators_config"):
             raise ConfigurationError(f"{path} names another model (speculators_config): give that one")
+
+
+def _kind_of(path: Path, table: dict[str, Any]) -> str:
+    """Return what a table of a configuration says that it describes."""
+    key = "tokenizer_class" if path.name == TOKENIZER_CONFIG_FILE else "model_type"
+    return f"its {key} {table.get(key)!r:.80}"
+
+
+def _is_known(path: Path, table: dict[str, Any]) -> bool:
+    """Return whether transformers has a class of its own for what a table of a configuration describes."""
+    # Heavy, and only wanted for a folder that names code
+    from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if path.name != TOKENIZER_CONFIG_FILE:
+        model_type = table.get("model_type")
+        return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    class_name = table.get("tokenizer_class")
+    tokenizer_class = tokenizer_class_from_name(class_name) if isinstance(class_name, str) else None
+    return isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)
 
 
 def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ def option(
     everyday: bool = False,
     also: str = "",
     argument: bool = False,
-    portable: bool | str | tuple[str, ...] = False,
+    portable: bool | str | tuple[str, ...] | Mapping[str, float | None] = False,
 ) -> Any:
     """A dataclass field that is also an option of a command.
 
@@ -56,7 +56,8 @@ def option(
         argument: on the command line it is given without a dash.
         portable: whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
             else's: it describes the run, and names no code, address, file or command. Of `choices` only the shipped ones
-            are taken; a `module:DICT` or a tuple says which names of a comma list are.
+            are taken; a `module:DICT` or a tuple says which names of a comma list are. A table says which names of
+            `name=value,...` are, and the largest value of those that are a limit.
     """
     metadata = {"help": help, "panel": panel, "range": range, "unbounded": unbounded, "choices": choices, "own": own,
                 "everyday": everyday, "also": also, "argument": argument, "portable": portable}  # fmt: skip

@@ -15,9 +15,10 @@ from typing import Any, get_args
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.files.untrusted import is_text, printable
-from async_grpo.options.fields import choices_of, dashed, names_in
+from async_grpo.options.fields import choices_of, dashed, is_number, names_in, parse_assignments
 
 MAX_VALUE_CHARACTERS = 10_000
+LARGEST_NUMBER = 1e9  # tokens, turns, seconds: an option's own range often has no upper end
 SHOWN_CHARACTERS = 200  # of a refused value
 
 
@@ -41,6 +42,7 @@ def portable_options(
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.name in wanted}
     taken: dict[str, Any] = {}
     refused: dict[str, Any] = {}
+    left: list[str] = []
     for name in sorted(fields.keys() & stored.keys()):
         field, value = fields[name], stored[name]
         _refuse_other_kind(field, value, folder)
@@ -48,7 +50,11 @@ def portable_options(
             taken[name] = value
         elif isinstance(value, str):
             refused[name] = value
+        else:
+            left.append(f"{name}={value}")
     refuse_named(refused, folder)
+    if left:
+        print(f"not taken over from the run of {folder}: {' '.join(left)}", flush=True)
     return taken
 
 
@@ -61,6 +67,15 @@ def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path
         kind = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         raise ConfigurationError(
             f"the run of {folder} says {field.name} = {value!r:.80}, which is no {kind}: give "
+            f"--{dashed(field.name)} yourself"
+        )
+    is_number_at_all = isinstance(value, int | float)
+    is_finite = is_number_at_all and not math.isinf(
+        value
+    )  # infinity bounds nothing; the option says whether it may be
+    if is_finite and value != field.default and abs(value) > LARGEST_NUMBER:
+        raise ConfigurationError(
+            f"the run of {folder} says {field.name} = {value!r:.80}, and at most {LARGEST_NUMBER:g} is taken over: give "
             f"--{dashed(field.name)} yourself"
         )
 
@@ -77,11 +92,22 @@ def _may_travel(field: "dataclasses.Field[Any]", value: Any) -> bool:
     portable = field.metadata["portable"]
     if not portable:
         return False
+    if isinstance(portable, Mapping):
+        assignments = parse_assignments(value, dashed(field.name))
+        return all(_is_allowed(portable, name, said) for name, said in assignments.items())
     if portable is not True:
         names = [name.strip() for name in str(value).split(",")]
         return set(names) <= set(names_in(portable))
     known = choices_of(field)
     return not known or value in known
+
+
+def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: Any) -> bool:
+    """Return whether a folder may say `name=value`; None in the table means that the value is no limit."""
+    if name not in largest_values:
+        return False
+    largest = largest_values[name]
+    return largest is None or (is_number(value) and 0 < value <= largest)
 
 
 def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
@@ -95,5 +121,5 @@ def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
     names = ", ".join(f"--{dashed(name)}" for name in refused)
     raise ConfigurationError(
         f"the run of {folder} used {' '.join(flags)}. A folder, which may be somebody else's, cannot name code to run, a "
-        f"command, a file or an address: give {names} yourself, with this value or another"
+        f"command, a file (other than of questions) or an address, nor loosen a sandbox or a limit: give {names} yourself, with this value or another"
     )

@@ -1,20 +1,30 @@
 """Temporary folders that only their user can enter, and that the next start removes if their process was killed."""
 
+import atexit
+import fcntl
 import glob
 import logging
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
-OWNER_FILE = "owner"  # in the folder: process id, start time in clock ticks, process namespace
+# In the folder: process id, start time in clock ticks, process namespace, boot id and name of the host. Its process keeps
+# the file locked
+OWNER_FILE = "owner"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DEAD_STATES = ("Z", "X")  # /proc/PID/stat: a process that was killed, and that nobody has waited for yet
 PREFIX = "grpo-"  # of the folders of all programs of a run
 
 log = logging.getLogger(__name__)
+_owner_files: dict[
+    Path, int
+] = {}  # descriptors of this process's own, by folder: closing one gives its lock back
 
 
 @contextmanager
@@ -24,6 +34,7 @@ def private_folder(prefix: str = PREFIX) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        os.close(_owner_files.pop(folder))
         shutil.rmtree(folder, ignore_errors=True)  # programs that were just killed may still write
         remove_abandoned()  # those of programs that were started in the block, and killed at its end
 
@@ -36,7 +47,13 @@ def make_private_folder(prefix: str = PREFIX) -> Path:
     remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     pid = os.getpid()
-    (folder / OWNER_FILE).write_text(f"{pid} {_start_ticks(pid)} {_process_namespace()}")
+    descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    _owner_files[folder] = descriptor
+    os.write(descriptor, " ".join((str(pid), _start_ticks(pid), *_place())).encode())
+    with suppress(
+        OSError
+    ):  # a file system without locks: nobody can lock the file, so nobody removes the folder
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder
 
 
@@ -51,17 +68,28 @@ def remove_abandoned(prefix: str = PREFIX) -> None:
         ):  # another program's folder, or one that another start removes right now
             status = folder.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and not status.st_mode & 0o077 and _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                log.info("removed %s: the process that made it was killed", folder)
+            if is_ours and not status.st_mode & 0o077:
+                _remove_if_abandoned(folder)
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Raise OSError or ValueError for a folder that was not made here."""
-    pid, start_ticks, namespace = (folder / OWNER_FILE).read_text().split()
-    if namespace != _process_namespace():
-        return False  # of another container that shares /tmp: its processes cannot be seen
-    return _start_ticks(int(pid)) != start_ticks
+def _remove_if_abandoned(folder: Path) -> None:
+    """Remove a folder if its process ran here and is gone.
+
+    The process ids of another host, or of another container, which share the directory, mean nothing here. The name of the
+    process namespace is the same on all hosts, so the boot id and the host's name are compared as well. Where two hosts
+    have all of these in common, the lock on the owner file says that the process lives.
+
+    Raises:
+        OSError: it has no owner file, or a process has locked that file.
+        ValueError: the owner file is another program's.
+    """
+    with (folder / OWNER_FILE).open("r+") as owner_file:
+        pid, start_ticks, *place = owner_file.read().split()
+        if tuple(place) != _place() or _start_ticks(int(pid)) == start_ticks:
+            return
+        fcntl.flock(owner_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+        log.info("removed %s: the process that made it was killed", folder)
 
 
 def _start_ticks(pid: int) -> str:
@@ -73,9 +101,9 @@ def _start_ticks(pid: int) -> str:
     return "" if after_the_name[0] in DEAD_STATES else after_the_name[19]  # proc(5): fields 3 and 22
 
 
-def _process_namespace() -> str:
-    """Return the kernel's name of the namespace in which process ids mean what they mean here."""
-    return os.readlink("/proc/self/ns/pid")
+def _place() -> tuple[str, str, str]:
+    """Return what tells where process ids mean what they mean here: the process namespace, the boot id, the host's name."""
+    return os.readlink("/proc/self/ns/pid"), BOOT_ID.read_text().strip(), socket.gethostname()
 
 
 @contextmanager
@@ -94,9 +122,11 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable that has torch.compile keep its results in this user's cache; {} if it is set, or cannot be.
+    """Return the variable that has torch.compile keep its results in a folder that is this user's alone; {} if it is set.
 
-    Torch's default, /tmp/torchinductor_USER, has a name that another user can take first. What lies there is executed.
+    Torch's default, /tmp/torchinductor_USER, has a name that another user can take first. What lies there is executed. The
+    folder is in this user's cache, so that it is there at the next run; where that one cannot be had, or others can write
+    to it, it is a new one, which goes with this process.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     if environment.get(name):
@@ -104,7 +134,35 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     try:
         caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(caches) / "async-grpo" / "torchinductor"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none that can be written to
-        return {}
-    return {name: str(folder)} if os.access(folder, os.W_OK) else {}
+        # `parents` would make the first one as the umask says, which may be for a group to write to
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        problem = _problem_of_cache(folder)
+    except (OSError, RuntimeError) as error:  # no home, or none that can be written to
+        problem = f"no folder can be made in the user's cache ({error})"
+    if problem:
+        folder = _cache_of_this_process()
+        log.warning("torch.compile keeps its results in %s, until this process ends: %s", folder, problem)
+    return {name: str(folder)}
+
+
+def _problem_of_cache(folder: Path) -> str:
+    """Return why a folder must not hold code that this user executes, or an empty text."""
+    for place in (
+        folder,
+        folder.parent,
+    ):  # who can write to the parent can put another folder in this one's place
+        status = place.stat()
+        if status.st_uid != os.geteuid():
+            return f"{place} belongs to user {status.st_uid}"
+        if status.st_mode & 0o022:
+            return f"{place} can be written to by others (chmod go-w {place})"
+    return "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
+
+
+@cache
+def _cache_of_this_process() -> Path:
+    """Make a private folder that is removed at the end of this process."""
+    folder = make_private_folder()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

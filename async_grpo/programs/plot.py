@@ -4,7 +4,6 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.metrics import figures
 from async_grpo.metrics.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.metrics.forecast import fits, interval
-from async_grpo.metrics.lines import is_count, span_lines
+from async_grpo.metrics.lines import duration, is_count, span_lines
 from async_grpo.metrics.reader import DEFAULT_X_KEY, UNITS, Run, curve, load_runs, read_run
 from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.metrics.writer import TIMELINE_FILE
@@ -211,7 +210,7 @@ def info(files: Runs) -> None:
     if (x_T := finite.get(DEFAULT_X_KEY)) is not None:
         print(f"{DEFAULT_X_KEY}: {_shown(np.nanmin(x_T))} to {_shown(np.nanmax(x_T))}")
     if (moments_T := finite.get("timestamp")) is not None:
-        lasted = timedelta(seconds=round(np.nanmax(moments_T) - np.nanmin(moments_T)))
+        lasted = duration(float(np.nanmax(moments_T) - np.nanmin(moments_T)))
         print(f"wall time from the first to the last step: {lasted}")
     widest = max(map(len, ["key", *finite]))
     print(f"{'key':<{widest}}", *(f"{title:>12}" for title in ("first", "last", "min", "max", "non-numbers")))

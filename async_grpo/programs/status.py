@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.errors import CheckpointBroken
 from async_grpo.files.untrusted import files_inside, printable
 from async_grpo.metrics.console import CAUSES, means_of
-from async_grpo.metrics.lines import metrics_lines, whole_option
+from async_grpo.metrics.lines import duration, metrics_lines, whole_option
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, console_line, holder, options_of
 from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
 
 RECENT = 20  # steps, for the pace
-LONGEST_S = 1e9  # that is told as a time
 Line = dict[str, Any]
 
 
@@ -94,16 +92,12 @@ def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
     # Not from end to end: it may have lain dead between
     if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
         pace = statistics.fmean(paces)
-        left = _duration(pace * (total - step))
+        left = duration(pace * (total - step))
         text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
     if lines and state == "running" and is_number(lines[-1].get("timestamp")):
-        ago = _duration(time.time() - lines[-1]["timestamp"])
+        ago = duration(time.time() - lines[-1]["timestamp"])
         text += f"; the last one {ago} ago"
     return Text(text, style="bold")
-
-
-def _duration(seconds: float) -> timedelta:
-    return timedelta(seconds=round(min(max(0.0, seconds), LONGEST_S)))
 
 
 def _state(folder: Path, step: int, total: int) -> str:

@@ -38,6 +38,25 @@ SHIPPED_REWARDS = (
     ),
     *("majority", "json_schema", "environment", "environment_turns"),
 )
+# Options of the shipped rewards that a folder may say, and the largest value of those that are a limit: the default of the
+# reward, so that a folder may only lower it. None: the option decides what is paid, and nothing else. A new option of a
+# reward is not taken over before it stands here; `allow_unsandboxed` never may.
+FOLDER_REWARD_OPTIONS: dict[str, float | None] = {
+    "all_or_nothing": None,
+    "cache_tokens": None,
+    "case": None,
+    "judge": None,  # a name of three shipped rewards
+    "max_tokens": None,
+    "memory_mb": 1024.0,
+    "pattern": None,  # as the rows' own: the search has a time limit
+    "schedule": None,
+    "schema": None,  # as the rows' own: a reference into the network is not followed
+    "search": None,
+    "strip": None,
+    "test_seconds": 4.0,
+    "total_seconds": 20.0,
+    "weight": None,
+}
 VERIFIERS = 4  # by default, for each reward that needs processes
 _reward = partial(option, panel="Rewards")
 
@@ -54,7 +73,9 @@ class RewardConfig(JudgeAddresses):
     )
     reward_registry: str | None = _reward(None, "Registry file (default: reward_registry.py).", everyday=True)
     reward_options: str = _reward(
-        "", "Keyword options for the rewards that name them: weight=0.2,...", portable=True
+        "",
+        "Keyword options for the rewards that name them: weight=0.2,...",
+        portable=FOLDER_REWARD_OPTIONS,
     )
     reward_env: str = _reward(
         "",

@@ -1,5 +1,6 @@
 """Temporary folders: nobody else enters them, and those of killed programs go at the next start."""
 
+import fcntl
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.launch import environment
 from async_grpo.processes.private_folder import (
     OWNER_FILE,
+    _cache_of_this_process,
     compile_cache,
     make_private_folder,
     private_folder,
@@ -56,8 +58,19 @@ def abandoned(temporary: Path, owner: str, name: str = "grpo-old", mode: int = 0
     return folder
 
 
-def namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def place(
+    namespace: str = os.readlink("/proc/self/ns/pid"),
+    boot_id: str = BOOT_ID,
+    host: str = socket.gethostname(),
+) -> str:
+    """Where a process ran, as it stands in an owner file."""
+    return f"{namespace} {boot_id} {host}"
+
+
+GONE = "4194304 1"  # a process id above the kernel's highest, and a start time
 
 
 def test_it_is_its_user_s_alone_and_gone_after_the_block():
@@ -99,17 +112,18 @@ def test_the_folder_of_a_program_that_was_killed_in_the_block_goes_with_it(tempo
 
 
 def test_a_process_id_that_another_program_has_got_since_protects_nothing(temporary):
-    folder = abandoned(temporary, f"{os.getpid()} 1 {namespace()}")
+    folder = abandoned(temporary, f"{os.getpid()} 1 {place()}")
     remove_abandoned()
     assert not folder.exists()
 
 
 def test_what_cannot_be_known_to_be_an_abandoned_folder_of_ours_stays(temporary, tmp_path):
-    gone = f"4194304 1 {namespace()}"  # above the kernel's highest process id
-    other_container = abandoned(temporary, "4194304 1 pid:[1]", "grpo-container")
+    gone = f"{GONE} {place()}"
+    other_container = abandoned(temporary, f"{GONE} {place(namespace='pid:[1]')}", "grpo-container")
     open_to_all = abandoned(temporary, gone, "grpo-open", mode=0o777)
     strange = [
-        abandoned(temporary, text, f"grpo-{n}") for n, text in enumerate(("", "x y z", "1 2", gone + " 3"))
+        abandoned(temporary, text, f"grpo-{n}")
+        for n, text in enumerate(("", "x y z", "1 2", "x" + gone, gone + " 3"))
     ]
     without = temporary / "grpo-eval-none"
     without.mkdir(mode=0o700)
@@ -123,6 +137,37 @@ def test_what_cannot_be_known_to_be_an_abandoned_folder_of_ours_stays(temporary,
     really_gone = abandoned(temporary, gone)
     remove_abandoned()
     assert all(path.exists() for path in kept) and not really_gone.exists()
+
+
+def test_the_folder_of_a_process_on_another_host_that_shares_the_directory_stays(temporary):
+    """The name of the first process namespace is the same on every host."""
+    other_boot = "00000000-0000-4000-8000-000000000000"
+    kept = [
+        abandoned(temporary, f"{GONE} {place(boot_id=other_boot)}", "grpo-other-boot"),
+        abandoned(temporary, f"{GONE} {place(host='another')}", "grpo-other-name"),
+    ]
+    remove_abandoned()
+    assert all(path.exists() for path in kept)
+
+
+def test_a_folder_whose_owner_file_is_locked_stays_whatever_the_file_says(temporary):
+    """So that of a process is safe whose host has the same ids and name as this one."""
+    folder = abandoned(temporary, f"{GONE} {place()}")
+    with (folder / OWNER_FILE).open("r+") as owner_file:
+        fcntl.flock(owner_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_abandoned()
+        assert folder.exists()
+    remove_abandoned()
+    assert not folder.exists()
+
+
+def test_a_living_process_keeps_its_owner_file_locked():
+    with (
+        private_folder() as folder,
+        (folder / OWNER_FILE).open("r+") as owner_file,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(owner_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -202,7 +247,37 @@ def test_results_of_torch_compile_lie_in_the_user_s_cache_unless_told_otherwise(
     folder = Path(variables["TORCHINDUCTOR_CACHE_DIR"])
     assert folder.is_relative_to(tmp_path) and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert compile_cache({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
-    assert compile_cache({"XDG_CACHE_HOME": "/proc/none"}) == {}
+    assert compile_cache({"XDG_CACHE_HOME": str(tmp_path)}) == variables
+
+
+def refused_cache(caches: str | Path, caplog) -> str:
+    """Check that compiled code goes into a fresh private folder instead; returns the reason that the log names."""
+    caplog.clear()
+    _cache_of_this_process.cache_clear()
+    folder = Path(compile_cache({"XDG_CACHE_HOME": str(caches)})["TORCHINDUCTOR_CACHE_DIR"])
+    assert not folder.is_relative_to(caches)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.geteuid()
+    assert compile_cache({"XDG_CACHE_HOME": str(caches)}) == {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return caplog.text
+
+
+def test_without_a_home_results_of_torch_compile_lie_in_a_private_folder(caplog):
+    assert "no folder can be made in the user's cache" in refused_cache("/proc/none", caplog)
+
+
+@pytest.mark.parametrize("name", ["async-grpo", "async-grpo/torchinductor"])
+def test_a_cache_that_others_can_write_to_is_not_used_for_code(tmp_path, caplog, name):
+    (tmp_path / "async-grpo" / "torchinductor").mkdir(parents=True)
+    (tmp_path / name).chmod(0o777)
+    assert f"{tmp_path / name} can be written to by others" in refused_cache(tmp_path, caplog)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_cache_of_another_user_is_not_used_for_code(tmp_path, caplog):
+    folder = tmp_path / "async-grpo" / "torchinductor"
+    folder.mkdir(parents=True)
+    os.chown(folder, NOBODY, NOBODY)
+    assert f"{folder} belongs to user {NOBODY}" in refused_cache(tmp_path, caplog)
 
 
 def test_programs_that_share_a_moment_do_not_remove_each_other_s_folders():

@@ -360,6 +360,16 @@ def test_a_dry_run_says_the_pace_that_was_measured(tmp_path, capsys):
     assert code == 0 and "2 s, the median of the last 20; 0:01:40 in all" in said
 
 
+@pytest.mark.parametrize("pace", [1.7e308, 1e30, {"a": 1.0}, "long"])
+def test_a_dry_run_shows_a_pace_beyond_all_times_or_none(tmp_path, capsys, pace):
+    (tmp_path / "run").mkdir()
+    lines = [json.dumps({"step": step, "time_per_batch": pace}) + "\n" for step in range(30)]
+    (tmp_path / "run" / "training_metrics.jsonl").write_text("".join(lines))
+    code, said = called(capsys, "run", *flags(tmp_path), "--dry-run", "--resume=never")
+    assert code == 0
+    assert "not measured yet" in said or "1e+30 s, the median of the last 20; 11574 days" in said
+
+
 def test_a_run_warns_of_what_a_quick_look_finds(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(local_run, "start", lambda config: told.append("started"))

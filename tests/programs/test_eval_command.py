@@ -79,7 +79,7 @@ def test_a_judge_that_the_evaluation_serves_itself_is_not_looked_for_where_the_r
         ConfigurationError, match="used --judge-urls http://127.0.0.1:1.* give --judge-urls yourself"
     ):
         given(checkpoint)
-    assert given(checkpoint, judge_urls=url).judge_urls == url
+    assert given(checkpoint, judge_urls=url, eval_data_path="held.jsonl").judge_urls == url
     assert given(checkpoint, judge_model="judge").judge_urls == ""
 
 

@@ -19,7 +19,7 @@ from async_grpo.checkpoints.folder import (
     set_aside_newer,
     verify,
 )
-from async_grpo.errors import CheckpointBroken
+from async_grpo.errors import CheckpointBroken, ConfigurationError
 
 
 def write(output_dir: Path, step: int) -> Path:
@@ -84,6 +84,51 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, c
         folder, manifest = newest(tmp_path)
     assert folder == before and manifest.step == 1 and manifest.samples == 8
     assert "step_000000002" in caplog.text and "the checkpoint before it is used" in caplog.text
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs000000012", "notes.txt", "desktop.ini", "plots/loss.png"])
+def test_a_file_that_no_reader_opens_is_named_and_the_newest_checkpoint_is_used(tmp_path, caplog, name):
+    newer = [write(tmp_path, step) for step in (1, 2)][-1]
+    (newer / name).parent.mkdir(exist_ok=True)
+    (newer / name).write_bytes(b"what a system or a person leaves")
+    with caplog.at_level(logging.WARNING, "async_grpo"):
+        folder, manifest = newest(tmp_path)
+    assert folder == newer and manifest.step == 2
+    assert f"{newer} holds {name!r}" in caplog.text and "ignored" in caplog.text
+
+
+ADDED = (
+    *("training/.DS_Store", "training/shard-00002.safetensors", "training/more/notes.txt"),
+    *(
+        "weights.safetensors",
+        "deep/weights.SafeTensors",
+        "experience.safetensors",
+        "optimizer.pt",
+        ".metadata",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_with_a_file_that_a_reader_might_take_no_older_checkpoint_is_used_instead(tmp_path, name):
+    newer = [write(tmp_path, step) for step in (1, 2)][-1]
+    (newer / name).parent.mkdir(exist_ok=True)
+    (newer / name).write_bytes(b"")
+    with pytest.raises(
+        ConfigurationError, match=f"step_000000002 holds '{name}'.*: remove it from the folder"
+    ):
+        newest(tmp_path)
+    (newer / name).unlink()
+    assert newest(tmp_path)[0] == newer
+
+
+def test_with_a_link_in_the_newest_checkpoint_no_older_one_is_used_instead(tmp_path):
+    newer = [write(tmp_path, step) for step in (1, 2)][-1]
+    (newer / "training" / "latest").symlink_to("shard-00001.safetensors")
+    with pytest.raises(
+        ConfigurationError, match="holds 'training/latest', a link.*remove it from the folder"
+    ):
+        newest(tmp_path)
 
 
 def test_a_checkpoint_of_another_format_says_which_version_wrote_it(tmp_path):

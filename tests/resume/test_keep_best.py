@@ -7,7 +7,8 @@ import pytest
 from fake_chain import Chain, chain_config
 from test_checkpoint_folder import write
 
-from async_grpo.checkpoints.folder import checkpoints_of, keep_best, prune, verify
+from async_grpo.checkpoints.best import keep_best
+from async_grpo.checkpoints.folder import checkpoints_of, prune, verify
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 
@@ -49,6 +50,18 @@ def test_of_equal_ones_the_newest_and_what_could_not_be_scored_is_never_the_best
         write(tmp_path, step)
     evaluated(tmp_path, {10: 0.5, 20: 0.5, 30: None}, file="")
     assert keep_best(tmp_path, "", tens) == names(20)
+
+
+def test_a_line_without_a_reward_or_with_an_odd_one_is_passed_over(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    evaluated(tmp_path, {10: 0.5, 20: "much", 30: 1.7e308})
+    with (tmp_path / "eval_metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 10, "file": "held"}\n{"file": "held", "eval_avg_reward": 1}\n')
+        lines.write('{"step": [], "file": "held", "eval_avg_reward": 1}\n')
+        lines.write('{"step": 30, "file": "held", "eval_avg_reward": {"a": 1}}\n')
+    assert keep_best(tmp_path, "held", tens) == names(10, 20, 30)
+    assert os.readlink(tmp_path / "checkpoints" / "best") == "step_000000010"
 
 
 def test_what_is_yet_to_be_evaluated_stays_and_what_never_will_be_does_not(tmp_path):

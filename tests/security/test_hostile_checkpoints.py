@@ -276,6 +276,10 @@ NAMES: dict[str, tuple[Callable[[Hostile], dict[str, Any]], str]] = {
     "a package as an environment": (lambda h: {"environment": "verifiers:os"}, "environment"),
     "an address of judges": (lambda h: {"judge_urls": "http://127.0.0.1:9"}, "judge-urls"),
     "an address of scorers": (lambda h: {"http_scorer_urls": "http://127.0.0.1:9"}, "http-scorer-urls"),
+    "code without a sandbox": (
+        lambda h: {"reward_fns": ["code"], "reward_options": "allow_unsandboxed=true"},
+        "reward-options",
+    ),
     "variables for the rewards": (lambda h: {"reward_env": "HF_TOKEN"}, "reward-env"),
     "a judge's model": (lambda h: {"judge_model": str(TINY_MODEL)}, "judge-model"),
     "who is asked when a reward fails": (
@@ -351,6 +355,14 @@ def test_options_for_rewards_reach_no_reward_of_the_users(hostile, monkeypatch, 
     hostile.options(reward_options="weight=0.5")
     ended, run = evaluated(hostile, monkeypatch, capfd, hostile.run, "--reward-fns", "format")
     assert ended.code == 0 and run.reward_options == "weight=0.5", ended.text
+
+
+def test_rows_of_a_file_that_a_folder_names_reach_no_judge_of_the_users(hostile, monkeypatch, capfd):
+    judge = ["--reward-fns", "http_scorer", "--http-scorer-urls", "http://127.0.0.1:9"]
+    ended, run = evaluated(hostile, monkeypatch, capfd, hostile.run, *judge)
+    assert ended.is_named_error and "give --eval-data-path yourself" in ended.err and run is None, ended.text
+    ended, run = evaluated(hostile, monkeypatch, capfd, hostile.run)
+    assert ended.code == 0 and f"questions, as the run of {hostile.run} says: held=" in ended.text
 
 
 def test_a_manifest_beside_a_model_is_not_read(hostile, monkeypatch, capfd):

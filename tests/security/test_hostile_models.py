@@ -75,7 +75,14 @@ def started(model: Model, capfd, tmp_path) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
-    "code of its own": (lambda m: m.with_code("config.json", "AutoModelForCausalLM"), "auto_map"),
+    "code of its own": (
+        lambda m: m.with_code("config.json", "AutoModelForCausalLM", model_type="evil"),
+        "does not know its model_type 'evil'",
+    ),
+    "code without a kind": (
+        lambda m: m.with_code("config.json", "AutoModelForCausalLM", model_type=None),
+        "auto_map",
+    ),
     "code for its configuration": (
         lambda m: m.with_code("config.json", "AutoConfig", model_type="evil"),
         "auto_map",
@@ -90,7 +97,19 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
     ),
     "code for its tokenizer": (
         lambda m: m.with_code("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil"),
-        "auto_map",
+        "does not know its tokenizer_class 'Evil'",
+    ),
+    "code for its tokenizer, which is called as a function of transformers": (
+        lambda m: m.with_code("tokenizer_config.json", "AutoTokenizer", tokenizer_class="pipeline"),
+        "does not know its tokenizer_class 'pipeline'",
+    ),
+    "a link to nothing for the tokenizer": (
+        lambda m: replaced(m.folder / "tokenizer.json", link_to("/nowhere/blob")),
+        "is a link to a file that is not there",
+    ),
+    "a link to nothing for the weights": (
+        lambda m: replaced(m.folder / "model.safetensors", link_to("/nowhere/blob")),
+        "is a link to a file that is not there",
     ),
     "a kernel of the hub": (lambda m: m.say(attn_implementation="evil/kernel"), "attn_implementation"),
     "an adapter of another model": (
@@ -179,6 +198,22 @@ def test_the_model_itself_would_start(model, tmp_path, capfd):
 
 
 HARMLESS: dict[str, Callable[[Model], Any]] = {
+    "code for a configuration that transformers knows": lambda m: m.with_code("config.json", "AutoConfig"),
+    "code for a model that transformers knows": lambda m: m.with_code("config.json", "AutoModelForCausalLM"),
+    "code of the hub for a model that transformers knows": lambda m: m.say(
+        auto_map={"AutoConfig": "evil/repo--evil.Evil", "AutoModelForCausalLM": "evil/repo--evil.Evil"}
+    ),
+    "code for a tokenizer that transformers knows": lambda m: m.with_code(
+        "tokenizer_config.json", "AutoTokenizer"
+    ),
+    "code for a tokenizer, as a pair": lambda m: (
+        m.canary.source(m.folder, "evil.py"),
+        m.say("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+    ),
+    "links to nothing of a download of some files": lambda m: (
+        (m.folder / "LICENSE").symlink_to("../blobs/none"),
+        (m.folder / "onnx").symlink_to("../blobs/none"),
+    ),
     "a pickle beside the weights": lambda m: m.pickled("pytorch_model.bin"),
     "a pickle that torch's own reader would load": lambda m: m.pickled(".metadata"),
     "code that nothing names": lambda m: m.canary.source(m.folder, "modeling.py"),
@@ -189,11 +224,17 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
 
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_what_lies_beside_a_model_changes_nothing(model, kind, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
     monkeypatch.chdir(model.folder)
     HARMLESS[kind](model)
     with bounded():
         loaded = load_causal_lm(model.folder, "float32").state_dict()
         assert load_config(model.folder).model_type and load_tokenizer(model.folder) is not None
+        assert type(load_config(model.folder)) is type(load_config(TINY_MODEL))
+        tokenizer = load_tokenizer(model.folder)
+    text = "3 + 4 = <|im_end|>"
+    assert type(tokenizer).__module__.startswith("transformers.")
+    assert tokenizer(text).input_ids == load_tokenizer(TINY_MODEL)(text).input_ids
     expected = load_causal_lm(TINY_MODEL, "float32").state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)

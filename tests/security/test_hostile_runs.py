@@ -122,11 +122,33 @@ ODD_LINES = (
     None,
 )
 
+LARGEST = 1.7e308  # below the largest float; two of them are beyond it
+BEYOND_ALL_FLOATS = [
+    {
+        "step": step,
+        "time_per_batch": LARGEST,
+        "seconds_waiting": LARGEST,
+        "seconds_training": LARGEST,
+        "avg_reward": LARGEST,
+        "judge_budget_spent": -LARGEST,
+        "timestamp": -LARGEST,
+        "verifiers": {"a": {"ok": LARGEST, "busy_s": LARGEST, "latency_p50_s": LARGEST}},
+    }
+    for step in range(1, 31)
+]
+
 FOLDERS: dict[str, Callable[[Run], Any]] = {
     "metrics that are a pipe": lambda r: r.put("training_metrics.jsonl", os.mkfifo),
     "metrics that are a device": lambda r: r.put("training_metrics.jsonl", link_to("/dev/zero")),
     "metrics that lie elsewhere": lambda r: r.put("training_metrics.jsonl", link_to(r.secret)),
     "metrics of odd lines": lambda r: r.write("training_metrics.jsonl", *ODD_LINES),
+    "metrics whose sums are beyond all floats": lambda r: r.write(
+        "training_metrics.jsonl", *BEYOND_ALL_FLOATS
+    ),
+    "metrics whose times are beyond all dates": lambda r: r.write(
+        "training_metrics.jsonl",
+        *[r.step(1) | {"time_per_batch": 1e30, "timestamp": sign * 1e30} for sign in (1, -1)],
+    ),
     "metrics of brackets": lambda r: r.raw(
         "training_metrics.jsonl", "[" * 10**6 + "\n" + '{"a":' * 900 + "\n"
     ),
