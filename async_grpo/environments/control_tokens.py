@@ -2,8 +2,8 @@
 
 A tokenizer finds `<|im_end|>` in any text. A page that a tool reads, or an environment that repeats what it was told, could
 so end its own message and write a turn of the policy. The chat template's own control tokens are in the same text, though.
-So each one that a foreign text spells gets a random marker inside before the template sees it, as does the end of a text
-that what follows could complete. After the template the markers are taken out, and the text is cut where one stood inside a
+Before rendering, we insert a random marker into every control token that a foreign text contains, and at the end of a text
+that could become one together with the text after it. After the template the markers are taken out, and the text is cut where one stood inside a
 control token. The pieces are tokenised one by one: no control token spans two. Text that spells none takes the usual way,
 and has the usual ids.
 """

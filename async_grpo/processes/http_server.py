@@ -71,7 +71,7 @@ async def write_in_time(request: web.Request, response: web.StreamResponse) -> N
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        pass  # the client has gone: what it asked for counts all the same
+        pass  # the client has gone: the turn was generated and is trained on although nobody reads the answer
 
 
 class _Refusal(asyncio.Protocol):
