@@ -6,12 +6,15 @@ Before rendering, we insert a random marker into every control token that a fore
 that could become one together with the text after it. After the template the markers are taken out, and the text is cut where one stood inside a
 control token. The pieces are tokenised one by one: no control token spans two. Text that spells none takes the usual way,
 and has the usual ids.
+
+Some tokenizers look for control tokens behind a normalizer, which makes other characters `<|im_end|>`, too. There a text that
+spells one once it is normalized is cut between all of its characters.
 """
 
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +47,23 @@ class ControlTokens:
         self._beginnings = {spelling[:end] for spelling in self.spellings for end in range(1, len(spelling))}
         self._endings = {spelling[begin:] for spelling in self.spellings for begin in range(1, len(spelling))}
         self._longest = max(map(len, self.spellings), default=0)
+        self._normalize = _normalizer_of(tokenizer, self.spellings)
+        if self._normalize is not None:
+            normalized = sorted({self._normalize(spelling) for spelling in self.spellings} - {""})
+            self._normalized_pattern = re.compile(_trie_pattern(normalized))
+            self._beginnings |= {text[:end] for text in normalized for end in range(1, len(text))}
+            self._endings |= {text[begin:] for text in normalized for begin in range(1, len(text))}
+            self._longest = max(self._longest, *map(len, normalized))
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
-        """Return a place inside each control token that the text spells, also in those that overlap."""
+        """Return a place inside each control token that the text spells, also in those that overlap.
+
+        If it spells one only once it is normalized, return all places: which characters become which is not known.
+        """
+        if self._normalize is not None:
+            normalized = self._normalize(text)
+            if normalized != text and self._normalized_pattern.search(normalized) is not None:
+                return tuple(range(1, len(text)))
         return tuple(begin + 1 for begin, _ in self._spelled(text))
 
     def _spelled(self, text: str) -> Iterator[tuple[int, int]]:
@@ -58,7 +75,9 @@ class ControlTokens:
 
     def needed(self, rendered: Rendered) -> Rendered:
         """Return the text with those of its breaks that stand inside a control token."""
-        if not rendered.breaks:
+        if (
+            not rendered.breaks or self._normalize is not None
+        ):  # behind a normalizer, no text shows which are needed
             return rendered
         kept = set[int]()
         for begin, end in self._spelled(rendered.text):
@@ -83,11 +102,26 @@ class ControlTokens:
     def _marked_text(self, text: str, marker: str) -> str:
         lengths = range(1, min(self._longest, len(text) + 1))
         marked = marker.join(cut(text, self.breaks_of(text)))
-        if any(text[-length:] in self._beginnings for length in lengths):
+        forms = [text] if self._normalize is None else [text, self._normalize(text)]
+        if any(form[-length:] in self._beginnings for form in forms for length in lengths):
             marked += marker
-        if any(text[:length] in self._endings for length in lengths):
+        if any(form[:length] in self._endings for form in forms for length in lengths):
             marked = marker + marked
         return marked
+
+
+def _normalizer_of(tokenizer: Any, spellings: Iterable[str]) -> Callable[[str], str] | None:
+    """Return the normalizer behind which the tokenizer looks for control tokens; None if it looks for them as spelled."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    normalized_tokens = {str(token) for token in added if token.normalized}
+    if normalizer is None or normalized_tokens.isdisjoint(spellings):
+        return None
+
+    def normalize(text: str) -> str:
+        return normalizer.normalize_str(text.encode(errors="replace").decode())  # it takes no lone surrogate
+
+    return normalize
 
 
 def new_marker() -> str:
