@@ -3,12 +3,12 @@
 A tokenizer finds `<|im_end|>` in any text. A page that a tool reads, or an environment that repeats what it was told, could
 so end its own message and write a turn of the policy. The chat template's own control tokens are in the same text, though.
 Before rendering, we insert a random marker into every control token that a foreign text contains, and at the end of a text
-that could become one together with the text after it. After the template the markers are taken out, and the text is cut where one stood inside a
-control token. The pieces are tokenised one by one: no control token spans two. Text that spells none takes the usual way,
-and has the usual ids.
+that could become one together with the text after it.
+After the template the markers are taken out, and the text is cut where one stood inside a control token. The pieces are
+tokenised one by one: no control token spans two. Text that spells none takes the usual way, and has the usual ids.
 
-Some tokenizers look for control tokens behind a normalizer, which makes other characters `<|im_end|>`, too. There a text that
-spells one once it is normalized is cut between all of its characters.
+Some tokenizers look for control tokens behind a normalizer, which makes other characters `<|im_end|>`, too. There a text
+that spells one once it is normalized is cut between all of its characters.
 """
 
 import re
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WITH_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+CHARACTERS_OF_ONE = 4  # that a normalizer composes to one, at most: a letter with its accents
 MARKER_BYTES = 10  # random ones: a text that was written before cannot hold the marker
 
 
@@ -75,15 +76,23 @@ class ControlTokens:
 
     def needed(self, rendered: Rendered) -> Rendered:
         """Return the text with those of its breaks that stand inside a control token."""
-        if (
-            not rendered.breaks or self._normalize is not None
-        ):  # behind a normalizer, no text shows which are needed
+        if not rendered.breaks:
             return rendered
         kept = set[int]()
         for begin, end in self._spelled(rendered.text):
             first = bisect_right(rendered.breaks, begin)
             kept.update(rendered.breaks[first : bisect_left(rendered.breaks, end)])
+        if self._normalize is not None:
+            kept.update(place for place in rendered.breaks if self._is_near_normalized(rendered.text, place))
         return Rendered(rendered.text, tuple(sorted(kept)))
+
+    def _is_near_normalized(self, text: str, place: int) -> bool:
+        """Return whether what stands around the place spells a control token only once it is normalized."""
+        assert self._normalize is not None
+        reach = CHARACTERS_OF_ONE * self._longest
+        around = text[max(0, place - reach) : place + reach]
+        normalized = self._normalize(around)
+        return normalized != around and self._normalized_pattern.search(normalized) is not None
 
     def marked(self, value: Any, marker: str) -> Any:
         """Return the JSON value with the marker inside each control token that one of its strings spells.

@@ -1,4 +1,4 @@
-"""JSON nested deeply, of a request, an environment or the policy, is refused by name or stays text: it is no fault of ours."""
+"""JSON nested deeply, of a request, an environment or the policy, is refused by name or stays text."""
 
 import json
 
