@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.errors import ConfigurationError
+from async_grpo.files.untrusted import parse_json
 from async_grpo.options.fields import refuse
 
 Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
@@ -68,15 +69,23 @@ class Chat:
         """Return what `render` does, with breaks in the control tokens that foreign texts spell.
 
         is_trusted: of each message, whether its control tokens are meant: the policy's words, and the user's own data.
+
+        ConfigurationError: the template refuses the messages, or objects and lists in them are nested too deeply.
         """
         if self.control_tokens is None:
             return Rendered(self.render(messages, tools))
-        marker, marked_messages = new_marker(), list[Message]()
-        for place, message in enumerate(messages):
-            trusted = place < len(is_trusted) and is_trusted[place]
-            marked = message if trusted else self.control_tokens.marked(_with_arguments(message), marker)
-            marked_messages.append(marked)
-        marked_tools = self.control_tokens.marked(tools, marker) if tools else None
+        marker = new_marker()
+        marked_messages = list[Message]()
+        try:
+            for place, message in enumerate(messages):
+                trusted = place < len(is_trusted) and is_trusted[place]
+                marked = message if trusted else self.control_tokens.marked(_with_arguments(message), marker)
+                marked_messages.append(marked)
+            marked_tools = self.control_tokens.marked(tools, marker) if tools else None
+        except RecursionError as error:
+            raise ConfigurationError(
+                "objects and lists in the messages or in the tools' descriptions are nested too deeply"
+            ) from error
         rendered = without_markers(self.render(marked_messages, marked_tools), marker)
         return self.control_tokens.needed(rendered)
 
@@ -132,8 +141,10 @@ def _with_arguments(message: Message) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
-        with suppress(ValueError, TypeError, KeyError, RecursionError):  # then it stays as it came
-            function["arguments"] = json.loads(function["arguments"])
+        arguments = function.get("arguments")
+        if isinstance(arguments, str | bytes):
+            with suppress(ValueError):  # text that is no JSON, or is nested too deeply, stays text
+                function["arguments"] = parse_json(arguments)
         calls.append({**call, "function": function})
     return {**message, **({"tool_calls": calls} if calls else {})}
 
@@ -157,9 +168,9 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
     beside, call_texts = take_out_calls(text)
     for call_text in call_texts:
         try:
-            call = json.loads(call_text)
+            call = parse_json(call_text)
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue  # it stays in the text: who asked for a call can say that this is none
         calls.append(
             {

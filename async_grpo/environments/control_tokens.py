@@ -2,20 +2,24 @@
 
 A tokenizer finds `<|im_end|>` in any text. A page that a tool reads, or an environment that repeats what it was told, could
 so end its own message and write a turn of the policy. The chat template's own control tokens are in the same text, though.
-So each one that a foreign text spells gets a random marker inside before the template sees it, as does the end of a text
-that what follows could complete. After the template the markers are taken out, and the text is cut where one stood inside a
-control token. The pieces are tokenised one by one: no control token spans two. Text that spells none takes the usual way,
-and has the usual ids.
+Before rendering, we insert a random marker into every control token that a foreign text contains, and at the end of a text
+that could become one together with the text after it.
+After the template the markers are taken out, and the text is cut where one stood inside a control token. The pieces are
+tokenised one by one: no control token spans two. Text that spells none takes the usual way, and has the usual ids.
+
+Some tokenizers look for control tokens behind a normalizer, which makes other characters `<|im_end|>`, too. There a text
+that spells one once it is normalized is cut between all of its characters.
 """
 
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 WITH_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+CHARACTERS_OF_ONE = 4  # that a normalizer composes to one, at most: a letter with its accents
 MARKER_BYTES = 10  # random ones: a text that was written before cannot hold the marker
 
 
@@ -44,9 +48,23 @@ class ControlTokens:
         self._beginnings = {spelling[:end] for spelling in self.spellings for end in range(1, len(spelling))}
         self._endings = {spelling[begin:] for spelling in self.spellings for begin in range(1, len(spelling))}
         self._longest = max(map(len, self.spellings), default=0)
+        self._normalize = _normalizer_of(tokenizer, self.spellings)
+        if self._normalize is not None:
+            normalized = sorted({self._normalize(spelling) for spelling in self.spellings} - {""})
+            self._normalized_pattern = re.compile(_trie_pattern(normalized))
+            self._beginnings |= {text[:end] for text in normalized for end in range(1, len(text))}
+            self._endings |= {text[begin:] for text in normalized for begin in range(1, len(text))}
+            self._longest = max(self._longest, *map(len, normalized))
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
-        """Return a place inside each control token that the text spells, also in those that overlap."""
+        """Return a place inside each control token that the text spells, also in those that overlap.
+
+        If it spells one only once it is normalized, return all places: which characters become which is not known.
+        """
+        if self._normalize is not None:
+            normalized = self._normalize(text)
+            if normalized != text and self._normalized_pattern.search(normalized) is not None:
+                return tuple(range(1, len(text)))
         return tuple(begin + 1 for begin, _ in self._spelled(text))
 
     def _spelled(self, text: str) -> Iterator[tuple[int, int]]:
@@ -64,7 +82,17 @@ class ControlTokens:
         for begin, end in self._spelled(rendered.text):
             first = bisect_right(rendered.breaks, begin)
             kept.update(rendered.breaks[first : bisect_left(rendered.breaks, end)])
+        if self._normalize is not None:
+            kept.update(place for place in rendered.breaks if self._is_near_normalized(rendered.text, place))
         return Rendered(rendered.text, tuple(sorted(kept)))
+
+    def _is_near_normalized(self, text: str, place: int) -> bool:
+        """Return whether what stands around the place spells a control token only once it is normalized."""
+        assert self._normalize is not None
+        reach = CHARACTERS_OF_ONE * self._longest
+        around = text[max(0, place - reach) : place + reach]
+        normalized = self._normalize(around)
+        return normalized != around and self._normalized_pattern.search(normalized) is not None
 
     def marked(self, value: Any, marker: str) -> Any:
         """Return the JSON value with the marker inside each control token that one of its strings spells.
@@ -83,11 +111,26 @@ class ControlTokens:
     def _marked_text(self, text: str, marker: str) -> str:
         lengths = range(1, min(self._longest, len(text) + 1))
         marked = marker.join(cut(text, self.breaks_of(text)))
-        if any(text[-length:] in self._beginnings for length in lengths):
+        forms = [text] if self._normalize is None else [text, self._normalize(text)]
+        if any(form[-length:] in self._beginnings for form in forms for length in lengths):
             marked += marker
-        if any(text[:length] in self._endings for length in lengths):
+        if any(form[:length] in self._endings for form in forms for length in lengths):
             marked = marker + marked
         return marked
+
+
+def _normalizer_of(tokenizer: Any, spellings: Iterable[str]) -> Callable[[str], str] | None:
+    """Return the normalizer behind which the tokenizer looks for control tokens; None if it looks for them as spelled."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    normalized_tokens = {str(token) for token in added if token.normalized}
+    if normalizer is None or normalized_tokens.isdisjoint(spellings):
+        return None
+
+    def normalize(text: str) -> str:
+        return normalizer.normalize_str(text.encode(errors="replace").decode())  # it takes no lone surrogate
+
+    return normalize
 
 
 def new_marker() -> str:

@@ -11,6 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel, Field, FiniteFloat
 
 from async_grpo.environments.policy import Reply
+from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
 from async_grpo.processes.http_server import ANSWER_WITHIN_S
 from async_grpo.processes.offload import offloaded
 
@@ -82,10 +83,14 @@ class CompletionRequest(Request):
     echo: Literal[False] | None = None
 
 
+NumberName = Annotated[str, Field(pattern=f"^{NUMBER_NAME}$")]
+Number = Annotated[FiniteFloat, Field(ge=-MAX_EXTRA, le=MAX_EXTRA)]
+
+
 class Result(BaseModel):
     reward: FiniteFloat | None = None
     failure: str = ""  # then it has failed
-    numbers: Annotated[dict[Annotated[str, Field(max_length=100)], FiniteFloat], Field(max_length=100)] = {}
+    numbers: Annotated[dict[NumberName, Number], Field(max_length=100)] = {}
 
 
 def as_template(message: ChatMessage) -> dict[str, Any]:

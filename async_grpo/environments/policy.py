@@ -120,8 +120,8 @@ class Policy:
         tools: their JSON schemas, for the chat template; without them, nothing that is said is a call.
         max_tokens: of this turn. stop: texts that end it.
 
-        TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`). What was refused was a
-        turn, too.
+        TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`). A refused
+        request also counts as a turn.
         ConfigurationError: the chat template refuses the messages; there are no tokens, or they are none of the model.
         """
         await asyncio.sleep(0)  # or a program that only meets refusals would never let its time be up

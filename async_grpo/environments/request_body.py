@@ -5,10 +5,11 @@ number of its values rather than by its bytes, so both are limited.
 """
 
 import asyncio
-import json
 from typing import Any
 
 from aiohttp import web
+
+from async_grpo.files.untrusted import parse_json
 
 BASE_BYTES = 256 * 1024  # for tools' schemas, and what a chat template leaves out
 BYTES_PER_TOKEN = 64  # of the context; text has about 4, or 12 where JSON escapes it
@@ -48,7 +49,8 @@ async def read_body(request: web.Request, context_tokens: int) -> bytes:
 def parsed(body: bytes, *, max_token_ids: int = 0) -> Any:
     """Return the JSON of a body.
 
-    HTTPBadRequest: it is no JSON in UTF-8, or has more than MAX_VALUES values and `max_token_ids`.
+    HTTPBadRequest: it is no JSON in UTF-8, is nested deeper than `parse_json` allows, or has more than MAX_VALUES values
+    and `max_token_ids`.
     """
     limit = MAX_VALUES + max_token_ids
     count = count_values(body, limit)
@@ -56,9 +58,9 @@ def parsed(body: bytes, *, max_token_ids: int = 0) -> Any:
         said = f"the body has {count} values; at most {limit} are taken"
         raise web.HTTPBadRequest(text=f"{said}: send fewer messages, parts, tools or fields")
     try:
-        return json.loads(body.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise web.HTTPBadRequest(text=f"the body is no JSON: {type(error).__name__}") from error
+        return parse_json(body)
+    except ValueError as error:
+        raise web.HTTPBadRequest(text=f"the body cannot be read as JSON: {error}") from error
 
 
 def count_values(body: bytes, limit: int = MAX_VALUES) -> int:

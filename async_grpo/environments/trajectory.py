@@ -163,8 +163,10 @@ class Recorder:
         return message
 
     def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
-        """The whole as one completion, its sequences one after the other, that of the last turn last; `truncated` if its
-        last turn is (None)."""
+        """Return the trajectory as one completion, sequences in order of their last turn.
+
+        `truncated=None` takes the value of the last turn.
+        """
         by_end = sorted(self._sequences, key=lambda sequence: sequence.turns[-1][0])
         in_order = [turn for sequence in by_end for turn in sequence.turns]
         numbers, turns, parts = zip(*in_order, strict=True) if in_order else ((), (), ())

@@ -14,6 +14,7 @@ from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
 from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.metrics.free_numbers import FreeNumbers
 from async_grpo.metrics.spans import Spans
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import (
@@ -69,6 +70,7 @@ class Rollouts:
     ) -> None:
         self.config, self.facts, self._on_change = config, facts, on_change
         self.spans = Spans()
+        self._free_numbers = FreeNumbers()
         self.generation, self.verification = generation, verification
         roles = ("reference", reference, "ref_logprobs"), ("proximal", proximal, "proximal_logprobs")
         self._recomputed = [(role, source, name) for role, source, name in roles if source is not None]
@@ -102,12 +104,29 @@ class Rollouts:
         samples = tuple(sorted((task.result() for task in scoring), key=lambda one: one.completion.member))
         is_baseline = sampling == GREEDY and not evaluation
         if not self.facts.whole_groups or is_baseline:
-            return samples
+            return self._with_bounded_numbers(samples)
         # A reward looks at all of the group that there is to be scored
         scored = [sample for sample in samples if not sample.completion.failure]
         seen, verdicts = [reward_sample(prompt, s.completion) for s in scored], [s.verdict for s in scored]
         found = iter(await self.verification.post_process(seen, verdicts, evaluation=evaluation))
-        return tuple(s if s.completion.failure else replace(s, verdict=next(found)) for s in samples)
+        judged = tuple(s if s.completion.failure else replace(s, verdict=next(found)) for s in samples)
+        return self._with_bounded_numbers(judged)
+
+    def _with_bounded_numbers(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Return the samples without the numbers of agents, environments and rewards that metrics cannot take."""
+        bounded_samples = []
+        for sample in samples:
+            completion, verdict = sample.completion, sample.verdict
+            if completion.outcome is not None:
+                numbers = self._free_numbers.bounded(ENVIRONMENT, completion.outcome.numbers)
+                completion = replace(completion, outcome=replace(completion.outcome, numbers=numbers))
+            results = []
+            for result in verdict.results:
+                extra = self._free_numbers.bounded(result.adapter, result.extra)
+                results.append(replace(result, extra=extra))
+            verdict = replace(verdict, results=tuple(results))
+            bounded_samples.append(replace(sample, completion=completion, verdict=verdict))
+        return tuple(bounded_samples)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
         if completion.failure:

@@ -47,14 +47,15 @@ OF_THE_RUN = (
     *("temperature", "max_generation_tokens", "infinite_sampler_seed", "dtype", "float32_head"),
     "advantage_estimator",
 )
-# What is of this machine and this evaluation, whatever the run had: its value is neither taken nor asked for
+# Options of this machine. The stored value is ignored, without an error.
 OF_THIS_START = (
     *("path", "output_dir", "run_name", "logging_level", "verifiers", "verdict_cache", "judge_model_id"),
     "endpoint_host",
 )
 # Who gets rows, and what the policy answers to them, if the user names it
 ASKED_ELSEWHERE = {"judge_urls", "http_scorer_urls"}
-# What is said to rewards or environments is taken over only for shipped ones: the user's code is told nothing by a folder
+# Options of rewards and environments are taken over only if all of them ship with this library. A folder must not pass
+# arguments to the user's code.
 SPOKEN_OF = {"reward_options": "reward_fns", "environment_options": "environment"}
 
 
@@ -180,7 +181,7 @@ def _names_shipped_ones(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorConfig(RunConfig):
-    """Of the program that asks the engines and scores: a run's options, of which those of the training are idle."""
+    """Options of the evaluation program: a run's options; those that concern training are ignored."""
 
     evaluated: str = option("", "What the results say is evaluated.")
     step: int = option(0, "The policy version of its weights.")

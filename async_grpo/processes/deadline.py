@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHORTEST_S = 1e-3  # a timer of 0 would be off
+SHORTEST_S = 1e-3  # for a timer that goes on: 0 would switch it off
 
 
 class _TooSlow(BaseException):  # no Exception: libraries catch those in places, and go on
@@ -19,8 +19,10 @@ def interrupted_after(seconds: float, what: str) -> Iterator[None]:
     """Interrupt the block with a TimeoutError after so many seconds.
 
     Only the main thread gets signals: in another one the block is not interrupted. Code in C is interrupted where it
-    looks for signals. A timer that runs already goes on afterwards.
+    looks for signals. A timer that runs already goes on afterwards. With 0 seconds or less, the block does not begin.
     """
+    if seconds <= 0:
+        raise TimeoutError(f"{what} has no time left: {seconds:g} s")
     if threading.current_thread() is not threading.main_thread():
         yield
         return

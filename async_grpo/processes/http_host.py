@@ -36,7 +36,7 @@ def is_address(host: str, own_host: str = "localhost") -> bool:
 def may_read(client: Address, server: Address) -> bool:
     """Return whether the user at the other end of a connection is ours, or root.
 
-    Only of connections on the loopback interface: to be reached from elsewhere is what a server was told to be.
+    Connections from other machines always pass: they exist only if the user chose another address with --host.
     """
     if not ipaddress.ip_address(client[0]).is_loopback or not os.path.exists(CONNECTIONS[0]):
         return True

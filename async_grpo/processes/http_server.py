@@ -9,6 +9,8 @@ import json
 import logging
 import resource
 import time
+import traceback
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +21,7 @@ ANSWER_WITHIN_S = 60.0  # to write it, to a client that may not read
 MAX_CONNECTIONS = 512  # unless the caller knows that there will be more
 LONGEST_PAUSE_S = 600.0  # between two log lines of one kind
 MAX_LOGGED_CHARACTERS = 300
+PACKAGE = str(Path(__file__).resolve().parents[1])
 NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # the latter logs what accepting a connection fails of
 
 
@@ -68,7 +71,7 @@ async def write_in_time(request: web.Request, response: web.StreamResponse) -> N
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        pass  # the client has gone: what it asked for counts all the same
+        pass  # the client has gone: the turn was generated and is trained on although nobody reads the answer
 
 
 class _Refusal(asyncio.Protocol):
@@ -89,26 +92,35 @@ class _Refusal(asyncio.Protocol):
 
 
 class OneLinePerFault(logging.Filter):
-    """Log a client's fault as one line, and faults of one kind with growing pauses; what is our own fault stays whole."""
+    """Log faults of one kind with growing pauses: a client's as one line, our own with its traceback.
+
+    Faults of clients are of one kind if message and class are the same, and our own if they arise in the same place: a
+    client that has found such a place must not fill the disk with tracebacks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._next_at: dict[tuple[Any, ...], tuple[float, float, int]] = {}  # at, pause, suppressed since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged; one that is becomes a line."""
+        """Return whether the record is logged; a client's fault becomes a line."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or not _is_a_client_s(record, error):
+        if error is None:
             return True
-        kind = record.name, record.msg, type(error)
+        is_a_client_s = _is_a_client_s(record, error)
+        cause = record.msg if is_a_client_s else _place_of(error)
+        kind = record.name, cause, type(error)
         now = time.monotonic()
         next_at, pause_s, suppressed = self._next_at.get(kind, (now, 1.0, 0))
         if now < next_at:
             self._next_at[kind] = next_at, pause_s, suppressed + 1
             return False
         self._next_at[kind] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S), 0
-        first_line = record.getMessage().partition("\n")[0]
         more = f" ({suppressed} more like it before)" if suppressed else ""
+        if not is_a_client_s:
+            record.msg, record.args = record.getMessage() + more, ()
+            return True
+        first_line = record.getMessage().partition("\n")[0]
         described = f"{first_line}: {type(error).__name__}: {error}".encode("unicode_escape").decode()
         record.msg = described[:MAX_LOGGED_CHARACTERS] + more
         record.args, record.exc_info, record.exc_text = (), None, None
@@ -116,7 +128,7 @@ class OneLinePerFault(logging.Filter):
 
 
 def bound_logs() -> None:
-    """Have this process's HTTP servers log a line per fault of a client, and few of them. Repeating it is harmless."""
+    """Have this process's HTTP servers log few faults, and a line for one of a client. Repeating it is harmless."""
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(entry, OneLinePerFault) for entry in logger.filters):
@@ -128,6 +140,15 @@ def _is_a_client_s(record: logging.LogRecord, error: BaseException) -> bool:
     if record.name == "asyncio":
         return isinstance(error, OSError) and "socket.accept()" in str(record.msg)
     return isinstance(error, HttpProcessingError | ConnectionError)
+
+
+def _place_of(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the innermost call in this package that led to the error, or else of the innermost call."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return "", 0
+    inside = [frame for frame in frames if frame[0].startswith(PACKAGE)]
+    return (inside or frames)[-1]
 
 
 def _max_files() -> int:

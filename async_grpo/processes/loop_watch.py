@@ -11,6 +11,7 @@ thread of the process computed.
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import threading
@@ -81,12 +82,17 @@ class LoopWatch:
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
+        # Of the watching thread: how late its waits ended so far, and when the present one is due. One tuple, as the
+        # loop's thread must not see one number without the other
+        self._watcher_delay = (0.0, math.inf)
 
     def start(self) -> None:
         """Begin; in the loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._beats, self._starved_at_beat_s = 0, self._starved_s()
+        self._delay_at_beat_s, self._cpu_at_beat_s = 0.0, time.process_time()
+        self._thread_cpu_at_beat_s = time.thread_time()
         self._due_at = time.monotonic()  # of the next heartbeat
         self._beat()
         self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
@@ -99,25 +105,44 @@ class LoopWatch:
             self._timer.cancel()
 
     def take_longest_s(self) -> float:
-        """Return the longest time that a turn was late since the last call, without what a lack of processors added."""
+        """Return the longest time that code made a turn late since the last call, as `LateTurn.blamed_s` counts it."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
     def _beat(self) -> None:
         now, starved_s = time.monotonic(), self._starved_s()
-        late_s = now - self._due_at - (starved_s - self._starved_at_beat_s)
-        self._longest_s = max(self._longest_s, late_s)
-        self._starved_at_beat_s = starved_s
+        cpu_s, thread_cpu_s = time.process_time(), time.thread_time()
+        delay_s = self._watcher_delay_s(now)
+        starved_in_turn_s = starved_s - self._starved_at_beat_s
+        turn = LateTurn(
+            age_s=now - self._due_at,
+            computing_s=thread_cpu_s - self._thread_cpu_at_beat_s,
+            starved_s=starved_in_turn_s,
+            stopped_s=_stopped_s(
+                delay_s - self._delay_at_beat_s,
+                cpu_s - self._cpu_at_beat_s,
+                starved_in_turn_s,
+            ),
+        )
+        self._longest_s = max(self._longest_s, turn.blamed_s)
+        self._starved_at_beat_s, self._delay_at_beat_s = starved_s, delay_s
+        self._cpu_at_beat_s, self._thread_cpu_at_beat_s = cpu_s, thread_cpu_s
         self._due_at = now + BEAT_S
         self._beats += 1
         if not self._ended.is_set():
             self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    def _watcher_delay_s(self, now: float) -> float:
+        """Return how late the watching thread was so far, in all of its waits and in the present one."""
+        ended_waits_s, due_at = self._watcher_delay
+        return ended_waits_s + max(0.0, now - due_at)
 
     def _watch(self) -> None:
         """Look at the heartbeat, and log what is late; in a thread."""
         beats, own_delay_s, threads_at_beat, cpu_at_beat_s = -1, 0.0, _thread_times(), time.process_time()
         while True:
             before = time.monotonic()
+            self._watcher_delay = (self._watcher_delay_s(before), before + BEAT_S)
             if self._ended.wait(BEAT_S):
                 return
             if self._beats != beats:  # a new turn
@@ -146,8 +171,7 @@ class LoopWatch:
             age_s,
             computing_s=computing_s,
             starved_s=starved_s,
-            # Where a thread computed, this one was late because it waited for Python's lock
-            stopped_s=max(0.0, own_delay_s - computed_s - starved_s),
+            stopped_s=_stopped_s(own_delay_s, computed_s, starved_s),
             busiest=names.get(busiest) or "?",
             busiest_s=0.0 if busiest is None else used_s[busiest],
         )
@@ -175,6 +199,14 @@ class LoopWatch:
             return int(text.split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             return 0.0
+
+
+def _stopped_s(watcher_delay_s: float, computed_s: float, starved_s: float) -> float:
+    """Return for how long the process stood still, by how late the watching thread was.
+
+    Where a thread of the process computed, the watching one was late because it waited for Python's lock.
+    """
+    return max(0.0, watcher_delay_s - computed_s - starved_s)
 
 
 def _thread_times() -> dict[int, float]:

@@ -30,6 +30,7 @@ from async_grpo.programs.status import RECENT, headline, total_steps, trainer_lo
 
 POINTS = 2000  # of each curve, at most
 EVALUATIONS, SPANS, SAMPLES = 300, 1500, 2000  # the newest
+MAX_DIGITS = 20  # of a place in a file; Python reads no number of more than 4300
 STATUSES = ("ok", "failed", "timed_out", "abstained")
 Line = Mapping[str, Any]
 
@@ -46,7 +47,6 @@ class WatchConfig(Section):
 def watch(config: WatchConfig) -> None:
     """Serve the page until Ctrl-C. ConfigurationError: the folder holds no run, or the address is taken."""
     told: dict[str, Any] = {"host": config.host, "port": config.port, "print": partial(print, flush=True)}
-    bound_logs()
     limits: dict[str, Any] = {"shutdown_timeout": 2.0, "keepalive_timeout": IDLE_S}
     try:
         web.run_app(application(config), **told, **limits, access_log=None)
@@ -57,6 +57,7 @@ def watch(config: WatchConfig) -> None:
 
 def application(config: WatchConfig) -> web.Application:
     """What answers: `/`, `/data?since=BYTE` and `/samples`, to nothing but GET."""
+    bound_logs()
     run = Path(config.path)
     total_steps(options_of(run))  # or it is refused here, not in the browser
     template = (resources.files("async_grpo.viewer") / "watch.html").read_text(encoding="utf-8")
@@ -66,8 +67,8 @@ def application(config: WatchConfig) -> web.Application:
 
     async def numbers(request: web.Request) -> web.Response:
         since = request.query.get("since", "0")
-        if not since.isdecimal():
-            raise web.HTTPBadRequest(text=f"since={since} is no byte")
+        if not since.isdecimal() or len(since) > MAX_DIGITS:
+            raise web.HTTPBadRequest(text=f"since={since[:MAX_DIGITS]} is no byte")
         return _answer(await asyncio.to_thread(lambda: as_json(data(run, int(since)))), "application/json")
 
     async def samples(request: web.Request) -> web.Response:

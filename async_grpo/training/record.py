@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import errno
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -26,6 +27,7 @@ from async_grpo.types import PROMPT_TOKEN
 log = logging.getLogger(__name__)
 ARRAYS = tuple(one.name for one in dataclasses.fields(MicroBatch) if one.name != "is_dummy")
 MAX_STEP_BYTES = 64 << 20  # of the end of a step with its metrics
+MAX_ARRAYS_BYTES = 4 << 30  # of a rank's step: some 100 million tokens; a sparse file says any size
 MOST_RANKS = 1 << 20
 # What JSON and safetensors raise for files that hold anything
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError)
@@ -151,7 +153,7 @@ class Recording:
         file = folder / f"rank_{rank}.safetensors"
         if not is_regular(file):
             raise ValueError(f"{file.name} is no regular file")
-        arrays = load_file(file)
+        arrays = _load_arrays(file)
         messages: list[Message] = []
         for number, is_dummy in enumerate(told.pop("dummies")):
             fields: dict[str, Any] = {name: arrays.get(f"{number}.{name}") for name in ARRAYS}
@@ -160,12 +162,21 @@ class Recording:
         return messages
 
 
+def _load_arrays(file: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file of at most MAX_ARRAYS_BYTES; OSError if it is larger."""
+    size_bytes = file.stat().st_size
+    if size_bytes > MAX_ARRAYS_BYTES:
+        limit_mb = MAX_ARRAYS_BYTES >> 20
+        raise OSError(errno.EFBIG, f"is larger than {limit_mb} MB, the most that is read", str(file))
+    return load_file(file)
+
+
 def recorded_completions(folder: Path) -> Iterator[tuple[int, list[int], dict[str, list[Any]]]]:
     """Of a step's folder every completion: group, token ids, and numbers of each token; nothing if there is none.
 
     `ratios`: natural logarithm of the trainer's probability over the engine's; NaN where a token was not trained.
     """
-    for arrays in map(load_file, files_inside(folder, "rank_*.safetensors")):
+    for arrays in map(_load_arrays, files_inside(folder, "rank_*.safetensors")):
         for number in range(sum(name.endswith(".cu_seqlens") for name in arrays)):
             begins = f"{number}."
             of = {name.removeprefix(begins): one for name, one in arrays.items() if name.startswith(begins)}

@@ -481,6 +481,11 @@ def test_an_agent_that_asks_for_many_turns_at_once_gets_as_many_as_it_may():
         ("completions", {"prompt": "x" * 300_000}, "the trajectory is over: it has had its 4000 tokens"),
         ("result", {"reward": "much"}, "reward"),
         ("result", {"reward": float("nan")}, "finite number"),
+        ("result", {"reward": 1, "numbers": {"a": 1e308}}, "less than or equal to"),
+        ("result", {"reward": 1, "numbers": {"a": -1e308}}, "greater than or equal to"),
+        ("result", {"reward": 1, "numbers": {"a\x1b[2J": 1}}, "pattern"),
+        ("result", {"reward": 1, "numbers": {"a\n": 1}}, "pattern"),
+        ("result", {"reward": 1, "numbers": {"": 1}}, "pattern"),
         ("nothing", {}, "404"),
     ],
 )

@@ -353,16 +353,43 @@ def test_too_many_open_files_are_logged_with_growing_pauses(monkeypatch):
     assert 5 <= len(lines) <= 20 and "more like it" in lines[-1]
 
 
-def test_our_own_faults_are_logged_whole():
+def test_our_own_faults_are_logged_whole_and_those_of_one_place_with_growing_pauses(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(http_server.time, "monotonic", lambda: clock[0])
     log_filter = OneLinePerFault()
-    for name, error in (
-        ("aiohttp.server", KeyError("x")),
-        ("aiohttp.server", FileNotFoundError("x")),
-        ("asyncio", OSError("Task exception was never retrieved")),
-    ):
-        for _ in range(3):
-            record = record_of(name, "Error handling request", error)
-            assert log_filter.filter(record) and record.exc_info is not None
+    places = (
+        ("aiohttp.server", lambda: parsed(None)),
+        ("aiohttp.server", lambda: message_of(None)),
+        ("asyncio", lambda: ConnectionGate(None)()),
+    )
+    seconds_of_lines = {place: [] for place in places}
+    for second in range(3600):
+        clock[0] = float(second)
+        for name, fails in places:
+            with pytest.raises((AttributeError, TypeError)) as raised:
+                fails()
+            record = record_of(name, f"Error handling request {second}", raised.value)
+            if log_filter.filter(record):
+                assert record.exc_info is not None and f"request {second}" in record.getMessage()
+                seconds_of_lines[name, fails].append(second)
+    # Pauses of 1, 2, 4 ... 512 s, then of 600 s: the lines come at 0, 1, 3, 7 ... 1023, 1623, 2223, ...
+    expected = [2**line - 1 for line in range(11)] + [1623, 2223, 2823, 3423]
+    assert list(seconds_of_lines.values()) == [expected] * 3
+
+
+def test_endless_recursion_that_requests_reach_does_not_fill_the_log():
+    log_filter, passed_characters = OneLinePerFault(), 0
+
+    def recurse(depth: int) -> None:
+        recurse(depth + 1)
+
+    for _ in range(200):
+        with pytest.raises(RecursionError) as raised:
+            recurse(0)
+        record = record_of("aiohttp.server", "Error handling request", raised.value)
+        if log_filter.filter(record):
+            passed_characters += len(logging.Formatter().format(record))
+    assert 0 < passed_characters < 20_000
 
 
 def test_a_malformed_request_logs_one_line_and_no_traceback(caplog):

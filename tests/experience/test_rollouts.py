@@ -1,5 +1,7 @@
 """One group or evaluation: which completions are asked for, in which order they stand, and what a reward of groups sees."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.rollouts import Rollouts
 from async_grpo.testing import FakeGeneration, FakeVerification
-from async_grpo.types import Prompt
+from async_grpo.types import AdapterResult, Outcome, Prompt, RewardStatus
 
 QUESTIONS = [Question(np.array([n], np.int32), {"input": f"q{n}"}) for n in range(3)]
 PROMPT = Prompt(4, np.array([1], np.int32), {"input": "x"})
@@ -57,3 +59,26 @@ async def test_a_reward_of_whole_groups_sees_the_group_and_not_its_greedy_comple
     )
     assert verification.seen == [[2, 3, 4, 5]]
     assert group.baseline is not None and group.baseline.reward == 1.0
+
+
+async def test_numbers_that_rewards_and_environments_name_are_bounded_in_training_and_evaluation():
+    class Played(FakeGeneration):
+        async def generate(self, prompt, count, sampling=None, session=None):
+            async for completion in super().generate(prompt, count, sampling, session):
+                numbers = {"tries": 2.0, "a b": 1.0, "huge": 1e308}
+                yield replace(completion, outcome=Outcome(1.0, numbers=numbers))
+
+    extra = {"length": 7.0, "\x1b[2J": 1.0, "huge": -1e308}
+    verification = FakeVerification(lambda sample: AdapterResult("fake", RewardStatus.OK, 1.0, extra=extra))
+    for whole_groups in (False, True):
+        source = rollouts(Played(), verification, whole_groups=whole_groups)
+        group = await source.group(PROMPT, 0, 0)
+        for sample in group.samples:
+            assert sample.completion.outcome.numbers == {"tries": 2.0}
+            assert sample.verdict.results[0].extra == {"length": 7.0}
+        stats = await source.evaluate(QUESTIONS, EvaluationConfig(eval_samples=2, eval_pinned=True))
+        assert {name for name in stats if name.startswith("fake/")} == {
+            "fake/length",
+            "fake/reward",
+            "fake/reward_std",
+        }

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.tail import spread_records
+from async_grpo.processes.http_server import OneLinePerFault
 from async_grpo.programs.watch import POINTS, WatchConfig, application, watch
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -255,3 +256,23 @@ def test_a_client_that_says_nothing_is_let_go_of(run, monkeypatch):
     for name in ("aiohttp.server", "asyncio"):
         kinds = [type(entry).__name__ for entry in logging.getLogger(name).filters]
         assert kinds.count("OneLinePerFault") == 1
+
+
+async def test_malformed_requests_fill_no_log_and_are_no_fault_of_ours(run, caplog):
+    requests = (
+        b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"\x00\xff garbage\r\n\r\n",
+        b"GET /data?since=" + b"9" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /data?since=-1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
+    async with browser(run) as client:
+        for entry in logging.getLogger("aiohttp.server").filters:
+            if isinstance(entry, OneLinePerFault):
+                entry._next_at.clear()
+        for request in requests * 20:
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+            writer.write(request)
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 60)
+            writer.close()
+    records = [record for record in caplog.records if record.name == "aiohttp.server"]
+    assert len(records) <= 20 and all(record.exc_info is None for record in records)

@@ -79,7 +79,7 @@ async def story():
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     await asyncio.sleep(0.6)
     watch.stop()
-    print("ended", flush=True)
+    print("ended, longest:", watch.take_longest_s(), flush=True)
 asyncio.run(story())
 """
 
@@ -94,6 +94,8 @@ def test_a_process_that_was_stopped_blames_no_code():
         process.send_signal(18)  # SIGCONT
         said, _ = process.communicate("\n", timeout=60)
     assert "ended" in said and "one turn of the event loop" not in said, said
+    longest_s = float(said.rpartition("longest:")[2])
+    assert longest_s < 1.0, said  # the metric agrees with the log
 
 
 @pytest.mark.parametrize(

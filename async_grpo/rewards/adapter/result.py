@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.options.redaction import redacted
 
 # A reward beyond is implausible: a sum that overflowed, a number in another unit, an attack. Up to here float32 tells
 # rewards apart that differ by 0.1, and their squares and sums stay far from its end.
 MAX_REWARD = 1e6
 PLAUSIBLE_REWARD = f"a reward lies between -{MAX_REWARD:g} and {MAX_REWARD:g}"
-MAX_EXTRA = 1e38  # of any further number: the squares of which a deviation is made still fit a float
 KINDS = ("step_rewards", "token_rewards")
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500

@@ -22,7 +22,10 @@ class OwnUserOnly:
         self._application = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 403. Other than HTTP, only the server's own start and end pass."""
+        """Pass a request on, or answer it with 403.
+
+        Besides HTTP, only ASGI lifespan events pass unchecked; a websocket that is refused is closed.
+        """
         reason = await asyncio.to_thread(refusal, scope) if scope["type"] != "lifespan" else ""
         if not reason:
             await self._application(scope, receive, send)

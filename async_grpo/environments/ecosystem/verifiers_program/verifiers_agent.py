@@ -7,6 +7,7 @@ OPTIONS: a JSON object of what `vf-eval` calls --env.* and --select.*; those in 
 import asyncio
 import json
 import os
+import re
 import sys
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -60,7 +61,17 @@ async def play(env: Any, tasks: dict[int, Any], key: str, row: dict[str, Any]) -
     late = trace.is_timeout and trace.stop_condition != "agent_timeout"  # that one is scored
     if late or not rewards or None in rewards.values():
         raise RuntimeError(f"it has not been scored ({trace.stop_condition}): {rewards}")
-    return {"reward": trace.reward, "numbers": trace.metrics | rewards}
+    numbers = {plain_name(name): value for name, value in (trace.metrics | rewards).items()}
+    return {"reward": trace.reward, "numbers": numbers}
+
+
+def plain_name(name: str) -> str:
+    """Return a name that the run's metrics take; a reward may be called `<lambda>`.
+
+    >>> plain_name("<lambda>")
+    '_lambda_'
+    """
+    return re.sub(r"[^\w./-]", "_", name)[:100] or "_"
 
 
 async def play_all(name: str, options: dict[str, Any]) -> None:
