@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
 from async_grpo.weights import vllm_engine
 from async_grpo.weights.vllm_engine import ObjectStoreEngine, WeightReceipts
 
@@ -37,3 +40,15 @@ class Lossy(WeightReceipts):
     def lose(self, names: Sequence[str]) -> None:
         LOST.clear()
         LOST.update(names)
+
+    def has_packed_head(self) -> bool:
+        """Whether the LM head computes with a copy of its weight: it answers the same after the weight has changed."""
+        model = self.weight_transfer_engine.model
+        (head,) = (module for module in model.modules() if isinstance(module, ParallelLMHead))
+        inputs = torch.ones(1, head.embedding_dim, dtype=head.weight.dtype)
+        held = head.weight.detach().clone()
+        before = head.quant_method.apply(head, inputs).clone()
+        head.weight.data.zero_()
+        after = head.quant_method.apply(head, inputs)
+        head.weight.data.copy_(held)
+        return torch.equal(before, after)

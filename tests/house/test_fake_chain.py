@@ -9,6 +9,11 @@ from fake_chain import GROUPS, MEMBERS, STEPS, Chain, PoolVerification, chain_co
 from async_grpo.errors import RunFailed, WeightsDidNotLand, WorkerLost
 from async_grpo.testing import FakeEngine, FakeVerification
 from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.weights.package import SELF_TEST
+
+# What the self-test delivers in float32: the weights as they are, then with every tensor changed. Rounds of one layer at
+# a time are for bfloat16, where an engine cannot read back some tensor
+SELF_TEST_ROUNDS = [SELF_TEST, SELF_TEST]
 
 
 def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
@@ -16,8 +21,7 @@ def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
     (tmp_path / "own.py").write_text("def length(sample):\n    return float(len(sample['completion']))\n")
     lines = chain.train(lambda: PoolVerification(f"{tmp_path / 'own.py'}:length"))
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
-    # The self-test (as they are, outside the layers, each of two layers), the first weights, and each step's
-    assert chain.link.delivered == [-2] * 4 + [0, 1, 2, 3]
+    assert chain.link.delivered == [*SELF_TEST_ROUNDS, 0, 1, 2, 3]  # the first weights, and each step's
     for line in lines:
         assert line["samples_in_batch"] == line["num_reward_ok"] == GROUPS * MEMBERS
         assert line["grad_norm"] > 0 and math.isfinite(line["avg_loss"]) and line["staleness_max"] <= 1
@@ -159,11 +163,13 @@ def test_a_worker_that_joins_late_passes_the_self_test_alone_and_shares_the_work
     chain = Chain(tmp_path, engine=at_version(1, lambda engine: chain.join("late", FakeEngine)))
     lines = chain.train()
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
-    start = [-2] * 4 + [0]
-    late = chain.link.delivered.index(-2, len(start))
-    version = chain.link.delivered[late + 4]  # the one that is current then: it is not changed in between
+    start = [*SELF_TEST_ROUNDS, 0]
+    late = chain.link.delivered.index(SELF_TEST, len(start))
+    # The one that is current then: it is not changed in between
+    version = chain.link.delivered[late + len(SELF_TEST_ROUNDS)]
     assert version == chain.link.delivered[late - 1] and version in (1, 2)
-    assert chain.link.delivered == [*start, *range(1, version + 1), *[-2] * 4, *range(version, STEPS + 1)]
+    steps_before, steps_after = range(1, version + 1), range(version, STEPS + 1)
+    assert chain.link.delivered == [*start, *steps_before, *SELF_TEST_ROUNDS, *steps_after]
     members = chain.link.run(chain.controller.begin_sync())
     assert [info.worker_id for info, _ in members] == ["g0", "late"]
     assert all(line["canary_error"] < 1e-5 and line["staleness_max"] <= 1 for line in lines)

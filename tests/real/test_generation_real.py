@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 import threading
-from collections.abc import Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, Tokens
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.self_test import MIN_TOLERANCE
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +137,10 @@ def send(engine: EngineThread, tensors: dict[str, torch.Tensor], version: int) -
 class SelfTest:
     """The publisher's self-test of one engine, by a policy on the same folder.
 
-    reads_back: whether the trainer believes what the engine reads back; otherwise bfloat16 has a round per layer.
+    Args:
+        reads_back: Whether the trainer believes what the engine reads back; otherwise bfloat16 has a round per layer.
+        watched, is_watched: Which tensors are lost in turn, see `WatchedLink`.
+        canary_tokens: Of each text.
     """
 
     def __init__(
@@ -147,6 +151,8 @@ class SelfTest:
         vocab_size: int = 256,
         reads_back: bool = True,
         watched: Collection[int] | None = None,
+        is_watched: Callable[[str], bool] | None = None,
+        canary_tokens: Sequence[int] = (16, 128),
     ) -> None:
         self.policy = PolicyModel(load_causal_lm(folder, dtype))
 
@@ -160,8 +166,8 @@ class SelfTest:
 
         weights = dict(named_weights(self.policy))
         update(weights)
-        self.link = WatchedLink(update, canary, weights, watched)
-        text = Canary([Canary.text(vocab_size, n) for n in (16, 128)], canary_logprobs)
+        self.link = WatchedLink(update, canary, weights, watched, is_watched)
+        text = Canary([Canary.text(vocab_size, n) for n in canary_tokens], canary_logprobs)
         self.publisher = Publisher(self.link, named_weights, text, torch_dtype(dtype), 0, WeightConfig())
 
     def run(self) -> float:
@@ -186,10 +192,12 @@ def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_aft
 def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_loses_is_seen(engine, model):
     test = SelfTest(engine, MODEL, "float32")
     assert test.run() < 1e-4
-    before, *rounds, after = (
-        test.link.tolerances
-    )  # noise may be missed by what it moves; the weights themselves may not
-    assert before == after == 5e-5 and max(rounds) < 0.002 and max(test.link.healthy) < 0.05
+    unchanged, changed, after = test.link.tolerances
+    # Of the weights as they are and with noise: many times what flipped last bits move the trainer's own log-probs by,
+    # which depends on the weights. Of the syncs that follow: what engine and trainer were measured to differ by
+    assert MIN_TOLERANCE <= unchanged < 2e-4 and changed < 0.002 and after == MIN_TOLERANCE
+    (healthy,) = test.link.healthy
+    assert healthy < 0.05  # a 20th of what is allowed
     assert set(test.link.lost) == set(weights(model)) and min(test.link.lost.values()) > 10
 
 
@@ -336,23 +344,29 @@ def test_the_timeline_counts_every_generated_token(engine):
     assert sum(tokens for _, tokens in timeline) == sum(map(len, completions))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_an_engine_received_and_does_not_compute_with_is_named_however_little_it_changed(
-    environment, model
+    environment, model, dtype
 ):
     """By 1e-6: no canary would show it among the roundings of bfloat16."""
-    with closing(EngineThread(extension="lossy_extension.Lossy", dtype="bfloat16")) as lossy:
+    with closing(EngineThread(extension="lossy_extension.Lossy", dtype=dtype)) as lossy:
 
         def not_in_use(version: int, *lost: str) -> set[str]:
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.add_(1e-6)
-            tensors = {name: weight.bfloat16() for name, weight in weights(model).items()}
+            tensors = {name: weight.to(torch_dtype(dtype)) for name, weight in weights(model).items()}
             lossy.run(lossy.worker.engine.collective_rpc("lose", args=(lost,)))
             return {name for name, one in send(lossy, tensors, version)[0].items() if not one.in_use}
 
         key = "model.layers.1.self_attn.k_proj.weight"
         assert not_in_use(0) == set() and not lossy.worker._unreadable
-        assert not_in_use(1, "tied head") == {"model.embed_tokens.weight"}
+        # On a processor without instructions for bfloat16, vLLM has no kernel that packs weights of that dtype: the head
+        # then computes with the very numbers of the embedding, and there is no copy that could stay behind
+        (has_packed_head,) = lossy.run(lossy.worker.engine.collective_rpc("has_packed_head"))
+        assert has_packed_head or dtype == "bfloat16"
+        stale = {"model.embed_tokens.weight"} if has_packed_head else set()
+        assert not_in_use(1, "tied head") == stale
         # Named with what the engine fuses it with
         assert key in (found := not_in_use(2, key)) and all("layers.1.self_attn" in name for name in found)
         assert not_in_use(3) == set()
@@ -397,11 +411,40 @@ def wide_folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_wide_bfloat16_engine_starts_and_each_single_tensor_that_it_loses_is_seen(environment, wide_folder):
-    """It was refused: all tensors changed by at least 0.1 made rounding as large as what a lost one makes."""
+# One of each kind: a wide matrix, a narrow one, a bias, a norm; and what lies outside the layers
+LOST_OF_WIDE_ENGINE = {
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.k_proj.bias",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+}
+
+
+@pytest.mark.timeout(
+    600
+)  # without instructions for bfloat16, each of its 30 canaries takes 3 s of a quiet core
+def test_a_wide_bfloat16_engine_starts_and_each_kind_of_tensor_that_it_loses_is_seen(
+    environment, wide_folder
+):
+    """It was refused: all tensors changed by at least 0.1 made rounding as large as what a lost one makes.
+
+    `benchmarks/landing_proof.py` loses every tensor, of wide engines and of deep ones.
+    """
     with closing(EngineThread(wide_folder, dtype="bfloat16")) as wide:
-        test = SelfTest(wide, wide_folder, "bfloat16", reads_back=False, watched=range(3))
+        test = SelfTest(
+            wide,
+            wide_folder,
+            "bfloat16",
+            reads_back=False,
+            watched=[0, 2],  # the rounds of what lies outside the layers, and of layer 1
+            is_watched=LOST_OF_WIDE_ENGINE.__contains__,
+            canary_tokens=(16, 48),
+        )
         test.run()
         assert max(test.link.healthy) < 0.75
-        assert len(test.link.lost) == 27 and min(test.link.lost.values()) > 1.5
+        assert test.link.lost.keys() == LOST_OF_WIDE_ENGINE and min(test.link.lost.values()) > 1.5
         assert test.link.tolerances[-1] < 0.1  # of every sync after the start; it was 0.3
