@@ -285,14 +285,16 @@ def measure_healthy(proof: Proof, title: str) -> None:
 
     accepted, begun = 0, time.monotonic()
     repetitions = proof.options.repetitions
-    for seed in range(repetitions):
+    first = proof.options.first_seed
+    for seed in range(first, first + repetitions):
         try:
             proof.start(seed)
             accepted += 1
         except AsyncGrpoError as error:
             print(f"{title}: healthy engine refused: {error}")
         print(
-            f"  {accepted} of {seed + 1} accepted, at most {proof.worst:.2f} of what is allowed", flush=True
+            f"  {accepted} of {seed + 1 - first} accepted, at most {proof.worst:.2f} of what is allowed",
+            flush=True,
         )
     print(
         f"{title}: healthy accepted {accepted} of {repetitions}, at most {proof.worst:.2f} of what is allowed while all "
@@ -360,6 +362,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0, help="to go on after an earlier part")
     parser.add_argument("--canary-tokens", type=int, default=512, help="of the longest canary text")
     parser.add_argument("--canary-every", type=int, default=1)
     options = parser.parse_args()
