@@ -41,6 +41,10 @@ LARGEST = {
     "num_local_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
 }
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # as headers of safetensors files name them
+# Files of older versions of transformers also hold masks and positions, which are no weights
+BUFFER_NAMES = ("attn.bias", "attention.bias", "position_ids")
+UNQUANTISED = "train the unquantised model, from which this one was made"
 MOST_PARAMETERS_PER_BYTE = 8  # of the weights' files: a parameter that is stored in one bit
 FETCH = "fetch the whole model (hf download NAME --local-dir FOLDER)"
 CONVERT = (
@@ -150,14 +154,34 @@ def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
                 )
 
 
+def _refuse_quantised(folder: Path) -> None:
+    """Raise ConfigurationError for a model whose configuration says that its weights are quantised.
+
+    What is stored under a weight's name is then a code, which means nothing without its scale.
+    """
+    path = folder / "config.json"
+    content = _table(path) if path.exists() else {}
+    for table in _tables(content):
+        for key in ("quantization_config", "compression_config"):
+            settings = table.get(key)
+            if settings:
+                method = settings.get("quant_method") if isinstance(settings, dict) else settings
+                raise ConfigurationError(
+                    f"the weights of {folder} are quantised ({key} in config.json, method {method!r:.80}), and only "
+                    f"numbers can be trained and compared: {UNQUANTISED}"
+                )
+
+
 def weight_shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shapes of the weights in a folder's safetensors files, by name; of other formats none.
 
     Every file of that kind counts: torch's reader takes all of them, whatever an index says.
 
     Raises:
-        ConfigurationError: a file cannot be read, is named by the index and not there, or two hold the same weight.
+        ConfigurationError: a file cannot be read, is named by the index and not there, two hold the same weight, or the
+            weights are quantised.
     """
+    _refuse_quantised(folder)
     shapes: dict[str, list[int]] = {}
     places: dict[str, Path] = {}
     for file in sorted({*folder.glob("*.safetensors"), *_indexed(folder)}):
@@ -172,10 +196,20 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
                             "that is not the model's"
                         )
                     places[name] = file
-                    shapes[name] = weights.get_slice(name).get_shape()
+                    weight = weights.get_slice(name)
+                    _refuse_codes(file, name, weight.get_dtype())
+                    shapes[name] = weight.get_shape()
         except (OSError, SafetensorError) as error:
             raise ConfigurationError(f"the weights {file} cannot be read ({error}): {FETCH}") from error
     return shapes
+
+
+def _refuse_codes(file: Path, name: str, dtype: str) -> None:
+    """Raise ConfigurationError for a weight whose dtype is one of quantised codes."""
+    if dtype not in WEIGHT_DTYPES and not name.endswith(BUFFER_NAMES):
+        raise ConfigurationError(
+            f"{name} in {file} is stored as {dtype}, and weights are read as {', '.join(WEIGHT_DTYPES)}: {UNQUANTISED}"
+        )
 
 
 def _indexed(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from async_grpo.rewards.builtin.answers import (
     stated_answer,
     time_limit,
     ungrouped,
+    without_layout,
 )
 from async_grpo.rewards.builtin.sympy import is_computable
 
@@ -32,6 +33,11 @@ _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 # slash, babble of numbers would take quadratic time
 _NUMBERS = re.compile(r"[\d\s]++/?")
 _GAP = re.compile(r"(?<=\d)[ \t]+(?=\d)")
+_DELIMITER = re.compile(r"\$|\\[(\[]")  # of a formula
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+# Words, units, bold letters and signs such as that of a currency: of these the library looks for numbers among words
+_PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f]")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # It warns of each of its limits that is off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -83,10 +89,30 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
         return {"reward": float(verify(gold_answers, answers, timeout_seconds=None))}
 
 
+def _is_bare_formula(text: str) -> bool:
+    """Return whether all of a text is a formula without delimiters, which the library would not find in it."""
+    if len(text) > MAX_CHARACTERS or _DELIMITER.search(text) or not _has_balanced_braces(text):
+        return False
+    return _PROSE.search(_COMMAND.sub(" ", text)) is None
+
+
+def _has_balanced_braces(text: str) -> bool:
+    depth = 0
+    for brace in _BRACE.findall(text):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def _answer_to_parse(text: str) -> str:
     """Return the part of a completion in which the library looks for the answer; "" if it states none."""
     boxed = stated_answer(text, ("box",))
     if boxed is not None:
         return readable(rf"\boxed{{{ungrouped(boxed)}}}") if len(boxed) <= MAX_CHARACTERS else ""
-    answer = stated_answer(text, ("box", "block", "marker", "rest")) or ""
+    marked = stated_answer(text, ("box", "block", "marker"))
+    if marked is not None and _is_bare_formula(marked):
+        formula = without_layout(marked.rstrip(" .,;:"))
+        return readable(rf"\boxed{{{ungrouped(formula)}}}")
+    answer = marked if marked is not None else stated_answer(text, ("box", "rest")) or ""
     return readable(answer[-MAX_CHARACTERS - 8 :])
