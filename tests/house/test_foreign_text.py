@@ -46,7 +46,11 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"[\w ./~@%+=:,-]+": OURS,
     },
     "metrics/trackers.py": {"[^a-zA-Z0-9_]": PLAIN},
-    "options/redaction.py": {"KEY|TOKEN|SECRET|PASSW|CREDENTIAL": OURS, "%[0-9A-F]{2}": OURS},
+    "options/redaction.py": {
+        r"\\u[0-9a-f]{4}": PLAIN,
+        "KEY|TOKEN|SECRET|PASSW|CREDENTIAL": OURS,
+        "%[0-9A-F]{2}": OURS,
+    },
     "processes/look.py": {r"^(Thread [^\n]*)\n((?:    .*\n?)*)": "log lines", r"SigCgt:\s*(\w+)": OURS},
     "processes/supervisor.py": {
         r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines",
