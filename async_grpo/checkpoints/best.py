@@ -14,8 +14,8 @@ MOST_EVALUATIONS = 1_000_000  # lines that are read, from the end
 def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) -> set[str]:
     """Return the names of checkpoints that must stay.
 
-    They are the one with the highest mean reward on the evaluation file of that name, to which `checkpoints/best` points from
-    now on (of equal ones the newest), and those that `is_evaluated` says have yet to be. The evaluation that began after
+    The best has the highest mean reward on the evaluation file of that name (of equal ones the newest); `checkpoints/best`
+    points to it from now on. Those that `is_evaluated` says have yet to be stay, too. The evaluation that began after
     step n is that of the checkpoint of step n.
     """
     folders = reversed(checkpoints_of(output_dir))  # of a step that was saved twice, the newer one

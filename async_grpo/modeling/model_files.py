@@ -1,8 +1,8 @@
 """The files of a model's folder, which may be somebody else's: what in them could run code, and which are the weights.
 
 No code of a folder is run, and nothing is unpickled. transformers would ask on the terminal whether to run code that a
-configuration names (`auto_map`), would load the base model that an adapter names, and reads weights from pickles. Many models
-that transformers knows by now still name their old code: they are loaded by the class of transformers.
+configuration names (`auto_map`), would load the base model that an adapter names, and reads weights from pickles. Many
+models that transformers knows by now still name their old code: they are loaded by its own class.
 """
 
 import stat
@@ -110,8 +110,9 @@ def _refuse_code(path: Path, content: dict[str, Any]) -> None:
     for table in _tables(content):
         if table.get("auto_map") and not _is_known(path, table):
             raise ConfigurationError(
-                f"{path} names code of its own (auto_map), which is never run, and transformers {version('transformers')} does "
-                f"not know {_kind_of(path, table)} by itself: take the model in a form that it knows, or, if it does not "
+                f"{path} names code of its own (auto_map), which is never run, and transformers "
+                f"{version('transformers')} does not know {_kind_of(path, table)} by itself: "
+                "take the model in a form that it knows, or, if it does not "
                 "need the code, remove auto_map from the file"
             )
         for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):

@@ -121,5 +121,6 @@ def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
     names = ", ".join(f"--{dashed(name)}" for name in refused)
     raise ConfigurationError(
         f"the run of {folder} used {' '.join(flags)}. A folder, which may be somebody else's, cannot name code to run, a "
-        f"command, a file (other than of questions) or an address, nor loosen a sandbox or a limit: give {names} yourself, with this value or another"
+        f"command, a file (other than of questions) or an address, nor loosen a sandbox or a limit: "
+        f"give {names} yourself, with this value or another"
     )
