@@ -30,7 +30,10 @@ _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
 _TRAILING_CHARACTERS = 100  # in which spacing at the end of a content is looked for
 _DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
-_WORDS_ONLY = re.compile(r"[a-zA-Z,.:;=]*")
+_WORDS_ONLY = re.compile(r"[a-zA-Z\s,.:;=]*")
+_LETTER = re.compile(r"[a-zA-Z]")
+_WORD_OR_RELATION = re.compile(r"[a-zA-Z]{2}|=")
+_SENTENCE_END = re.compile(r"[.!?]\s+[A-Z]")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # of a formula
 _SEPARATOR = r"(?:,\\!|,|\{,\}|\\,|~|[\u00a0\u202f\u2009])"
 _GROUPED_NUMBER = re.compile(rf"-?\d{{1,3}}({_SEPARATOR}\d{{3}})+(\.\d+)?")
@@ -61,13 +64,14 @@ def has_box(text: str) -> bool:
     return bool(_boxes_and_braces(text)[0])
 
 
-def boxed_answer(text: str) -> str | None:
+def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     r"""Return the content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open.
 
     Braces are balanced, and `\{` is none. Layout (delimiters of formulas, spaces, \text, \left, alignment) around the
     content and between boxes does not count. Boxes before the last that only a comma, a semicolon, "and", "or" or, in
     an environment such as `cases`, a new row divides from it are joined to it by commas; equal ones count once. A box
-    that holds boxes counts as a whole if it adds more than words to them. \fbox is read where there is no \boxed.
+    that holds boxes counts as a whole if it adds more than words and "x =" to them. \fbox is read where there is no
+    \boxed. With `keeps_layout`, contents lose white space alone.
 
     >>> boxed_answer(r"\boxed{1}, no: \(x = \boxed{2}\)\quad\text{and}\quad\(\boxed{-3}\).")
     '2, -3'
@@ -93,8 +97,10 @@ def boxed_answer(text: str) -> str | None:
         elif span.end > group_begin:  # it encloses those after it
             if span.content_end - span.content_begin > MAX_OUTER_CHARACTERS:
                 break
-            ring = text[span.content_begin : group_begin] + text[group_end : span.content_end]
-            if not _WORDS_ONLY.fullmatch(_LAYOUT.sub("", ring)):
+            ring = (text[span.content_begin : group_begin], text[group_end : span.content_end])
+            if any(_SENTENCE_END.search(part) for part in ring):
+                break  # no answer goes on after the end of a sentence: a brace is missing or stray
+            if not _is_words_only(_LAYOUT.sub(" ", " ".join(ring))):
                 spans = [span]
             group_end = span.end
             is_group_whole = False
@@ -107,7 +113,15 @@ def boxed_answer(text: str) -> str | None:
     if not spans:
         return None
     contents = [_content(text, span, boxes, closing_braces) for span in reversed(spans)]
+    contents = [content.strip() if keeps_layout else without_layout(content) for content in contents]
     return ", ".join(dict.fromkeys(contents))
+
+
+def _is_words_only(text: str) -> bool:
+    """Return whether a text around a box adds nothing to it; letters alone, as in `\\boxed{5}x`, may be factors."""
+    if not _WORDS_ONLY.fullmatch(text):
+        return False
+    return _LETTER.search(text) is None or _WORD_OR_RELATION.search(text) is not None
 
 
 def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
@@ -171,10 +185,10 @@ def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> boo
 
 
 def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict[int, int]) -> str:
-    """Return the content of a box without the boxes in it (what they hold stays), and without layout around it."""
+    """Return the content of a box without the boxes in it (what they hold stays)."""
     content = text[span.content_begin : span.content_end]
     if not any(name in content for name in _BOX_COMMANDS):
-        return without_layout(content)
+        return content
     removed: list[tuple[int, int]] = []  # begin and end of each piece
     first = bisect_left(boxes, span.content_begin, key=lambda box: box.begin)
     last = bisect_left(boxes, span.content_end, key=lambda box: box.begin)
@@ -190,16 +204,27 @@ def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict
         pieces.append(text[position:begin])
         position = end
     pieces.append(text[position : span.content_end])
-    return without_layout("".join(pieces))
+    return "".join(pieces)
 
 
 def without_layout(text: str) -> str:
-    r"""Return the text without spaces around it and without the delimiters of a formula that is all of it.
+    r"""Return a text of LaTeX without spaces around it and without the delimiters of a formula that is all of it.
+
+    What is nothing but layout stays as it is.
 
     >>> without_layout(r"\[ \displaystyle \frac12 \, \]"), without_layout("$5"), without_layout("$1$, $2$")
     ('\\frac12', '$5', '$1$, $2$')
     """
-    text = _without_spaces(text)
+    return without_delimiters(_without_spaces(text))
+
+
+def without_delimiters(text: str) -> str:
+    r"""Return the text without white space around it, and of a text that is all one formula the formula.
+
+    >>> without_delimiters(r" \( C\, \)"), without_delimiters("~/bin "), without_delimiters("C:\\")
+    ('C', '~/bin', 'C:\\')
+    """
+    text = text.strip()
     for opening, closing in _DELIMITERS:
         is_enclosed = text.startswith(opening) and text.endswith(closing)
         inner = text[len(opening) : -len(closing)]
@@ -210,8 +235,9 @@ def without_layout(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    """Return the text without spaces, spacing commands and commands of style at its two ends."""
+    """Return the text without spaces, spacing commands and commands of style at its two ends; never nothing of it."""
     text = text.strip()
+    whole = text
     if text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1]  # of `\ `, whose blank is gone
     leading = _LEADING_SPACE.match(text)
@@ -220,7 +246,7 @@ def _without_spaces(text: str) -> str:
     head, tail = text[:-_TRAILING_CHARACTERS], text[-_TRAILING_CHARACTERS:]
     without = _TRAILING_SPACE.sub("", tail)
     is_escape_cut = without.endswith("\\")  # `\\,` is a row break and a comma, no space
-    return head + (tail if is_escape_cut else without)
+    return head + (tail if is_escape_cut else without) or whole
 
 
 def ungrouped(text: str) -> str:

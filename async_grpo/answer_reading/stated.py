@@ -9,7 +9,7 @@ from typing import Literal
 
 from async_grpo.answer_reading.boxes import boxed_answer, has_box
 
-Form = Literal["box", "block", "last block", "marker", "rest", "last line"]
+Form = Literal["box", "written box", "block", "last block", "marker", "rest", "last line"]
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
@@ -19,8 +19,9 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
 
     The forms are tried in their order; the first that the text has decides.
 
-        box         the last \boxed{...} (`boxed_answer`). If that box is cut off, there is no answer, in no other form
-                    either.
+        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None; other forms
+                    are not tried.
+        written box the same, with all layout but white space
         block       the text of <answer>...</answer>, if there is exactly one such block behind the thought
         last block  the text of the last complete <answer>...</answer>
         marker      the rest of the line behind the last "####", if it holds a digit (GSM8K)
@@ -36,10 +37,10 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
     spoken = behind_thought if behind_thought.strip() else text
     for form in forms:
         answer: str | None = None
-        if form == "box" and has_box(spoken):
-            return boxed_answer(spoken)
+        if form in ("box", "written box") and has_box(spoken):
+            return boxed_answer(spoken, keeps_layout=form == "written box")
         if form == "block":
-            answer = answer_block(text)
+            answer = _only_block(spoken)
         elif form == "last block":
             answer = _last_block(spoken)
         elif form == "marker":
@@ -55,7 +56,12 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
 
 def answer_block(text: str) -> str | None:
     """Return the text between the answer tags; None unless there is exactly one such block after the thought."""
-    parts = re.split("(</?answer>)", text.rpartition("</think>")[2])
+    return _only_block(text.rpartition("</think>")[2])
+
+
+def _only_block(text: str) -> str | None:
+    """Return the text between the answer tags; None unless there is exactly one such block."""
+    parts = re.split("(</?answer>)", text)
     return parts[2] if parts[1::2] == ["<answer>", "</answer>"] else None
 
 

@@ -134,7 +134,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     shard_policy(policy, ranks, config, settings.dtype)
     if model is not None:
         load_shards(policy, path, torch.device("cpu") if config.cpu_offload else ranks.device)
-    check_forward(policy, torch_dtype(settings.dtype))
+    check_forward(policy, torch_dtype(settings.dtype), ranks.max)
     release_gathered(policy)
     return policy
 

@@ -53,6 +53,15 @@ REFUSED_ENGINE_OPTIONS = {
     "kv_transfer_config": "keys and values kept outside the engine would outlive the weights that computed them",
     "disable_log_stats": "the worker reads from these statistics whether the engine makes progress",
 }
+# vLLM's own defaults of these arguments, as they are written: they change nothing
+HARMLESS_ENGINE_OPTIONS = {
+    "disable_log_stats": "false",
+    "enable_lora": "false",
+    "override_generation_config": "{}",
+    "runner": "auto",
+    "convert": "auto",
+    "config_format": "auto",
+}
 _METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 
 
@@ -126,7 +135,12 @@ class EngineOptions(Section):
         object.__setattr__(self, "engine", absolute(self.engine))  # an actor reads it, in another folder
         for name, value in self.further_options.items():  # what is no assignment is refused by reading it
             reason = REFUSED_ENGINE_OPTIONS.get(name)
-            refuse(reason is not None, f"--engine-options {name}={value}: {reason}; leave it out")
+            is_default = str(value).lower() == HARMLESS_ENGINE_OPTIONS.get(name)
+            is_generation = name == "runner" and value == "generate"  # what `auto` means for these models
+            refuse(
+                reason is not None and not is_default and not is_generation,
+                f"--engine-options {name}={value}: {reason}; leave it out",
+            )
 
     @property
     def further_options(self) -> dict[str, Any]:

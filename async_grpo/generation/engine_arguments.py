@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.generation.config import EngineConfig
+from async_grpo.generation.config import REFUSED_ENGINE_OPTIONS, EngineConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
@@ -43,6 +43,8 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     }
     known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
     for name, value in options.further_options.items():
+        if name in REFUSED_ENGINE_OPTIONS:
+            continue  # it was accepted because it says what is so without it
         if name in own:
             what = f"the run sets {name} itself, from its other options; leave it out"
         elif name not in known:

@@ -13,10 +13,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 
 LENGTHS = (13, 15)  # tokens of the two sequences
-SHARED_TOKENS = (
-    6  # with which the second sequence begins as the first one does: their states are computed once
-)
-# Differences (root mean square over the tokens, in nats) that need no explanation, by the dtype of the computation.
+# The second sequence repeats this many first tokens, so that prefix sharing is tested
+SHARED_TOKENS = 6
+# Differences always accepted as rounding (root mean square over the tokens, in nats), by the dtype of the computation.
 # Beyond them, a model may differ by what two of transformers' own attention implementations differ by
 SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
 ROUNDINGS = 4.0  # times that difference
@@ -27,11 +26,16 @@ _Result = TypeVar("_Result")
 
 
 @torch.no_grad()
-def check_forward(policy: PolicyModel, compute_dtype: torch.dtype) -> None:
-    """Compute two sequences packed, twice, and each alone as transformers does; refuse a model that is not the same.
+def check_forward(
+    policy: PolicyModel,
+    compute_dtype: torch.dtype,
+    max_over_ranks: Callable[[list[float]], list[float]] = list,
+) -> None:
+    """Refuse the model if packed and separate results differ.
 
-    To be called once the weights are loaded, in the mode (training or evaluation) in which the policy will be used. A
-    collective of a sharded policy. Costs 6 forwards of some 20 tokens.
+    Two sequences are computed packed, twice, and each alone as transformers does. To be called once the weights are
+    loaded, in the mode (training or evaluation) in which the policy will be used. A collective of a sharded policy, whose
+    ranks decide alike, after all forwards, by `max_over_ranks`. Costs 6 forwards of some 20 tokens.
 
     ConfigurationError: log-probs are random, or packed ones are not those of each sequence alone.
     """
@@ -39,8 +43,30 @@ def check_forward(policy: PolicyModel, compute_dtype: torch.dtype) -> None:
     sequences = _sequences(policy)
     with torch.compiler.set_stance("force_eager"):  # compiling for 30 tokens would take minutes
         packed = _refusing_failures(name, lambda: _packed_logprobs(policy, sequences))
-        _check_deterministic(policy, sequences, packed, compute_dtype)
-        _check_packed(policy, sequences, packed, compute_dtype)
+        repeated = _refusing_failures(name, lambda: _packed_logprobs(policy, sequences))
+        error, allowed = _refusing_failures(
+            name, lambda: _error_of_packing(policy, sequences, packed, compute_dtype)
+        )
+    randomness = _rms(repeated - packed)
+    # Not to the bit: sums of some kernels on a GPU have no fixed order. Nor by the state of torch's generators: OPT
+    # draws a number for each layer even if none is to be dropped
+    allowed_randomness = SMALL_DIFFERENCE[compute_dtype]
+    is_random = randomness > allowed_randomness
+    is_wrong = not error <= allowed  # also for NaN
+    is_random_somewhere, is_wrong_somewhere = max_over_ranks([float(is_random), float(is_wrong)])
+    if is_random_somewhere:
+        mode = "training" if policy.training else "evaluation"
+        raise ConfigurationError(
+            f"{name} is random in {mode} mode: two forwards of the same tokens differ by {randomness:.3g} on this rank "
+            f"(root mean square of their log-probs; allowed: {allowed_randomness:g}). Set the value that makes it "
+            f"so (dropout, jitter, noise) to 0 in config.json; if there is none, {WAY_OUT}"
+        )
+    if is_wrong_somewhere:
+        raise ConfigurationError(
+            f"{name} cannot be packed: log-probs of {len(packed)} tokens in one row differ from those of each sequence "
+            f"alone by {error:.3g} on this rank (root mean square; allowed: {allowed:.3g}). Its attention, "
+            f"its positions or its head are not what the packed forward computes: {WAY_OUT}"
+        )
 
 
 def _sequences(policy: PolicyModel) -> list[Tensor]:
@@ -65,41 +91,26 @@ def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
     """Return what `compute` returns; an error of the model's own code means that it cannot be packed."""
     try:
         return compute()
-    except (torch.OutOfMemoryError, torch.distributed.DistError, ConfigurationError):
+    except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, ConfigurationError):
         raise
     except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(
-            f"{name} cannot compute a packed row of sequences ({type(error).__name__}: {reason}): {WAY_OUT}"
+            f"{name} cannot compute sequences packed and alone ({type(error).__name__}: {reason}): {WAY_OUT}"
         ) from error
 
 
-def _check_deterministic(
+def _error_of_packing(
     policy: PolicyModel, sequences: Sequence[Tensor], packed: Tensor, compute_dtype: torch.dtype
-) -> None:
-    """Refuse a model that answers the same question differently, whatever its configuration calls the reason."""
-    difference = _rms(_packed_logprobs(policy, sequences) - packed)
-    # Not to the bit: sums of some kernels on a GPU have no fixed order. Nor by the state of torch's generators: OPT
-    # draws a number for each layer even if none is to be dropped
-    allowed = SMALL_DIFFERENCE[compute_dtype]
-    if difference > allowed:
-        mode = "training" if policy.training else "evaluation"
-        raise ConfigurationError(
-            f"{type(policy.model).__name__} is random in {mode} mode: two forwards of the same tokens differ by "
-            f"{difference:.3g} (root mean square of their log-probs; allowed: {allowed:g}). Set the value that makes it "
-            f"so (dropout, jitter, noise) to 0 in config.json; if there is none, {WAY_OUT}"
-        )
+) -> tuple[float, float]:
+    """Compare with transformers' own forward of each sequence alone, in evaluation mode, as an engine computes.
 
-
-def _check_packed(
-    policy: PolicyModel, sequences: Sequence[Tensor], packed: Tensor, compute_dtype: torch.dtype
-) -> None:
-    """Compare with transformers' own forward of each sequence alone, in evaluation mode, as an engine computes."""
+    Returns the difference of the packed log-probs and how much of it is allowed.
+    """
     was_training = policy.training
     has_fused = policy.model._supports_sdpa
     policy.eval()
     try:
-        # Both, whatever the first one says: ranks that differ in a last bit must take part in the same collectives
         eager = _plain_logprobs(policy, sequences, "eager")
         fused = _plain_logprobs(policy, sequences, "sdpa") if has_fused else eager
     finally:
@@ -108,12 +119,7 @@ def _check_packed(
     allowed = max(SMALL_DIFFERENCE[compute_dtype], ROUNDINGS * _rms(fused - eager))
     if not has_fused and compute_dtype.itemsize == 2:
         allowed = UNMEASURED_ROUNDING
-    if not error <= allowed:  # also catches NaN
-        raise ConfigurationError(
-            f"{type(policy.model).__name__} cannot be packed: log-probs of {len(packed)} tokens in one row differ from "
-            f"those of each sequence alone by {error:.3g} (root mean square; allowed: {allowed:.3g}). Its attention, "
-            f"its positions or its head are not what the packed forward computes: {WAY_OUT}"
-        )
+    return error, allowed
 
 
 def _plain_logprobs(policy: PolicyModel, sequences: Sequence[Tensor], attention: str) -> Tensor:

@@ -48,6 +48,10 @@ class PolicyModel(nn.Module):
         super().__init__()
         check_packable(model)
         model.set_attn_implementation(PACKED_ATTENTION)
+        for config in (model.config, model.config.get_text_config()):
+            config.return_dict = (
+                True  # outputs are read by name; an argument would not reach the body in the model
+            )
         self.model, self.chunk_tokens = model, chunk_tokens
         self.value_head: ValueHead | None = None
         if value_head:

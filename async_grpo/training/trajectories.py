@@ -1,4 +1,4 @@
-"""Trajectories whose history was rewritten: their sequences are apart, in several micro-batches and on several ranks.
+"""Trajectories with rewritten history: their sequences lie in different micro-batches, possibly on different ranks.
 
 A critic's advantages go along a trajectory in time: what a later sequence earns must reach the tokens of the earlier ones,
 and the last token before a change of the sequence is followed by the value of the first token after it. So the
@@ -113,6 +113,6 @@ def _known_trajectories(pieces: Sequence[_Piece], ranks: Ranks) -> tuple[Tensor,
 
 
 def _lengths(names: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct names and the highest end of each: a trajectory is as long as its last place in time says."""
+    """Return each distinct name with its length: its largest `times` + 1."""
     distinct, numbers = torch.unique(names, dim=0, return_inverse=True)
     return distinct, torch.zeros(len(distinct), dtype=torch.int64).scatter_reduce(0, numbers, ends, "amax")

@@ -221,6 +221,22 @@ def test_options_that_would_make_log_probs_mean_something_else_are_refused_and_e
     assert name in {field.name for field in fields(AsyncEngineArgs)}, "vLLM has another name for it now"
 
 
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "disable_log_stats=false",
+        "enable_lora=False",
+        "override_generation_config={}",
+        "runner=generate",
+        "runner=auto",
+    ],
+)
+def test_refused_options_may_say_what_vllm_does_anyway(assignment):
+    assert arguments(assignment)
+    with pytest.raises(ConfigurationError, match="leave it out"):
+        EngineConfig(model_path=str(MODEL), engine_options=f"{assignment.partition('=')[0]}=true")
+
+
 @pytest.mark.parametrize("name", SPECULATION)
 def test_drafts_are_refused_on_the_cpu_alone(name, monkeypatch):
     assert name in {field.name for field in fields(AsyncEngineArgs)}

@@ -149,3 +149,38 @@ def test_a_healthy_folder_starts_trainer_and_logprob_worker_in_half_precision_to
     assert make_trainer._policy(run, settings, ranks).training
     worker = SimpleNamespace(**vars(LogprobConfig()), model_path=str(tmp_path))
     LogprobWorker.start(worker, settings).close()
+
+
+def test_a_fault_of_the_device_is_no_fault_of_the_model():
+    policy = PolicyModel(tiny_model())
+
+    def fail(*args, **kwargs):
+        raise torch.AcceleratorError("device-side assert")
+
+    policy.model.model.layers[0].mlp.forward = fail
+    with pytest.raises(torch.AcceleratorError):
+        check_forward(policy, torch.float32)
+
+
+def test_ranks_decide_alike_after_all_forwards():
+    """A rank that finds nothing refuses with the one that does, instead of waiting for it in a collective."""
+    with pytest.raises(ConfigurationError, match="cannot be packed"):
+        check_forward(PolicyModel(tiny_model()), torch.float32, lambda verdicts: [verdicts[0], 1.0])
+    with pytest.raises(ConfigurationError, match="is random in"):
+        check_forward(PolicyModel(tiny_model()), torch.float32, lambda verdicts: [1.0, 0.0])
+
+
+def test_a_configuration_without_named_outputs_is_computed_all_the_same():
+    model = tiny_model()
+    model.config.return_dict = False
+    check_forward(PolicyModel(model), torch.float32)
+
+
+def test_a_failure_of_the_plain_forward_refuses_the_model_too():
+    policy = PolicyModel(tiny_model())
+
+    def fail(*args):
+        raise ValueError("no such attention")
+
+    policy.plain_logprobs = fail
+    assert "no such attention" in refusal_of(policy)

@@ -12,6 +12,7 @@ from typing import Any
 from async_grpo.answer_reading.boxes import boxed_answer as boxed_answer
 from async_grpo.answer_reading.boxes import has_box
 from async_grpo.answer_reading.boxes import ungrouped as ungrouped
+from async_grpo.answer_reading.boxes import without_delimiters as without_delimiters
 from async_grpo.answer_reading.boxes import without_layout as without_layout
 from async_grpo.answer_reading.stated import answer_block as answer_block
 from async_grpo.answer_reading.stated import fenced_blocks as fenced_blocks
@@ -49,10 +50,11 @@ def completion_text(sample: dict[str, Any]) -> str:
     return text.removesuffix(end_token).rstrip() if end_token else text
 
 
-def gold_answer(sample: dict[str, Any]) -> str:
+def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     r"""Return the row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes.
 
-    It is read as the answer of a completion is (`boxed_answer`, `without_layout`).
+    It is read as the answer of a completion is (`boxed_answer`, `without_layout`). What is no LaTeX (a path, a name) keeps
+    what would be layout there, but in a box or a formula.
 
     Raises:
         ValueError: there is no answer, it is empty, its box is cut off, or it is neither text nor a number.
@@ -71,7 +73,7 @@ def gold_answer(sample: dict[str, Any]) -> str:
         if boxed is None:
             raise ValueError(f"the box in the row's answer {answer!r} has no end: close its brace")
         text = boxed
-    text = ungrouped(without_layout(text))
+    text = ungrouped(without_layout(text) if is_latex else without_delimiters(text))
     if not text:
         raise ValueError(f"the row's answer {answer!r} is empty: nothing can be compared with it")
     return text

@@ -43,15 +43,22 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     golds = [sample.get("answer")] if listed is None else listed
     if not isinstance(golds, list) or not golds:
         raise ValueError(f"the row's answers must be a list of texts or numbers, not {golds!r:.200}")
-    accepted = {_normalised(answers.gold_answer({"answer": gold}), strip, case) for gold in golds}
-    answer = answers.stated_answer(answers.completion_text(sample), ("box", "block", "rest"))
-    is_accepted = answer is not None and _normalised(answer, strip, case) in accepted
+    texts = [answers.gold_answer({"answer": gold}, is_latex=False) for gold in golds]
+    accepted = {_normalised(text, strip, case) for text in texts}
+    completion = answers.completion_text(sample)
+    readings = [
+        answers.stated_answer(completion, ("box", "block", "rest")),
+        answers.stated_answer(
+            completion, ("written box", "block", "rest")
+        ),  # `\boxed{~/bin}` may be no LaTeX
+    ]
+    is_accepted = any(text is not None and _normalised(text, strip, case) in accepted for text in readings)
     return {"reward": float(is_accepted)}
 
 
 def _normalised(text: str, strip: bool, case: bool) -> str:
     """Return the text by which two answers are compared."""
-    text = answers.without_layout(text)
+    text = answers.without_delimiters(text)
     in_font = _FONT.fullmatch(text)
     text = unicodedata.normalize("NFKC", in_font[1] if in_font else text)
     text = " ".join(text.split()) if strip else text

@@ -37,7 +37,8 @@ def test_a_letter_is_a_choice():
     "answer",
     [
         "7", "$7$", "7 apples", "3 + 4 = 7", "x = 7", "The answer is 7", "$x = 7$ dollars", "7 cm", "7 km/h", "7 (m)",
-        "7.", "7 .", "7,", "**7**", "7%", "it is 7", "It is 7.", r"7\text{ cm}", r"\frac{14}{2}", "\u20ac7", "7\u00b0", "7.0",
+        "7.", "7 .", "7,", "**7**", "7%", "it is 7", "It is 7.", r"7\text{ cm}", r"\frac{14}{2}", "\u20ac7",
+        "7\u00b0", "7.0",
     ],
 )  # fmt: skip
 def test_a_number_among_words_and_signs_is_still_found(form, answer):
