@@ -11,11 +11,14 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
+from async_grpo.answer_reading.stated import Form, stated_answer
 from async_grpo.environments import chat
+from async_grpo.environments.control_tokens import ControlTokens
 from async_grpo.launch import local_run
 from async_grpo.processes import look, supervisor
 from async_grpo.programs import why
@@ -32,83 +35,149 @@ LIMITED = "a pattern of the user, under a time limit"
 CHECKED = "a pattern of the user, which is only compiled"
 
 PATTERNS: dict[str, dict[str, str]] = {
-    "cluster/ray_session.py": {r"\x1b\[[0-9;]*m": PLAIN},
-    "environments/chat.py": {r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>": "message_of"},
-    "environments/games/guess.py": {r"\d+": PLAIN},
-    "launch/local_run.py": {r"was the first to end, with exit code 2\b": "log lines"},
+    "answer_reading/boxes.py": {
+        r"[.!?]\s+[A-Z]": "stated_answer",
+        r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]": "stated_answer",
+        r"[a-zA-Z\s,.:;=]*": "stated_answer",
+        r"[a-zA-Z]": "stated_answer",
+        r"[a-zA-Z]{2}|=": "stated_answer",
+        r"\\{1,2}(?:boxed|fbox)(?![a-zA-Z])|\\(?:begin|end)(?![a-zA-Z])|\\.|[{}]": "stated_answer",
+        r"_ROW_BREAK": "stated_answer",
+        r"_SEPARATOR": "stated_answer",
+        r"f'(?:{_SPACE})+'": "stated_answer",
+        r"f'(?:{_SPACE})+\\Z'": "stated_answer",
+        r"f'-?\\d{{1,3}}({_SEPARATOR}\\d{{3}})+(\\.\\d+)?'": "stated_answer",
+        r"f'{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\\\[()\\[\\]]|\\\\(?:begin|end)\\s*\\{{[a-zA-Z]+\\*?\\}}(?:\\{{[lcr| ]*\\}})?|\\\\(?:left|right)(?![a-zA-Z])\\s*[.()\\[\\]|]?|\\\\(?:[bB]ig{{1,2}}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox|boxed)(?![a-zA-Z])'": "stated_answer",  # noqa: E501
+    },
+    "answer_reading/stated.py": {
+        r"(</?answer>)": "stated_answer",
+        r"[ \t]*```[ \t]*(\w*)": "stated_answer",
+    },
+    "checkpoints/folder.py": {
+        r"[0-9a-f]{64}": PLAIN,
+        r"step_\d{1,15}(\.\d{1,3})?": PLAIN,
+    },
+    "cluster/ray_session.py": {
+        r"\x1b\[[0-9;]*m": PLAIN,
+    },
+    "environments/control_tokens.py": {
+        r"<[|｜].*[|｜]>": "control tokens",
+        r"_trie_pattern(normalized)": "control tokens",
+        r"_trie_pattern(self.spellings)": "control tokens",
+    },
+    "environments/ecosystem/verifiers_program/verifiers_agent.py": {
+        r"[^\w./-]": PLAIN,
+    },
+    "environments/games/guess.py": {
+        r"\d+": PLAIN,
+    },
+    "launch/local_run.py": {
+        r"was the first to end, with exit code 2\b": "log lines",
+    },
     "metrics/alarms.py": {
+        r"(?!eval_).*/reward_std": "metric names",
         r"\d[\d.,]*": PLAIN,
-        "(?!eval_).*/reward_std": "metric names",
-        "eval_(.+_)?avg_reward": "metric names",
+        r"eval_(.+_)?avg_reward": "metric names",
+    },
+    "metrics/free_numbers.py": {
+        r"NUMBER_NAME": PLAIN,
     },
     "metrics/reader.py": {
-        r"f'({_WORD}@)?({_WORD}|\\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\\])'": OURS,
         r"[\w ./~@%+=:,-]+": OURS,
+        r"f'({_WORD}@)?({_WORD}|\\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\\])'": OURS,
     },
-    "metrics/trackers.py": {"[^a-zA-Z0-9_]": PLAIN},
+    "metrics/trackers.py": {
+        r"[^a-zA-Z0-9_]": PLAIN,
+    },
+    "modeling/packable.py": {
+        r"classif|summary|seq_pair": PLAIN,
+        r"drop|jitter|stochastic|noise": PLAIN,
+    },
     "options/redaction.py": {
+        r"%[0-9A-F]{2}": OURS,
+        r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL": OURS,
         r"\\u[0-9a-f]{4}": PLAIN,
-        "KEY|TOKEN|SECRET|PASSW|CREDENTIAL": OURS,
-        "%[0-9A-F]{2}": OURS,
     },
-    "processes/look.py": {r"^(Thread [^\n]*)\n((?:    .*\n?)*)": "log lines", r"SigCgt:\s*(\w+)": OURS},
+    "processes/http_host.py": {
+        r"f':{client[1]:04X} \\w+:{server[1]:04X} '": OURS,
+    },
+    "processes/look.py": {
+        r"SigCgt:\s*(\w+)": OURS,
+        r"^(Thread [^\n]*)\n((?:    .*\n?)*)": "log lines",
+    },
     "processes/supervisor.py": {
         r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines",
-        r"rank\s*: (\d+)": "torchrun_root",
         r"exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)": "torchrun_root",
+        r"rank\s*: (\d+)": "torchrun_root",
     },
-    "programs/plot.py": {r"(\d*):(\d*)": OURS},
-    "programs/samples.py": {"<script>(.*?)</script>": OURS},
-    "programs/why.py": {r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines"},
-    "rewards/builtin/answers.py": {
-        r"[\s${}~]|\\(?:q?quad|text|mbox|mathrm)(?![a-zA-Z])|\\[,;:! ]": "boxed_answer",
-        r"-?\d{1,3}(,\d{3})+(\.\d+)?": "ungrouped",
-        r"\s*(\{|[^\s$]+)": "boxed_answer",
-        "[{}]": "boxed_answer",
-        r"[ \t]*```[ \t]*(\w*)": "fenced_blocks",
-        "(</?answer>)": "answer_block",
+    "programs/plot.py": {
+        r"(\d*):(\d*)": OURS,
+    },
+    "programs/samples.py": {
+        r"<script>(.*?)</script>": OURS,
+        r"eval_samples_(\d{1,15})(_.*)?": PLAIN,
+    },
+    "programs/why.py": {
+        r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines",
     },
     "rewards/builtin/countdown.py": {
-        r"<answer>(.*?)(</answer>|\Z)": "countdown",
-        "[0-9]+": "countdown",
         r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[+\-*/() ])+": "countdown",
+        r"<answer>(.*?)(</answer>|\Z)": "countdown",
+        r"[0-9]+": "countdown",
     },
     "rewards/builtin/math_verify.py": {
-        r"[^\t\n\r\x20-\x7e]": "readable",
-        r"[\d\s]++/?": "readable",
         r"(?<=\d)[ \t]+(?=\d)": "readable",
+        r"[\d\s]++/?": "readable",
+        r"[^\t\n\r\x20-\x7e]": "readable",
+        r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f]": "math_verify's answer",
+        r"\$|\\[(\[]": "math_verify's answer",
+        r"\\.|[{}]": "math_verify's answer",
+        r"\\[a-zA-Z]+": "math_verify's answer",
     },
-    "rewards/builtin/mathd.py": {r"(-?\d+)/(-?\d+)": "mathd", r"\s": "mathd", "pattern": "mathd"},
+    "rewards/builtin/mathd.py": {
+        r"(-?\d+)/(-?\d+)": "mathd",
+        r"\s|(?<!\\)\\(?:[,;:! ]|q?quad(?![a-zA-Z]))|~": "mathd",
+        r"pattern": "mathd",
+    },
     "rewards/builtin/sympy.py": {
+        r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])": "parts of sympy",
         r"-?\d+": "parts of sympy",
         r"-{0,2}\\frac\{\d+\}\{\d+\}": "parts of sympy",
-        r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])": "parts of sympy",
         r"[()\[\]]": "parts of sympy",
     },
-    "rewards/builtin/text.py": {r".*?</think>\n<answer>.*?</answer>": "format", "pattern": LIMITED},
+    "rewards/builtin/text.py": {
+        r".*?</think>\n<answer>.*?</answer>": "format",
+        r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox)\s*\{([^{}]*)\}": "exact",
+        r"pattern": LIMITED,
+    },
     "rewards/judges/judge_prompts.py": {
-        "f'<(?=[|｜]{_NAMED}>|{_NAMED}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|</?SYS>>|<<(?i:BEGIN|END))"
-        "|\\\\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\\\\])'": "completion_of",
         r"f'(?:<[|｜]{_NAMED}>|</s>|<eos>|<end_of_turn>)\\Z'": "completion_of",
+        r"f'<(?=[|｜]{_NAMED}>|{_NAMED}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|</?SYS>>|<<(?i:BEGIN|END))|\\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\\])'": "completion_of",  # noqa: E501
     },
-    "rewards/judges/judge_replies.py": {"pattern": LIMITED},
-    "rewards/judges/judge_schemas.py": {"pattern": f"{LIMITED}; {CHECKED}"},
+    "rewards/judges/judge_replies.py": {
+        r"pattern": LIMITED,
+    },
+    "rewards/judges/judge_schemas.py": {
+        r"pattern": f"{LIMITED}; {CHECKED}",
+    },
     "rewards/judges/score_line.py": {
-        "score": "score line",
-        r"([\s*_\"`]{1,8}is\b)?[\s*_:：=\"`]{1,40}": "score line",
-        r"(?:\\boxed\{|[\[($*_\"`]){0,8}": "score line",
-        r"[+\-−–]?\.?\d": "score line",
-        r"[+\-−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)": "score line",
-        r"[*_\"'`)\]}>$]{0,8}": "score line",
-        r"[ \t]{0,3}(?:/|out of)[ \t]{0,3}([0-9]+(?:\.[0-9]+)?)": "score line",
-        r"[^\S\n]*(?:\n|\Z)|<[/|]": "score line",
-        r"[.,;:!?][*_\"'`)\]}>$]{0,8}(?=\s|\Z)[^\S\n]*": "score line",
-        r"[+\-−–~.=*/×÷^<>≈]{0,3}[^\S\n]*\d": "score line",
+        '(?:\\\\boxed\\{|[\\[($*_\\"`]){0,8}': "score line",
         r"(?:or|to|and)\b": "score line",
+        '([\\s*_\\"`]{1,8}is\\b)?[\\s*_:：=\\"`]{1,40}': "score line",
+        r"[ \t]{0,3}(?:/|out of)[ \t]{0,3}([0-9]+(?:\.[0-9]+)?)": "score line",
         r"[ \t]{1,3}(?:\(|[-–—]{1,3}[ \t]{1,3}|[✓✔✅]|([^\W\d_]{2,30}))": "score line",
+        "[*_\\\"'`)\\]}>$]{0,8}": "score line",
+        r"[+\-−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)": "score line",
+        r"[+\-−–]?\.?\d": "score line",
+        r"[+\-−–~.=*/×÷^<>≈]{0,3}[^\S\n]*\d": "score line",
+        "[.,;:!?][*_\\\"'`)\\]}>$]{0,8}(?=\\s|\\Z)[^\\S\\n]*": "score line",
+        r"[^\S\n]*(?:\n|\Z)|<[/|]": "score line",
         r"[^\W\d_]+": "score line",
+        r"score": "score line",
     },
-    "weights/self_test.py": {r"\.\d+\.": PLAIN},
+    "weights/self_test.py": {
+        r"\.\d+\.": PLAIN,
+    },
 }
 
 
@@ -171,6 +240,9 @@ def look_at_log(log: str) -> None:
         why.ERROR.search(line)
 
 
+SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "</s>"]
+CONTROL_TOKENS = ControlTokens(SimpleNamespace(all_special_tokens=SPECIAL_TOKENS))
+
 FEEDS: dict[str, Callable[[str], Any]] = {
     "message_of": chat.message_of,
     "log lines": look_at_log,
@@ -179,10 +251,10 @@ FEEDS: dict[str, Callable[[str], Any]] = {
         re.fullmatch("eval_(.+_)?avg_reward", name),
     ],
     "torchrun_root": supervisor.torchrun_root,
-    "boxed_answer": answers.boxed_answer,
+    "stated_answer": lambda completion: [stated_answer(completion, [form]) for form in get_args(Form)],
+    "math_verify's answer": lambda completion: math_verify._answer_to_parse(completion),
+    "control tokens": CONTROL_TOKENS.breaks_of,
     "ungrouped": answers.ungrouped,
-    "fenced_blocks": answers.fenced_blocks,
-    "answer_block": answers.answer_block,
     "countdown": scored(countdown.score_steps, nums=[3, 4], target=7),
     "readable": lambda answer: math_verify.readable(answer[: 3 * math_verify.MAX_CHARACTERS]),
     "mathd": scored(mathd.score),

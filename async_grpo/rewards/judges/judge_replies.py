@@ -10,9 +10,10 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.options.fields import is_number
 from async_grpo.options.redaction import redacted
-from async_grpo.rewards.adapter.result import MAX_EXTRA, excerpt, finite, unique_names
+from async_grpo.rewards.adapter.result import excerpt, finite, unique_names
 from async_grpo.rewards.http.endpoint import BadReply
 from async_grpo.rewards.judges.judge_schemas import MATCH_S, breach_of
 from async_grpo.rewards.judges.reading import ReadingBudget

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from async_grpo.rewards.adapter.result import MAX_EXTRA
+from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.rewards.http.endpoint import (
     CHARACTERS_PER_TOKEN,
     BadReply,
