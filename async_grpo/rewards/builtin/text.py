@@ -48,9 +48,8 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     completion = answers.completion_text(sample)
     readings = [
         answers.stated_answer(completion, ("box", "block", "rest")),
-        answers.stated_answer(
-            completion, ("written box", "block", "rest")
-        ),  # `\boxed{~/bin}` may be no LaTeX
+        # `\boxed{~/bin}` may be no LaTeX
+        answers.stated_answer(completion, ("written box", "block", "rest")),
     ]
     is_accepted = any(text is not None and _normalised(text, strip, case) in accepted for text in readings)
     return {"reward": float(is_accepted)}
