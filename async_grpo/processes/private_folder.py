@@ -20,11 +20,11 @@ OWNER_FILE = "owner"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DEAD_STATES = ("Z", "X")  # /proc/PID/stat: a process that was killed, and that nobody has waited for yet
 PREFIX = "grpo-"  # of the folders of all programs of a run
+TORCH_DEFAULT_CACHE = "torchinductor_"  # how the name begins of the folder in /tmp that torch chooses
 
 log = logging.getLogger(__name__)
-_owner_files: dict[
-    Path, int
-] = {}  # descriptors of this process's own, by folder: closing one gives its lock back
+# Descriptors of this process's own, by folder: closing one gives its lock back
+_owner_files: dict[Path, int] = {}
 
 
 @contextmanager
@@ -129,7 +129,9 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     to it, it is a new one, which goes with this process.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
-    if environment.get(name):
+    # torch writes its default into the environment of a process that asks for it, as importing vLLM does
+    is_torch_default = Path(environment.get(name, "")).name.startswith(TORCH_DEFAULT_CACHE)
+    if environment.get(name) and not is_torch_default:
         return {}
     try:
         caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -148,10 +150,8 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def _problem_of_cache(folder: Path) -> str:
     """Return why a folder must not hold code that this user executes, or an empty text."""
-    for place in (
-        folder,
-        folder.parent,
-    ):  # who can write to the parent can put another folder in this one's place
+    # Whoever can write to the parent can put another folder in this one's place
+    for place in (folder, folder.parent):
         status = place.stat()
         if status.st_uid != os.geteuid():
             return f"{place} belongs to user {status.st_uid}"

@@ -247,6 +247,8 @@ def test_results_of_torch_compile_lie_in_the_user_s_cache_unless_told_otherwise(
     folder = Path(variables["TORCHINDUCTOR_CACHE_DIR"])
     assert folder.is_relative_to(tmp_path) and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert compile_cache({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
+    default = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_root"}  # as torch sets it when vLLM is imported
+    assert compile_cache(default | {"XDG_CACHE_HOME": str(tmp_path)}) == variables
     assert compile_cache({"XDG_CACHE_HOME": str(tmp_path)}) == variables
 
 
