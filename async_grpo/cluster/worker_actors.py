@@ -45,6 +45,7 @@ class WorkerActor(ChannelServer):
 
     async def warm_up(self, config: WorkerConfig) -> None:
         """Import what `start` needs, while the trainer, which alone knows the settings, still starts itself."""
+        os.environ.update(compile_cache())  # before torch, at its import, chooses a folder in /tmp
         _worker_class(config)
 
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import math
+import os
 import re
 import signal
 import sys
@@ -27,7 +28,7 @@ from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import ask
-from async_grpo.processes.private_folder import private_folder
+from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def check(config: LocalConfig) -> "Prepared":
     cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
     refuse(importlib.util.find_spec("vllm") is None, f"vLLM is not installed here: {cure}")
     log.info("checking model, data and rewards")
+    os.environ.update(compile_cache())  # before torch, at its import, chooses a folder in /tmp
     from async_grpo.config.preflight import prepare  # torch and transformers
 
     if is_file(config.engine):
