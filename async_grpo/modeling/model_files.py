@@ -91,8 +91,10 @@ def _refuse_special(entry: Path, *, is_needed: bool) -> None:
 def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     try:
         content = read_json(path, max_bytes, follow_links=True)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigurationError(f"{path} cannot be used: {error}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path} cannot be used: it is not a valid JSON file ({error})") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} cannot be used: it holds no table")
     return content
