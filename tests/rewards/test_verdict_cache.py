@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_a_judge_of_the_users_own_depends_on_its_code_and_one_of_ours_does_not()
 
 def test_an_entry_is_what_was_written_last_and_counts_its_uses(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("async_grpo.rewards.cache.file.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("async_grpo.rewards.cache.file.time.time", lambda: now[0])
     file = CacheFile(tmp_path / "c.sqlite")
     for adapter, number in itertools.product("ab", range(4)):
         now[0] += 1
@@ -244,6 +245,25 @@ def test_processes_that_write_at_once_lose_nothing_and_one_that_is_killed_nothin
     for name, count in (written | {"a": 300, "b": 300}).items():
         assert all(file.get(f"{name}:{n}") == (str(n) * 50, 0.5) for n in range(count))
     file.close()
+
+
+def test_a_new_file_that_several_open_at_the_same_time_is_made_once_and_refused_to_nobody(tmp_path):
+    at_once = threading.Barrier(4)
+
+    def put_one(path: Path, name: str) -> None:
+        file = CacheFile(path, busy_s=20)
+        at_once.wait(20)
+        file.put(f"{name}:0", name)
+        file.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(40):
+            path = tmp_path / f"{number}.sqlite"
+            for done in [threads.submit(put_one, path, name) for name in "abcd"]:
+                done.result(60)
+            file = CacheFile(path)
+            assert [file.get(f"{name}:0") for name in "abcd"] == [(name, 0.0) for name in "abcd"]
+            file.close()
 
 
 # --- files that cannot be used ---

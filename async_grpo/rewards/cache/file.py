@@ -16,19 +16,18 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 
 APPLICATION_ID = 0x67725643  # in the header of every file of ours; another table gets another number
-_CREATE = f"""
-    PRAGMA auto_vacuum = FULL;
-    BEGIN IMMEDIATE;
-    PRAGMA application_id = {APPLICATION_ID};
-    CREATE TABLE IF NOT EXISTS verdicts (
+_HEADER = b"SQLite format 3\0"  # which every file of SQLite begins with
+_CREATE = (
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    """
+    CREATE TABLE verdicts (
         key TEXT PRIMARY KEY, adapter TEXT NOT NULL, answer TEXT NOT NULL, cost REAL NOT NULL,
         checksum INTEGER NOT NULL, created REAL NOT NULL, last_used REAL NOT NULL, hits INTEGER NOT NULL,
-        size INTEGER NOT NULL) WITHOUT ROWID;
-    CREATE INDEX IF NOT EXISTS by_last_used ON verdicts (last_used, size);
-    COMMIT
-"""
+        size INTEGER NOT NULL) WITHOUT ROWID
+    """,
+    "CREATE INDEX by_last_used ON verdicts (last_used, size)",
+)
 _SETTINGS = """
-    PRAGMA journal_mode = WAL;
     PRAGMA synchronous = NORMAL;  -- a power cut may cost entries, not the file
     PRAGMA journal_size_limit = 16777216
 """
@@ -125,14 +124,17 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     """A connection to the file, with all of it checked, and the table in it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            is_new = file.tell() == 0
+        with path.open("a+b") as file:
+            file.seek(0)
+            is_ours = file.read(len(_HEADER)) in (b"", _HEADER)
     except OSError as error:
         raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        if is_new:
-            connection.executescript(_CREATE)
+        if not is_ours:  # SQLite takes a file of a few bytes for an empty one
+            raise sqlite3.DatabaseError("it does not begin as SQLite's files do")
+        if _is_empty(connection):
+            _make_table(connection)
         # First, as quick_check may read a view: one of somebody else's, or a trigger, computes without end
         queries = ("PRAGMA application_id", _NUM_PROGRAMS, "PRAGMA quick_check(1)")
         found = [connection.execute(query).fetchone()[0] for query in queries]
@@ -140,6 +142,7 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(
                 f"application id {found[0]}, {found[1]} views or triggers, check {found[2]!r}"
             )
+        _use_write_ahead_log(connection, busy_s)
         connection.executescript(_SETTINGS)
     except BaseException as error:
         connection.close()
@@ -149,6 +152,42 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
             raise ConfigurationError(f"{message}: name another file, or delete this one") from error
         raise
     return connection
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    """Whether the file holds no table, as a new one does, or one that another process is making."""
+    connection.execute("BEGIN")  # both are read of one state of the file
+    queries = ("PRAGMA application_id", "SELECT count(*) FROM sqlite_master")
+    found = [connection.execute(query).fetchone()[0] for query in queries]
+    connection.execute("COMMIT")
+    return found == [0, 0]
+
+
+def _make_table(connection: sqlite3.Connection) -> None:
+    """Make the table, unless another process that opened the same new file has made it meanwhile."""
+    connection.execute("PRAGMA auto_vacuum = FULL")  # only before the first table; a transaction of its own
+    connection.execute("BEGIN IMMEDIATE")
+    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        for statement in _CREATE:
+            connection.execute(statement)
+    connection.execute("COMMIT")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection, busy_s: float) -> None:
+    """Switch the file to a write-ahead log, waiting `busy_s` for other processes.
+
+    SQLite's own waiting does not cover this switch: where two processes open a new file at once, one is refused immediately.
+    """
+    deadline = time.monotonic() + busy_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            return
+        except sqlite3.OperationalError as error:
+            is_locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not is_locked or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _checksum(key: str, answer: str, cost: float) -> int:
