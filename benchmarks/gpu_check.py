@@ -48,7 +48,7 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.export import ModelExporter
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
-from async_grpo.weights.package import tensor_digest, trimmed_rms
+from async_grpo.weights.package import tensor_digest, canary_miss
 from async_grpo.weights.publisher import CANARY_TOKENS, UNCHANGED_ALLOWED, Canary
 from async_grpo.weights.self_test import (
     measure_sensitivity,
@@ -366,14 +366,14 @@ def with_outliers(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
 
 def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Figures:
     """Run the rounds of `Publisher` for an engine that reads nothing back: transformers' own forward in bfloat16."""
-    ids = Canary.text(shape["vocab_size"], bench.of(CANARY_TOKENS[1], 64))
+    ids = Canary.text(shape["vocab_size"], bench.of(CANARY_TOKENS[1], 128))
     engine, trained = (bench.model(shape, torch.bfloat16).eval() for _ in range(2))
     if outliers:
         engine, trained = with_outliers(engine), with_outliers(trained)
     policy = PolicyModel(trained).eval()
     ours, theirs = dict(trained.named_parameters()), dict(engine.named_parameters())
     unchanged = canary_logprobs(policy, ids)
-    rounding = trimmed_rms(eager_logprobs(engine, ids) - unchanged)
+    rounding = canary_miss(eager_logprobs(engine, ids) - unchanged)
     refused, unseen, worst = [], [], 0.0
     for group in self_test_groups(ours):
         before = {name: theirs[name].detach().clone() for name in group}
@@ -384,13 +384,13 @@ def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Fi
             )
             allowed = round_tolerance(sensitivity, rounding, torch.bfloat16)
             with perturbed({n: w for n, w in theirs.items() if n in group}):
-                missed = trimmed_rms(eager_logprobs(engine, ids) - expected)
+                missed = canary_miss(eager_logprobs(engine, ids) - expected)
                 worst = max(worst, missed / allowed)
                 refused += [min(group)] if missed > allowed else []
                 for name in group:
                     arrived = theirs[name].detach().clone()
                     theirs[name].data.copy_(before[name])
-                    unseen += [name] if trimmed_rms(eager_logprobs(engine, ids) - expected) <= allowed else []
+                    unseen += [name] if canary_miss(eager_logprobs(engine, ids) - expected) <= allowed else []
                     theirs[name].data.copy_(arrived)
     return {
         "rounding_rms": rounding,

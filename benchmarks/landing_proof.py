@@ -190,9 +190,9 @@ class Proof:
         return unpack(package.chunks)[0]
 
     def _miss(self, package: Any, logprobs: np.ndarray) -> float:
-        from async_grpo.weights.package import trimmed_rms
+        from async_grpo.weights.package import canary_miss
 
-        return trimmed_rms(logprobs - package.canary_logprobs) / package.tolerance
+        return canary_miss(logprobs - package.canary_logprobs) / package.tolerance
 
     def _receipt(self, package: Any) -> Any:
         """Load the package, unless the engine holds the same weights, and ask the canary."""

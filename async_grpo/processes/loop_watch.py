@@ -147,7 +147,10 @@ class LoopWatch:
                 return
             if self._beats != beats:  # a new turn
                 beats, own_delay_s = self._beats, 0.0
-                threads_at_beat, cpu_at_beat_s = _thread_times(), time.process_time()
+                # Of the loop's thread and the process, as the heartbeat itself saw them: where a call that keeps Python's
+                # lock began right after it, this thread looks only when the call has returned
+                threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
+                cpu_at_beat_s = self._cpu_at_beat_s
                 # This wait may have begun before the turn did
                 before = max(before, self._due_at - BEAT_S)
             own_delay_s += max(0.0, time.monotonic() - before - BEAT_S)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load
 
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.weights.package import SELF_TEST, trimmed_rms
+from async_grpo.weights.package import SELF_TEST, canary_miss
 from async_grpo.weights.self_test import self_test_groups
 
 
@@ -47,7 +47,7 @@ class WatchedLink:
         self.tolerances.append(package.tolerance)
         if package.version == SELF_TEST and len(self.tolerances) > 1:
             number = len(self.healthy)
-            self.healthy.append(trimmed_rms(receipt[1] - package.canary_logprobs) / package.tolerance)
+            self.healthy.append(canary_miss(receipt[1] - package.canary_logprobs) / package.tolerance)
             if self._watched is None or number in self._watched:
                 changes_all = tensors.keys() == self._held.keys()
                 names = tensors.keys() if changes_all else self._groups[number]
@@ -60,7 +60,7 @@ class WatchedLink:
 
     def _missed(self, changed: dict[str, torch.Tensor], name: str, package: WeightPackage) -> float:
         self._update({**changed, name: self._held[name].to(changed[name].dtype)})
-        return trimmed_rms(self._canary(*package.canary_texts) - package.canary_logprobs) / package.tolerance
+        return canary_miss(self._canary(*package.canary_texts) - package.canary_logprobs) / package.tolerance
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         pass

@@ -107,7 +107,7 @@ async def test_nonsense_is_a_failure_and_no_zero(chat):
         outcomes = await scores(judge, client, 8)
         assert client.stats()["requests"] == 16  # each is asked for once more
     assert all(isinstance(outcome, BadReply) for outcome in outcomes), outcomes
-    assert all("nothing in the reply matches" in str(one) or "cut off" in str(one) for one in outcomes)
+    assert all("it names no score" in str(one) or "cut off" in str(one) for one in outcomes), outcomes
     assert all(outcome.spent["judge_tokens"] > 0 for outcome in outcomes)
 
 

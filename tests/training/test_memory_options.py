@@ -61,6 +61,15 @@ def weights(policy):
     return {name: tensor.clone() for name, tensor in named_full_tensors(policy)}
 
 
+def is_trained(weight):
+    """Whether a loss depends on it.
+
+    It does not on a key's bias, which adds the same to all scores of one query: its gradient is rounding alone, and Adam makes
+    a step of that whose size and sign differ by machine.
+    """
+    return not weight.endswith("k_proj.bias")
+
+
 def trained(ranks, folder, run="run", **options):
     """Metrics of three steps, the weights after them and the canary; and the same again, resumed after two."""
     policy, accumulator, saver = made(ranks, folder, run, **options)
@@ -97,14 +106,18 @@ def test_every_layout_takes_the_steps_of_one_rank(both, ranks):
             for key in ("grad_norm", "model_norm", "model_delta_norm", "backward_loss", "entropy"):
                 assert got[key] == pytest.approx(wanted[key], rel=1e-4), (name, key)
         for weight, value in all_weights.items():
-            torch.testing.assert_close(after[weight], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {weight}")
             assert torch.equal(resumed[weight], after[weight]), (name, weight)
+            if is_trained(weight):
+                torch.testing.assert_close(
+                    after[weight], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {weight}"
+                )
         torch.testing.assert_close(answered, canary, rtol=0, atol=1e-3)
     policy, accumulator, saver = made(ranks, folder)
     saver.load(newest(folder / "offloaded copies")[0])
     step(accumulator, 2)
     for weight, value in weights(policy).items():
-        torch.testing.assert_close(value, all_weights[weight], rtol=1e-4, atol=1e-5, msg=weight)
+        if is_trained(weight):
+            torch.testing.assert_close(value, all_weights[weight], rtol=1e-4, atol=1e-5, msg=weight)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():
