@@ -48,7 +48,7 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.export import ModelExporter
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
-from async_grpo.weights.package import tensor_digest, canary_miss
+from async_grpo.weights.package import canary_miss, tensor_digest
 from async_grpo.weights.publisher import CANARY_TOKENS, UNCHANGED_ALLOWED, Canary
 from async_grpo.weights.self_test import (
     measure_sensitivity,

@@ -176,7 +176,7 @@ def _make_table(connection: sqlite3.Connection) -> None:
 def _use_write_ahead_log(connection: sqlite3.Connection, busy_s: float) -> None:
     """Switch the file to a write-ahead log, waiting `busy_s` for other processes.
 
-    SQLite's own waiting does not cover this switch: where two processes open a new file at once, one is refused immediately.
+    SQLite's own waiting does not cover this switch: of two processes that open a new file at once, one is refused.
     """
     deadline = time.monotonic() + busy_s
     while True:
