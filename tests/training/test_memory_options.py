@@ -64,8 +64,8 @@ def weights(policy):
 def is_trained(weight):
     """Whether a loss depends on it.
 
-    It does not on a key's bias, which adds the same to all scores of one query: its gradient is rounding alone, and Adam makes
-    a step of that whose size and sign differ by machine.
+    It does not on a key's bias, which adds the same to all scores of one query: its gradient is rounding alone, and Adam
+    makes a step of that whose size and sign differ by machine.
     """
     return not weight.endswith("k_proj.bias")
 
