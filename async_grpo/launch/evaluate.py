@@ -12,12 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.checkpoints.folder import MANIFEST, checkpoints_of, read
 from async_grpo.config.run import MemberConfig, RunConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
-from async_grpo.files.untrusted import printable
 from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge
@@ -37,7 +35,9 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.processes.private_folder import private_folder
+from async_grpo.processes.untrusted_files import printable
 from async_grpo.programs.export import ExportConfig, export
+from async_grpo.training.checkpoint_folder import MANIFEST, checkpoints_of, read
 
 AT_ONCE = 1024  # completions, if the engines hold so many
 DAYS_S = 7 * 86_400.0

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import RunConfig, write_params
@@ -30,6 +29,7 @@ from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import ask
 from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
+from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared

@@ -17,10 +17,16 @@ from typing import Any
 import numpy as np
 
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.files.untrusted import MAX_LINE_BYTES, bounded_lines, open_regular, parse_json, read_json
 from async_grpo.metrics.lines import is_count
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
 from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import (
+    MAX_LINE_BYTES,
+    bounded_lines,
+    open_regular,
+    parse_json,
+    read_json,
+)
 
 DEFAULT_X_KEY = "total_samples_accumulated"
 UNITS = ("steps", "samples", "tokens", "seconds", "gpu-hours")

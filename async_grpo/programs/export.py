@@ -4,9 +4,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.checkpoints.folder import Manifest, named
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import Section, option, refuse, required
+from async_grpo.training.checkpoint_folder import Manifest, named
 
 log = logging.getLogger(__name__)
 

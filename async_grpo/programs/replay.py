@@ -12,17 +12,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from async_grpo.checkpoints.folder import checkpoints_of, named, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import EvaluationConfig
-from async_grpo.files.untrusted import is_text
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim, options_of
 from async_grpo.options.fields import NOT_NEGATIVE, dashed, option, refuse, required
 from async_grpo.options.portable import portable_options
+from async_grpo.processes.untrusted_files import is_text
 from async_grpo.rewards.config import RewardConfig
+from async_grpo.training.checkpoint_folder import checkpoints_of, named, read
 from async_grpo.weights.config import WeightConfig
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from async_grpo.files.untrusted import files_inside, plain_parts
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
 from async_grpo.metrics.lines import metrics_lines, sample_lines
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import METRICS_FILE, as_json, options_of
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
+from async_grpo.processes.untrusted_files import files_inside, plain_parts
 from async_grpo.training.record import record_folder, recorded_completions
 
 TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory

@@ -13,15 +13,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.errors import CheckpointBroken
-from async_grpo.files.untrusted import files_inside, printable
 from async_grpo.metrics.console import CAUSES, means_of
 from async_grpo.metrics.lines import duration, metrics_lines, whole_option
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, console_line, holder, options_of
 from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
+from async_grpo.processes.untrusted_files import files_inside, printable
+from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RECENT = 20  # steps, for the pace
 Line = dict[str, Any]

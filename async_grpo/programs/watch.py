@@ -17,7 +17,6 @@ from typing import Any
 from aiohttp import web
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import is_regular
 from async_grpo.metrics.lines import metrics_lines, span_lines, spread_metrics
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
@@ -25,6 +24,7 @@ from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
 from async_grpo.processes.http_server import IDLE_S, bound_logs
+from async_grpo.processes.untrusted_files import is_regular
 from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
 from async_grpo.programs.status import RECENT, headline, total_steps, trainer_log
 

@@ -22,7 +22,7 @@ ALLOWED = {
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .generation.char_ends .config.compatibility .config.rewards "
-        ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .checkpoints.folder "
+        ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .training.checkpoint_folder "
         ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (
@@ -85,7 +85,6 @@ def imports_of(path: Path) -> set[str]:
 FLOORS = [
     {
         "types",
-        "answer_reading",
         "messages",
         "errors",
         "protocols",
@@ -93,14 +92,13 @@ FLOORS = [
         "options",
         "processes",
         "metrics",
-        "checkpoints",
         "viewer",
-        "files",
     },
     {"algorithm"},
     {"modeling"},
     {"weights"},
-    {"experience", "rewards", "logprob", "training"},
+    {"rewards"},
+    {"experience", "logprob", "training"},
     {"generation", "environments", "testing"},
     {"config"},
     {"cluster"},

@@ -14,8 +14,8 @@ import pytest
 from test_resume_real import lines, wait_for_step
 from test_whole_chain import DATA, OPTIONS, left_behind
 
-from async_grpo.checkpoints.folder import newest
 from async_grpo.launch import environment
+from async_grpo.training.checkpoint_folder import newest
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 STEPS = 400

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from async_grpo.checkpoints.folder import checkpoints_of
 from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.writer import EVAL_FILE
 from async_grpo.options.fields import is_number
+from async_grpo.training.checkpoint_folder import checkpoints_of
 
 MOST_EVALUATIONS = 1_000_000  # lines that are read, from the end
 

