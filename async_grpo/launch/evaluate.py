@@ -16,7 +16,7 @@ from async_grpo.config.run import MemberConfig, RunConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
-from async_grpo.generation.config import EngineOptions
+from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_run import LocalConfig, check, parameters, start

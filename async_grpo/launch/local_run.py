@@ -17,7 +17,7 @@ from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
-from async_grpo.generation.config import EngineOptions, engine_class
+from async_grpo.inference.config import EngineOptions, engine_class
 from async_grpo.launch import environment
 from async_grpo.launch import plan as quick
 from async_grpo.launch.environment import gpus

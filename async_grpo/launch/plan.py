@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from async_grpo.generation.config import GIB, cpu_kv_cache, kv_cache_bytes
+from async_grpo.inference.config import GIB, cpu_kv_cache, kv_cache_bytes
 from async_grpo.launch.environment import gpus
 from async_grpo.metrics.lines import duration, metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from async_grpo.generation.char_ends import char_ends
+from async_grpo.inference.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
 from async_grpo.metrics.lines import metrics_lines, sample_lines
 from async_grpo.metrics.tail import last_records

@@ -15,7 +15,7 @@ from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.run import RunConfig, WorkerConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.generation.config import EngineOptions
+from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
 from async_grpo.options.command_line import normalized, run_command
 from async_grpo.options.fields import choices_of, option

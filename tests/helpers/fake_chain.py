@@ -14,7 +14,7 @@ from async_grpo.cluster.make_trainer import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
-from async_grpo.generation.config import engine_class
+from async_grpo.inference.config import engine_class
 from async_grpo.messages import WorkerInfo
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker

@@ -21,7 +21,7 @@ ALLOWED = {
         ".metrics.writer .processes.supervisor .metrics.figures .metrics.reader "
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
-        ".rewards.bench.completions .generation.char_ends .config.compatibility .config.rewards "
+        ".rewards.bench.completions .inference.char_ends .config.compatibility .config.rewards "
         ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .training.checkpoint_folder "
         ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
@@ -34,7 +34,7 @@ ALLOWED = {
         ".algorithm.off_policy .algorithm.covariance .experience.batcher .weights.publisher .weights.nccl"
     ),
     ("torch", "transformers"): (
-        ".modeling.policy .training.trainer .training.sharding .logprob.logprob_worker .config.preflight"
+        ".modeling.policy .training.trainer .training.sharding .inference.logprob_worker .config.preflight"
     ),
     ("ray",): ".cluster.channel .cluster.worker_program",
     ("ray", "torch", "transformers"): ".cluster.trainer_rank",
@@ -98,8 +98,9 @@ FLOORS = [
     {"modeling"},
     {"weights"},
     {"rewards"},
-    {"experience", "logprob", "training"},
-    {"generation", "environments", "testing"},
+    {"experience", "training"},
+    {"inference", "environments"},
+    {"testing"},
     {"config"},
     {"cluster"},
     {"launch", "programs", "__main__"},
@@ -128,7 +129,7 @@ def test_arrows_point_down_and_never_sideways():
     ("package", "rooms"),
     [
         ("ray", {"cluster"}),
-        ("vllm", {"generation", "weights"}),
+        ("vllm", {"inference", "weights"}),
         ("typer", {"options", "programs", "__main__"}),
     ],
 )

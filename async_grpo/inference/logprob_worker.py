@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
-from async_grpo.logprob.config import LogprobConfig
+from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.load import load_causal_lm, torch_dtype

@@ -14,8 +14,8 @@ from safetensors.torch import save
 from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
-from async_grpo.logprob.config import LogprobConfig
-from async_grpo.logprob.logprob_worker import LogprobWorker
+from async_grpo.inference.logprob_config import LogprobConfig
+from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.sharding import canary_logprobs
 

@@ -19,10 +19,10 @@ from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.generation.config import REFUSED_ENGINE_OPTIONS, EngineConfig
-from async_grpo.generation.engine_arguments import SPECULATION, engine_arguments
-from async_grpo.generation.generation_worker import GenerationWorker
-from async_grpo.generation.requests import Request, TokenTimeline
+from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
+from async_grpo.inference.engine_arguments import SPECULATION, engine_arguments
+from async_grpo.inference.generation_worker import GenerationWorker
+from async_grpo.inference.requests import Request, TokenTimeline
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"

@@ -21,10 +21,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_grpo.errors import WorkerLost
-from async_grpo.generation.char_ends import char_ends
-from async_grpo.generation.config import EngineConfig
-from async_grpo.generation.engine_arguments import engine_arguments
-from async_grpo.generation.requests import NOTHING, UNSYNCED, Request, TokenTimeline, new_name, tokens_of
+from async_grpo.inference.char_ends import char_ends
+from async_grpo.inference.config import EngineConfig
+from async_grpo.inference.engine_arguments import engine_arguments
+from async_grpo.inference.requests import NOTHING, UNSYNCED, Request, TokenTimeline, new_name, tokens_of
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary

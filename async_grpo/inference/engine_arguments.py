@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.generation.config import REFUSED_ENGINE_OPTIONS, EngineConfig
+from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport

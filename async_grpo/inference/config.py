@@ -26,7 +26,7 @@ UNLIMITED = 2**31 - 1
 
 # name -> module:class, imported only where the engine runs; the class satisfies `protocols.Engine`
 ENGINES = {
-    "vllm": "async_grpo.generation.generation_worker:GenerationWorker",
+    "vllm": "async_grpo.inference.generation_worker:GenerationWorker",
     "fake": "async_grpo.testing.engine:FakeEngine",  # draws tokens at random: to try everything but an engine
 }
 _OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
@@ -104,7 +104,7 @@ class EngineOptions(Section):
     engine: str = _engine(
         "vllm",
         "Which inference engine, or FILE.py:NAME of a class of your own.",
-        choices="async_grpo.generation.config:ENGINES",
+        choices="async_grpo.inference.config:ENGINES",
         own=True,
     )
     max_num_seqs: int | None = _engine(

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from async_grpo.generation.char_ends import char_ends
+from async_grpo.inference.char_ends import char_ends
 
 TINY = AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model")
 EMOJI = "🙂"

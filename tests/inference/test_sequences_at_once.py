@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_policy import SETTINGS, tiny_config
 
-from async_grpo.generation.config import EngineConfig
+from async_grpo.inference.config import EngineConfig
 
 
 @pytest.fixture
