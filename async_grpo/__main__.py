@@ -50,14 +50,14 @@ PLACES = {  # module, dataclass of options, function
     "verify": ("programs.verify", "VerifyConfig", "verify"),
     "cache": ("programs.cache", "CacheConfig", "inspect_cache"),
     "doctor": ("programs.doctor", "DoctorConfig", "doctor"),
-    "status": ("programs.status", "StatusConfig", "status"),
-    "why": ("programs.why", "WhyConfig", "why"),
-    "watch": ("programs.watch", "WatchConfig", "watch"),
-    "samples": ("programs.samples", "SamplesConfig", "write_samples_page"),
+    "status": ("observe.status", "StatusConfig", "status"),
+    "why": ("observe.why", "WhyConfig", "why"),
+    "watch": ("observe.watch", "WatchConfig", "watch"),
+    "samples": ("observe.samples", "SamplesConfig", "write_samples_page"),
     "export": ("programs.export", "ExportConfig", "export"),
     "eval": ("launch.evaluate", "EvalConfig", "evaluate"),
     "replay": ("programs.replay", "ReplayConfig", "replay"),
-    "plot": ("programs.plot",),
+    "plot": ("observe.plot",),
 }
 COMMANDS = {name: Command(HELP[name], f"async_grpo.{at}", *own) for name, (at, *own) in PLACES.items()}
 

@@ -19,8 +19,8 @@ import pytest
 from async_grpo.environments import chat
 from async_grpo.environments.control_tokens import ControlTokens
 from async_grpo.launch import local_run
+from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
-from async_grpo.programs import why
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
 from async_grpo.rewards.builtin import answers, code, countdown, json_schema, math_verify, mathd, sympy, text
@@ -82,7 +82,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     "metrics/free_numbers.py": {
         r"NUMBER_NAME": PLAIN,
     },
-    "metrics/reader.py": {
+    "observe/reader.py": {
         r"[\w ./~@%+=:,-]+": OURS,
         r"f'({_WORD}@)?({_WORD}|\\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\\])'": OURS,
     },
@@ -110,14 +110,14 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)": "torchrun_root",
         r"rank\s*: (\d+)": "torchrun_root",
     },
-    "programs/plot.py": {
+    "observe/plot.py": {
         r"(\d*):(\d*)": OURS,
     },
-    "programs/samples.py": {
+    "observe/samples.py": {
         r"<script>(.*?)</script>": OURS,
         r"eval_samples_(\d{1,15})(_.*)?": PLAIN,
     },
-    "programs/why.py": {
+    "observe/why.py": {
         r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines",
     },
     "rewards/builtin/countdown.py": {

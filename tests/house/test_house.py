@@ -18,7 +18,7 @@ ALLOWED = {
     (): (
         ".types .messages .environments.config .environments.host "
         ".config.run .algorithm.config .rewards.config .config.recipes .errors .testing "
-        ".metrics.writer .processes.supervisor .metrics.figures .metrics.reader "
+        ".metrics.writer .processes.supervisor .observe.figures .observe.reader "
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .inference.char_ends .config.compatibility .config.rewards "
@@ -26,7 +26,7 @@ ALLOWED = {
         ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (
-        ".options.command_line .__main__ .programs.trainer .programs.worker .programs.plot "
+        ".options.command_line .__main__ .programs.trainer .programs.worker .observe.plot "
         "trainer_core worker_dispatcher plot"
     ),
     ("torch",): (
@@ -92,7 +92,6 @@ FLOORS = [
         "options",
         "processes",
         "metrics",
-        "viewer",
     },
     {"algorithm"},
     {"modeling"},
@@ -103,6 +102,7 @@ FLOORS = [
     {"testing"},
     {"config"},
     {"cluster"},
+    {"observe"},
     {"launch", "programs", "__main__"},
 ]
 
@@ -130,7 +130,7 @@ def test_arrows_point_down_and_never_sideways():
     [
         ("ray", {"cluster"}),
         ("vllm", {"inference", "weights"}),
-        ("typer", {"options", "programs", "__main__"}),
+        ("typer", {"options", "observe", "__main__"}),
     ],
 )
 def test_each_heavy_package_has_its_own_room(package, rooms):

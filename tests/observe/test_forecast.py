@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics import forecast as module
-from async_grpo.metrics.forecast import Sigmoid, fit, fits, interval
-from async_grpo.programs.plot import app, main
+from async_grpo.observe import forecast as module
+from async_grpo.observe.forecast import Sigmoid, fit, fits, interval
+from async_grpo.observe.plot import app, main
 
 X_T = np.arange(1, 81) * 64.0
 

@@ -11,10 +11,10 @@ from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, holder, options_of
+from async_grpo.observe.status import headline
 from async_grpo.options.fields import Section, required
 from async_grpo.processes.look import ask, look
 from async_grpo.processes.untrusted_files import files_inside, printable
-from async_grpo.programs.status import headline
 
 ANSWER_S, LOG_LINES, ERRORS = 60.0, 2000, 3
 ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")

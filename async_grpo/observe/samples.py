@@ -83,7 +83,7 @@ def _plain_name(name: Any) -> str:
 
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
     """The whole page. What stands in the rows is data: no text in it can end its element or become a script."""
-    template = (resources.files("async_grpo.viewer") / "samples.html").read_text(encoding="utf-8")
+    template = (resources.files("async_grpo.observe") / "samples.html").read_text(encoding="utf-8")
     data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}">'
     return template.replace("<head>", f"<head>\n{policy}", 1).replace("@DATA@", data, 1)

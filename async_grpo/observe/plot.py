@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.metrics import figures
-from async_grpo.metrics.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
-from async_grpo.metrics.forecast import fits, interval
 from async_grpo.metrics.lines import duration, is_count, span_lines
-from async_grpo.metrics.reader import DEFAULT_X_KEY, UNITS, Run, curve, load_runs, read_run
 from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.metrics.writer import TIMELINE_FILE
+from async_grpo.observe import figures
+from async_grpo.observe.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
+from async_grpo.observe.forecast import fits, interval
+from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, Run, curve, load_runs, read_run
 from async_grpo.options.fields import refuse
 
 DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics.reader import Run
+from async_grpo.observe.reader import Run
 from async_grpo.options.fields import refuse
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.tail import spread_records
+from async_grpo.observe.watch import POINTS, WatchConfig, application, watch
 from async_grpo.processes.http_server import OneLinePerFault
-from async_grpo.programs.watch import POINTS, WatchConfig, application, watch
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 OPTIONS = {"samples_per_question": 8, "batch_size": 4, "num_training_batches": 100}
@@ -249,7 +249,7 @@ def test_a_client_that_says_nothing_is_let_go_of(run, monkeypatch):
     """And what is no HTTP costs a line of the log, not a traceback."""
     given = {}
     monkeypatch.setattr(
-        "async_grpo.programs.watch.web.run_app", lambda served, **options: given.update(options)
+        "async_grpo.observe.watch.web.run_app", lambda served, **options: given.update(options)
     )
     watch(WatchConfig(path=str(run)))
     assert given["keepalive_timeout"] <= 120.0

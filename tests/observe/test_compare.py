@@ -16,10 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics import figures
-from async_grpo.metrics.figures import colours_for, mean_and_band
-from async_grpo.metrics.reader import curve, load_runs, progress, read_run
-from async_grpo.programs.plot import app, compare, compared, main, staleness
+from async_grpo.observe import figures
+from async_grpo.observe.figures import colours_for, mean_and_band
+from async_grpo.observe.plot import app, compare, compared, main, staleness
+from async_grpo.observe.reader import curve, load_runs, progress, read_run
 
 PARAMS = {
     "WORLD_SIZE": 4,

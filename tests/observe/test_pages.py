@@ -1,6 +1,6 @@
 """The pages in a real browser: nothing that a model wrote runs, the keys work, tokens are coloured, ten thousand samples.
 
-`pytest tests/browser --basetemp DIR` leaves the pictures in DIR.
+`pytest tests/observe/test_pages.py --basetemp DIR` leaves the pictures in DIR.
 """
 
 import json
@@ -10,7 +10,7 @@ from browser import Browser
 from sample_run import RATIO, write_run
 
 from async_grpo.metrics.writer import as_json
-from async_grpo.programs.samples import SamplesConfig, write_samples_page
+from async_grpo.observe.samples import SamplesConfig, write_samples_page
 
 pytestmark = pytest.mark.real
 

@@ -1,6 +1,6 @@
 """The page of `async-grpo watch` in a real browser: it draws a run that goes on, obeys keys, and runs nothing of it.
 
-`pytest tests/browser --basetemp DIR` leaves the pictures in DIR.
+`pytest tests/observe/test_watch_page.py --basetemp DIR` leaves the pictures in DIR.
 """
 
 import json

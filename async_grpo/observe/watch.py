@@ -21,12 +21,12 @@ from async_grpo.metrics.lines import metrics_lines, span_lines, spread_metrics
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as_json, options_of
+from async_grpo.observe.samples import SamplesConfig, samples_page, security_policy
+from async_grpo.observe.status import RECENT, headline, total_steps, trainer_log
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
 from async_grpo.processes.http_server import IDLE_S, bound_logs
 from async_grpo.processes.untrusted_files import is_regular
-from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
-from async_grpo.programs.status import RECENT, headline, total_steps, trainer_log
 
 POINTS = 2000  # of each curve, at most
 EVALUATIONS, SPANS, SAMPLES = 300, 1500, 2000  # the newest
@@ -60,7 +60,7 @@ def application(config: WatchConfig) -> web.Application:
     bound_logs()
     run = Path(config.path)
     total_steps(options_of(run))  # or it is refused here, not in the browser
-    template = (resources.files("async_grpo.viewer") / "watch.html").read_text(encoding="utf-8")
+    template = (resources.files("async_grpo.observe") / "watch.html").read_text(encoding="utf-8")
 
     async def page(request: web.Request) -> web.Response:
         return _answer(template, "text/html")

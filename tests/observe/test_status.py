@@ -12,7 +12,7 @@ from rich.console import Console
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import tail
 from async_grpo.metrics.tail import last_lines, last_records
-from async_grpo.programs.status import StatusConfig, status, view
+from async_grpo.observe.status import StatusConfig, status, view
 
 
 @given(

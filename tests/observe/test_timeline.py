@@ -16,10 +16,10 @@ from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.messages import StepEnd
-from async_grpo.metrics.figures import COLOURS
 from async_grpo.metrics.spans import Spans, condensed, union
 from async_grpo.metrics.writer import TIMELINE_FILE, MetricsWriter, rewind
-from async_grpo.programs.plot import main, timeline
+from async_grpo.observe.figures import COLOURS
+from async_grpo.observe.plot import main, timeline
 from async_grpo.testing import FakeEngine, FakeGeneration, FakeLogprobs, FakeVerification
 from async_grpo.training.record import Recorder, record_folder
 from async_grpo.types import Group, Prompt

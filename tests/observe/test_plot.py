@@ -1,4 +1,4 @@
-"""`plot.py` and `async_grpo.metrics.figures`: real files, real pictures, an `scp` of our own on PATH."""
+"""`plot.py` and `async_grpo.observe.figures`: real files, real pictures, an `scp` of our own on PATH."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.metrics import figures
-from async_grpo.metrics import reader as metrics_files
-from async_grpo.metrics.figures import draw
-from async_grpo.metrics.reader import DEFAULT_X_KEY, Run, fetch, load_runs, read_run
-from async_grpo.programs.plot import DEFAULT_VARIABLES, app, plot
+from async_grpo.observe import figures
+from async_grpo.observe import reader as metrics_files
+from async_grpo.observe.figures import draw
+from async_grpo.observe.plot import DEFAULT_VARIABLES, app, plot
+from async_grpo.observe.reader import DEFAULT_X_KEY, Run, fetch, load_runs, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}

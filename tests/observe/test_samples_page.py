@@ -12,8 +12,8 @@ from sample_run import RATIO, write_run
 
 from async_grpo.__main__ import main
 from async_grpo.errors import ConfigurationError
-from async_grpo.programs import samples
-from async_grpo.programs.samples import SamplesConfig, page, write_samples_page
+from async_grpo.observe import samples
+from async_grpo.observe.samples import SamplesConfig, page, write_samples_page
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \u2028 ]]> @DATA@"
 
