@@ -22,11 +22,11 @@ ALLOWED = {
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .inference.char_ends .config.compatibility .config.rewards "
-        ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .training.checkpoint_folder "
-        ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
+        ".launch.plan .launch.doctor .launch.evaluate .metrics.console .options.redaction .training.checkpoint_folder "
+        ".launch.verify .launch.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (
-        ".options.command_line .__main__ .programs.trainer .programs.worker .observe.plot "
+        ".options.command_line .__main__ .launch.trainer .launch.worker .observe.plot "
         "trainer_core worker_dispatcher plot"
     ),
     ("torch",): (
@@ -103,7 +103,7 @@ FLOORS = [
     {"config"},
     {"cluster"},
     {"observe"},
-    {"launch", "programs", "__main__"},
+    {"launch", "__main__"},
 ]
 
 

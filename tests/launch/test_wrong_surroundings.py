@@ -14,8 +14,7 @@ import pytest
 
 from async_grpo.__main__ import main
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
-from async_grpo.launch import local_run
-from async_grpo.programs import doctor
+from async_grpo.launch import doctor, local_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [  # beside a run that could work: what is changed, the reason, the cure

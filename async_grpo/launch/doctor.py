@@ -24,8 +24,8 @@ from packaging.requirements import Requirement
 
 from async_grpo.config.resume import goes_on
 from async_grpo.errors import EXIT_USAGE
-from async_grpo.launch import environment
 from async_grpo.launch import plan as quick
+from async_grpo.launch import process_variables
 from async_grpo.launch.local_run import LocalConfig, check
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.metrics.writer import METRICS_FILE
@@ -130,7 +130,7 @@ def packages() -> Iterator[Finding]:
 def machine() -> Iterator[Finding]:
     """GPUs, ports and clock."""
     level, said = OK, "none: everything runs on the CPU"
-    if environment.gpus():
+    if process_variables.gpus():
         try:
             said = "; ".join("{}, {} MiB, {} free, driver {}".format(*card) for card in quick.cards())
         except quick.NO_CARDS as error:
@@ -145,11 +145,13 @@ def machine() -> Iterator[Finding]:
 
 def all_reduce() -> Iterator[Finding]:
     """A sum over a process for each GPU (NCCL), or two on the CPU (gloo)."""
-    count, began = len(environment.gpus()), time.monotonic()
+    count, began = len(process_variables.gpus()), time.monotonic()
     ranks, device = (count, "cuda") if count > 1 else (2, "cpu")
     with private_folder() as scratch:
-        torchrun = [*environment.torchrun_command(ranks, scratch), "--no-python", sys.executable, "-c"]
-        _python([*torchrun[1:], ALL_REDUCE, device], ranks, more=environment.torchrun_environment(scratch))
+        torchrun = [*process_variables.torchrun_command(ranks, scratch), "--no-python", sys.executable, "-c"]
+        _python(
+            [*torchrun[1:], ALL_REDUCE, device], ranks, more=process_variables.torchrun_environment(scratch)
+        )
     said = f"{ranks} processes, {device}: {time.monotonic() - began:.0f} s with their start"
     yield Finding("all reduce", OK, said)
 
@@ -161,7 +163,7 @@ def _python(
 
     RuntimeError: its last word about an error.
     """
-    env = environment.run_environment(ray_address, ranks, Path(), Path()) | dict(more)
+    env = process_variables.run_environment(ray_address, ranks, Path(), Path()) | dict(more)
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, env=env)
     if done.returncode:
@@ -185,7 +187,7 @@ def output_folder(config: LocalConfig) -> Iterator[Finding]:
 def cluster(config: LocalConfig) -> Iterator[Finding]:
     """The cluster of `--ray-address`, and whether it has room for the workers."""
     if config.ray_address:
-        environment.check_reachable(config.ray_address)
+        process_variables.check_reachable(config.ray_address)
         said = _python(["-c", CLUSTER], config.nproc_per_node, config.ray_address)
         cpus, devices = map(int, said.split()[-2:])
         workers = config.generation_workers * config.tensor_parallel_size + len(config.logprob_roles)

@@ -93,7 +93,7 @@ def test_a_missing_file_another_one_a_wrong_name_and_a_wrong_number_are_refused(
 
 
 def test_a_file_that_somebody_else_is_writing_is_exit_code_1(path, capsys, monkeypatch):
-    monkeypatch.setattr("async_grpo.programs.cache.BUSY_S", 0.1)
+    monkeypatch.setattr("async_grpo.launch.cache.BUSY_S", 0.1)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         assert run(path) == 0  # to look is always possible

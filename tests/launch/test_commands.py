@@ -13,10 +13,9 @@ import pytest
 
 import async_grpo
 from async_grpo.__main__ import COMMANDS, main
-from async_grpo.launch import environment, local_run
+from async_grpo.launch import local_run, process_variables, trainer
 from async_grpo.metrics.writer import ConsoleHandler
 from async_grpo.options.command_line import set_up_logging
-from async_grpo.programs import trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +103,7 @@ def test_ray_gets_an_interpreter_whose_name_no_shell_splits(tmp_path, monkeypatc
     prefix.symlink_to(sys.prefix)
     monkeypatch.setattr(sys, "prefix", str(prefix))
     monkeypatch.setattr(sys, "executable", str(prefix / "bin" / "python"))
-    python, *_ = environment.ray_command("127.0.0.1:6379", tmp_path)
+    python, *_ = process_variables.ray_command("127.0.0.1:6379", tmp_path)
     assert " " not in python
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
@@ -119,7 +118,7 @@ def test_the_trainer_has_its_share_of_the_cores_if_its_model_can_use_them(tmp_pa
     def threads(size: int, ranks: int) -> str:
         with (tmp_path / "model.safetensors").open("wb") as file:
             file.truncate(size)
-        return environment.trainer_threads(str(tmp_path), ranks)["OMP_NUM_THREADS"]
+        return process_variables.trainer_threads(str(tmp_path), ranks)["OMP_NUM_THREADS"]
 
     assert threads(3 << 20, 1) == "1"
     assert [threads(120 << 20, ranks) for ranks in (1, 3, 9)] == ["8", "2", "1"]

@@ -14,11 +14,10 @@ from async_grpo.__main__ import main
 from async_grpo.config.preflight import prepare
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.experience.dataset import Question
-from async_grpo.launch import local_run, plan
+from async_grpo.launch import doctor, local_run, plan
 from async_grpo.launch.local_run import LocalConfig
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.programs import doctor
 from async_grpo.rewards.judges import LLMJudge
 
 GB = 10**9
@@ -215,7 +214,7 @@ def test_a_program_that_fails_says_its_last_error(monkeypatch):
 )
 def test_a_cluster_needs_a_cpu_or_a_gpu_for_each_worker(tmp_path, monkeypatch, said, level):
     """Two engines and a reference worker."""
-    monkeypatch.setattr(doctor.environment, "check_reachable", lambda address: None)
+    monkeypatch.setattr(doctor.process_variables, "check_reachable", lambda address: None)
     monkeypatch.setattr(doctor, "_python", lambda *_: f"a word of Ray\n{said}\n")
     config = LocalConfig(**options(tmp_path, ray_address="head:6379", generation_workers=2, kl_coef=0.1))
     assert levels(doctor.cluster(config)) == {"Ray": level}

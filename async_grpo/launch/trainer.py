@@ -1,4 +1,4 @@
-"""Train: `torchrun --nproc_per_node=N -m async_grpo.programs.trainer --model-name-or-path M --data-path D.jsonl`."""
+"""Train: `torchrun --nproc_per_node=N -m async_grpo.launch.trainer --model-name-or-path M --data-path D.jsonl`."""
 
 import json
 import os
