@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
     from async_grpo.errors import ConfigurationError as ConfigurationError
     from async_grpo.experience.batcher import ExperienceBatcher as ExperienceBatcher
     from async_grpo.experience.worker_registry import WorkerRegistry as WorkerRegistry
-    from async_grpo.generation.generation_worker import GenerationWorker as GenerationWorker
+    from async_grpo.inference.generation_worker import GenerationWorker as GenerationWorker
+    from async_grpo.inference.logprob_worker import LogprobWorker as LogprobWorker
     from async_grpo.launch.local_run import LocalConfig as LocalConfig
     from async_grpo.launch.local_run import run_locally as run_locally
-    from async_grpo.logprob.logprob_worker import LogprobWorker as LogprobWorker
     from async_grpo.rewards.pool import VerifierPool as VerifierPool
     from async_grpo.types import AdapterResult as AdapterResult
     from async_grpo.types import RewardStatus as RewardStatus
@@ -48,9 +48,9 @@ _MODULES = {
     "errors": ("AsyncGrpoError", "ConfigurationError"),
     "experience.batcher": ("ExperienceBatcher",),
     "experience.worker_registry": ("WorkerRegistry",),
-    "generation.generation_worker": ("GenerationWorker",),
+    "inference.generation_worker": ("GenerationWorker",),
     "launch.local_run": ("LocalConfig", "run_locally"),
-    "logprob.logprob_worker": ("LogprobWorker",),
+    "inference.logprob_worker": ("LogprobWorker",),
     "rewards.pool": ("VerifierPool",),
     "types": ("AdapterResult", "RewardStatus", "Verdict"),
 }

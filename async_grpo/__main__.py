@@ -26,7 +26,7 @@ class Command(NamedTuple):
 HELP = {
     "run": "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
     "demo": "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
-    "train": "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.programs.trainer.",
+    "train": "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.launch.trainer.",
     "worker": "Run one generation or logprob worker on a Ray cluster that runs already.",
     "verify": "Try rewards on a file of completions: scores, latencies, failures, disagreements. "
     "Exit code 1 if a reward failed on any row, 2 if the file or an option is wrong.",
@@ -45,19 +45,19 @@ HELP = {
 PLACES = {  # module, dataclass of options, function
     "run": ("launch.local_run", "LocalConfig", "run_locally"),
     "demo": ("launch.demo", "DemoConfig", "demo"),
-    "train": ("programs.trainer", "RunConfig", "run"),
-    "worker": ("programs.worker", "WorkerConfig", "run"),
-    "verify": ("programs.verify", "VerifyConfig", "verify"),
-    "cache": ("programs.cache", "CacheConfig", "inspect_cache"),
-    "doctor": ("programs.doctor", "DoctorConfig", "doctor"),
-    "status": ("programs.status", "StatusConfig", "status"),
-    "why": ("programs.why", "WhyConfig", "why"),
-    "watch": ("programs.watch", "WatchConfig", "watch"),
-    "samples": ("programs.samples", "SamplesConfig", "write_samples_page"),
-    "export": ("programs.export", "ExportConfig", "export"),
+    "train": ("launch.trainer", "RunConfig", "run"),
+    "worker": ("launch.worker", "WorkerConfig", "run"),
+    "verify": ("launch.verify", "VerifyConfig", "verify"),
+    "cache": ("launch.cache", "CacheConfig", "inspect_cache"),
+    "doctor": ("launch.doctor", "DoctorConfig", "doctor"),
+    "status": ("observe.status", "StatusConfig", "status"),
+    "why": ("observe.why", "WhyConfig", "why"),
+    "watch": ("observe.watch", "WatchConfig", "watch"),
+    "samples": ("observe.samples", "SamplesConfig", "write_samples_page"),
+    "export": ("launch.export", "ExportConfig", "export"),
     "eval": ("launch.evaluate", "EvalConfig", "evaluate"),
-    "replay": ("programs.replay", "ReplayConfig", "replay"),
-    "plot": ("programs.plot",),
+    "replay": ("launch.replay", "ReplayConfig", "replay"),
+    "plot": ("observe.plot",),
 }
 COMMANDS = {name: Command(HELP[name], f"async_grpo.{at}", *own) for name, (at, *own) in PLACES.items()}
 

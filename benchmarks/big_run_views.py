@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 VIEWS = {
-    "status": "from async_grpo.programs.status import view; view(run)",
-    "page, first data": "from async_grpo.programs import watch; watch.as_json(watch.data(run, 0))",
+    "status": "from async_grpo.observe.status import view; view(run)",
+    "page, first data": "from async_grpo.observe import watch; watch.as_json(watch.data(run, 0))",
     "page, and ten steps": (
-        "from async_grpo.programs import watch\n"
+        "from async_grpo.observe import watch\n"
         "since = watch.data(run, 0)['next']\n"
         "line = json.loads((run / 'training_metrics.jsonl').open().readline())\n"
         "for step in range(10):\n"
@@ -28,14 +28,14 @@ VIEWS = {
         "    watch.as_json(watch.data(run, since))"
     ),
     "page, samples": (
-        "from async_grpo.programs.samples import SamplesConfig, samples_page\n"
+        "from async_grpo.observe.samples import SamplesConfig, samples_page\n"
         "samples_page(SamplesConfig(path=str(run), limit=2000))"
     ),
     "samples, 10,000": (
-        "from async_grpo.programs.samples import SamplesConfig, write_samples_page\n"
+        "from async_grpo.observe.samples import SamplesConfig, write_samples_page\n"
         "write_samples_page(SamplesConfig(path=str(run), output=str(run / 'samples.html')))"
     ),
-    "timeline": ("from async_grpo.programs.plot import timeline\ntimeline(run, '', run / 'timeline.svg')"),
+    "timeline": ("from async_grpo.observe.plot import timeline\ntimeline(run, '', run / 'timeline.svg')"),
 }
 MEASURED = """
 import json, resource, sys, time

@@ -34,7 +34,7 @@ VICTIMS = {
     "verifier": "ray::VerifierActor",
     "joining": "ray::GenerationActor",
     "last": "ray::GenerationActor",
-    "rank": "async_grpo.programs.trainer --config",
+    "rank": "async_grpo.launch.trainer --config",
     "controller": "ray::RunController",
 }
 ENDS = ("rank", "controller")

@@ -32,7 +32,7 @@ CLASSES = {
     "engine core": "EngineCore",
     "engine worker": "VLLM::Worker",
     "logprob worker": "ray::LogprobActor",
-    "trainer": "programs.trainer",
+    "trainer": "launch.trainer",
     "raylet": "raylet/raylet",
     "gcs": "gcs_server",
 }

@@ -79,7 +79,7 @@ def bare(worker: Any) -> Ask:
     """One request a member, in the form of prompt that vLLM takes without a thread, as ours does."""
     from vllm.inputs import tokens_input
 
-    from async_grpo.generation.requests import Request
+    from async_grpo.inference.requests import Request
 
     numbers = itertools.count()
 
@@ -152,7 +152,7 @@ async def actor_channel(config: WorkerConfig, settings: SharedRunSettings) -> As
 
 
 async def measure(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, list[dict[str, float]]]:
-    from async_grpo.generation.generation_worker import GenerationWorker
+    from async_grpo.inference.generation_worker import GenerationWorker
 
     questions = options.questions or (32 if options.case == "a" else 8)
     config = WorkerConfig(

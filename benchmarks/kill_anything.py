@@ -29,11 +29,11 @@ MARK = "KILL_ANYTHING_RUN"
 # name -> words that must all be in the command line (or the process title) of the victim
 VICTIMS = {
     "supervisor": ["async_grpo run"],
-    "trainer rank 0": ["async_grpo.programs.trainer", "@RANK=0"],
-    "trainer rank 1": ["async_grpo.programs.trainer", "@RANK=1"],
+    "trainer rank 0": ["async_grpo.launch.trainer", "@RANK=0"],
+    "trainer rank 1": ["async_grpo.launch.trainer", "@RANK=1"],
     "torchrun": ["torch.distributed.run"],
-    "generation dispatcher": ["async_grpo.programs.worker", "--mode=generation"],
-    "logprob dispatcher": ["async_grpo.programs.worker", "--mode=logprob"],
+    "generation dispatcher": ["async_grpo.launch.worker", "--mode=generation"],
+    "logprob dispatcher": ["async_grpo.launch.worker", "--mode=logprob"],
     "generation worker": ["ray::GenerationActor"],
     "vLLM engine core": ["EngineCore"],
     "logprob worker": ["ray::LogprobActor"],

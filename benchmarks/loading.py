@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.launch.environment import free_port
+from async_grpo.launch.process_variables import free_port
 
 RANK = """
 import resource, sys

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from async_grpo.generation.config import kv_cache_bytes
+from async_grpo.inference.config import kv_cache_bytes
 from async_grpo.launch.local_run import LocalConfig
 from async_grpo.launch.plan import limits, roles
 

@@ -171,7 +171,7 @@ class Cluster:
     def worker(self, number: int, *mode: str) -> None:
         told = [f"--model-path={DATA / 'tiny-model'}", "--run-name=nodes", *mode]
         log = self.folder / f"{mode[0].rpartition('=')[2]}-{number}.log"
-        self.nodes[number].start(log, sys.executable, "-m", "async_grpo.programs.worker", *told)
+        self.nodes[number].start(log, sys.executable, "-m", "async_grpo.launch.worker", *told)
 
     def train(self) -> None:
         page = "/mnt/page.py"  # on the trainer's node alone
@@ -193,7 +193,7 @@ class Cluster:
             "kl-coef": 0.001 if self.options.reference else 0,
         }
         told = [f"--{name}={value}" for name, value in settings.items()]
-        trainer = [sys.executable, "-m", "async_grpo.programs.trainer", *told]
+        trainer = [sys.executable, "-m", "async_grpo.launch.trainer", *told]
         self.trainer = self.nodes[1].start(self.folder / "trainer.log", *trainer)
 
     def lines(self, name: str = "training_metrics.jsonl") -> list[dict[str, Any]]:

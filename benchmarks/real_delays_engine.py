@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 
-from async_grpo.generation.generation_worker import GenerationWorker
+from async_grpo.inference.generation_worker import GenerationWorker
 
 GROUPS = 16  # of a step, as in `real_delays.py`: they come in the order of admission
 

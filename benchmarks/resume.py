@@ -21,7 +21,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from async_grpo.checkpoints.folder import newest
+from async_grpo.training.checkpoint_folder import newest
 from benchmarks.against_trl.cases import DATA
 
 BATCH, GROUP = 16, 8

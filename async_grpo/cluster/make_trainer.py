@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from async_grpo.checkpoints.best import keep_best
-from async_grpo.checkpoints.folder import read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
@@ -17,7 +15,9 @@ from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.best_checkpoint import keep_best
 from async_grpo.training.checkpoint import Checkpointer, SaveExperience
+from async_grpo.training.checkpoint_folder import read
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective

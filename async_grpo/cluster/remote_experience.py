@@ -21,11 +21,11 @@ from async_grpo.config.run import RunConfig
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.experience.dataset import Question
-from async_grpo.files.untrusted import read_bytes
 from async_grpo.messages import Message, MicroBatch
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
+from async_grpo.processes.untrusted_files import read_bytes
 
 SITUATION_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)

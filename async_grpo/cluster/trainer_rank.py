@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import ray
 
-from async_grpo.checkpoints.folder import checkpoints_of, set_aside_newer
 from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.controller import MissingParts, RunController
 from async_grpo.cluster.make_trainer import make_trainer
@@ -41,6 +40,7 @@ from async_grpo.modeling.load import torch_dtype
 from async_grpo.modeling.policy import named_weights
 from async_grpo.options.source_file import absolute, digests
 from async_grpo.processes.end_on_signal import end_in_order
+from async_grpo.training.checkpoint_folder import checkpoints_of, set_aside_newer
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.weights.config import get_transport
 

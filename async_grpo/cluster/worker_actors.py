@@ -13,7 +13,7 @@ import numpy as np
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
-from async_grpo.generation.config import UNLIMITED, engine_class
+from async_grpo.inference.config import UNLIMITED, engine_class
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.command_line import log_to_own_file
 from async_grpo.options.source_file import library_version
@@ -125,7 +125,7 @@ class LogprobActor(WorkerActor):
 def _worker_class(config: WorkerConfig) -> Any:
     if config.mode == GENERATION:
         return engine_class(config.engine)
-    from async_grpo.logprob.logprob_worker import LogprobWorker
+    from async_grpo.inference.logprob_worker import LogprobWorker
 
     return LogprobWorker
 

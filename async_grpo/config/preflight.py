@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from async_grpo.checkpoints.folder import Manifest
 from async_grpo.config.compatibility import check_methods
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
@@ -29,6 +28,7 @@ from async_grpo.modeling.load import (
     stop_token_ids,
 )
 from async_grpo.options.source_file import absolute, library_version
+from async_grpo.training.checkpoint_folder import Manifest
 from async_grpo.weights.config import TRANSPORTS, get_transport
 
 SAMPLED_PROMPTS = 8  # decoded to see that the tokenizer is the model's

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_grpo.checkpoints.folder import Manifest, checkpoints_of, named, newest, versions
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ROWS
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import open_regular, printable
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, options_of
 from async_grpo.options.fields import dashed
+from async_grpo.processes.untrusted_files import open_regular, printable
 from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, named, newest, versions
 
 # What cannot change, and why. All else may, and the log says which did
 _BOUND = "the groups alive were admitted under that bound"

@@ -14,8 +14,8 @@ from async_grpo.config.recipes import apply_recipe
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
-from async_grpo.generation.config import EngineConfig
-from async_grpo.logprob.config import LogprobConfig
+from async_grpo.inference.config import EngineConfig
+from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.metrics.trackers import parse_trackers
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, refuse, required
 from async_grpo.options.redaction import secrets

@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import parse_json
 from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import parse_json
 
 Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
 BEGIN_CALL, END_CALL = "<tool_call>", "</tool_call>"  # of Hermes, Qwen and others

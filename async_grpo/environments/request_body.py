@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from async_grpo.files.untrusted import parse_json
+from async_grpo.processes.untrusted_files import parse_json
 
 BASE_BYTES = 256 * 1024  # for tools' schemas, and what a chat template leaves out
 BYTES_PER_TOKEN = 64  # of the context; text has about 4, or 12 where JSON escapes it

@@ -10,9 +10,15 @@ import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
-from async_grpo.files.untrusted import MAX_ROW_BYTES, all_is_text, bounded_lines, open_regular, parse_json
 from async_grpo.options.fields import refuse
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.processes.untrusted_files import (
+    MAX_ROW_BYTES,
+    all_is_text,
+    bounded_lines,
+    open_regular,
+    parse_json,
+)
 from async_grpo.types import Prompt
 
 TEMPLATE_S = 30.0  # of a model's chat template, for one row

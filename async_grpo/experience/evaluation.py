@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.answer_reading.stated import stated_answer
 from async_grpo.experience.step_metrics import reward_stats
+from async_grpo.rewards.answer_reading.stated import stated_answer
 from async_grpo.types import Group
 
 

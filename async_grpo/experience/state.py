@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from async_grpo.errors import CheckpointBroken
-from async_grpo.files.untrusted import is_regular, parse_json, read_bytes
+from async_grpo.processes.untrusted_files import is_regular, parse_json, read_bytes
 from async_grpo.types import (
     COMPLETION_ARRAYS,
     Completion,

@@ -1,1 +1,1 @@
-"""A whole run on this machine from one command: programs, judge servers, the demo."""
+"""Everything that starts something: a run and its parts, the demo, judge servers, the tools of the command line."""

@@ -20,8 +20,8 @@ from async_grpo.data import (
 from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
+from async_grpo.observe.samples import SamplesConfig, write_samples_page
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
-from async_grpo.programs.samples import SamplesConfig, write_samples_page
 
 COUNTDOWN, GUESS = "countdown", "guess"
 TASKS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ class DemoConfig(Section):
 
 def demo(config: DemoConfig) -> None:
     """Train, evaluate before and after, and write pictures, samples and a checkpoint."""
-    from async_grpo.programs.plot import plot
+    from async_grpo.observe.plot import plot
 
     started, folder = time.monotonic(), Path(config.output_dir)
     run = LocalConfig(

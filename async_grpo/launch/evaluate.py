@@ -12,16 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.checkpoints.folder import MANIFEST, checkpoints_of, read
 from async_grpo.config.run import MemberConfig, RunConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
-from async_grpo.files.untrusted import printable
-from async_grpo.generation.config import EngineOptions
-from async_grpo.launch.environment import gpus
+from async_grpo.inference.config import EngineOptions
+from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_run import LocalConfig, check, parameters, start
+from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
@@ -37,7 +36,8 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.processes.private_folder import private_folder
-from async_grpo.programs.export import ExportConfig, export
+from async_grpo.processes.untrusted_files import printable
+from async_grpo.training.checkpoint_folder import MANIFEST, checkpoints_of, read
 
 AT_ONCE = 1024  # completions, if the engines hold so many
 DAYS_S = 7 * 86_400.0

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
-from async_grpo.generation.config import EngineOptions, engine_class
-from async_grpo.launch import environment
+from async_grpo.inference.config import EngineOptions, engine_class
 from async_grpo.launch import plan as quick
-from async_grpo.launch.environment import gpus
+from async_grpo.launch import process_variables
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge, serving
+from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import show_times, waiting
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option, refuse
@@ -30,6 +29,7 @@ from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import ask
 from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
+from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
@@ -104,7 +104,7 @@ def check(config: LocalConfig) -> "Prepared":
         engine_class(config.engine)
     prepared = prepare(config)
     if config.ray_address:
-        environment.check_reachable(config.ray_address)
+        process_variables.check_reachable(config.ray_address)
     return prepared
 
 
@@ -121,7 +121,7 @@ def start(config: LocalConfig, instead: Sequence[str] = ()) -> None:
         judge as judge_options,
     ):
         try:
-            environment.check_socket_names(scratch)
+            process_variables.check_socket_names(scratch)
             _run(config, supervisor, scratch, judge_options, instead)
         except KeyboardInterrupt as interrupt:
             what = "ending trainer, workers and Ray, which takes up to half a minute"
@@ -141,13 +141,13 @@ def _run(
     config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str], instead: Sequence[str]
 ) -> None:
     ray_is_up, logs = scratch / "ray-is-up", config.output_path / "logs"
-    variables = environment.run_environment(config.ray_address, config.nproc_per_node, ray_is_up, logs)
+    variables = process_variables.run_environment(config.ray_address, config.nproc_per_node, ray_is_up, logs)
     name = "evaluator" if instead else "trainer"
     log.info("starting Ray, workers and %s; their output is in %s", name, logs)
     ray = None
     if not config.ray_address:
-        command = environment.ray_command(variables["RAY_ADDRESS"], scratch)
-        for_ray = environment.ray_environment(variables, config.nproc_per_node, config.judge_gpus_alone)
+        command = process_variables.ray_command(variables["RAY_ADDRESS"], scratch)
+        for_ray = process_variables.ray_environment(variables, config.nproc_per_node, config.judge_gpus_alone)
         ray = supervisor.start("ray", command, for_ray)
     workers = [
         supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, variables)
@@ -155,8 +155,8 @@ def _run(
     ]
     command = list(instead or trainer_command(config, scratch))
     command += [f"--{dashed(flag)}={value}" for flag, value in judge.items()]
-    variables |= environment.torchrun_environment(scratch)
-    variables |= environment.trainer_threads(config.model_name_or_path, config.nproc_per_node)
+    variables |= process_variables.torchrun_environment(scratch)
+    variables |= process_variables.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start(name, command, variables, console=True)
     signal.signal(signal.SIGUSR1, lambda *_: ask(trainer.process.pid))
     if ray is not None:  # the others import their libraries meanwhile
@@ -195,16 +195,16 @@ def _tell_if_saved(config: LocalConfig, since: float) -> None:
 def worker_commands(config: LocalConfig) -> list[list[str]]:
     """The command lines of all workers: each reads its own options of the run's parameters."""
     node = ("gpu" if gpus() else "any") if config.ray_address else "here"  # the GPUs here are the trainer's
-    worker = [sys.executable, "-m", "async_grpo.programs.worker", parameters(config), f"--node={node}"]
+    worker = [sys.executable, "-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
     engines = [[*worker, "--mode=generation"]] * config.generation_workers
     return engines + [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
 
 
 def trainer_command(config: LocalConfig, scratch: Path) -> list[str]:
     """Return the command line of the trainer's ranks, whose files of the moment lie in `scratch`."""
-    torchrun = environment.torchrun_command(config.nproc_per_node, scratch)
+    torchrun = process_variables.torchrun_command(config.nproc_per_node, scratch)
     torchrun.append(f"--shutdown-timeout={math.ceil(config.grace_s)}")
-    return [*torchrun, "-m", "async_grpo.programs.trainer", parameters(config)]
+    return [*torchrun, "-m", "async_grpo.launch.trainer", parameters(config)]
 
 
 def parameters(config: LocalConfig) -> str:

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from async_grpo.checkpoints.folder import checkpoints_of
-from async_grpo.generation.config import GIB, cpu_kv_cache, kv_cache_bytes
-from async_grpo.launch.environment import gpus
+from async_grpo.inference.config import GIB, cpu_kv_cache, kv_cache_bytes
+from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.lines import duration, metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
+from async_grpo.training.checkpoint_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared

@@ -1,1 +1,1 @@
-"""What a run writes down about itself, and how it is read and drawn."""
+"""What a run writes down about itself."""

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.files.untrusted import printable
 from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
+from async_grpo.processes.untrusted_files import printable
 
 TRAINER = {  # keys of a metrics line, by what the trainer's seconds went into
     "trainer waits": "seconds_waiting_for_experience",

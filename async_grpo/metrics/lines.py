@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from async_grpo.files.untrusted import is_text
 from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.options.fields import is_number, refuse
+from async_grpo.processes.untrusted_files import is_text
 
 LARGEST_COUNT = 1 << 53  # beyond it a float is no exact number
 LARGEST_NUMBER = 1e30  # so that a sum, a square or a product of a few of them is finite, too

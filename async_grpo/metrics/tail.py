@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from async_grpo.files.untrusted import CHUNK_BYTES, MAX_LINE_BYTES, open_regular, parse_json
+from async_grpo.processes.untrusted_files import CHUNK_BYTES, MAX_LINE_BYTES, open_regular, parse_json
 
 CHUNK = 1 << 18  # bytes read at a time, from the end
 MAX_TAIL_BYTES = 64 << 20  # as JSON their lines may take twenty times as much memory

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.files.untrusted import files_inside, read_bytes
 from async_grpo.metrics.diagnosis import Snapshot, diagnose
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.writer import holder
 from async_grpo.processes.look import look
+from async_grpo.processes.untrusted_files import files_inside, read_bytes
 from async_grpo.processes.waits import situation
 
 MIN_S, MEDIANS, POLL_S, LOG_LINES = 120.0, 3.0, 0.5, 50

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import is_regular, read_bytes, read_json
 from async_grpo.metrics.alarms import KEPT, alarm_kind, hacking_alarms
 from async_grpo.metrics.spans import condensed
 from async_grpo.metrics.tail import last_records
 from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import is_regular, read_bytes, read_json
 
 METRICS_FILE = "training_metrics.jsonl"
 PARAMS_FILE = "training_params.json"

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import read_json
 from async_grpo.modeling.model_files import check_model_folder, refuse_more_parameters, refuse_pickles
+from async_grpo.processes.untrusted_files import read_json
 
 disable_progress_bar()  # in logs and on the console they stand between the lines of the run
 # What decides whether weights of one folder make sense in a model built from another, not how it was written

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import plain_parts, read_json
+from async_grpo.processes.untrusted_files import plain_parts, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

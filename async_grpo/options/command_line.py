@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.files.untrusted import parse_json, read_text
 from async_grpo.options.fields import choices_of, dashed, nearest, refuse
 from async_grpo.options.redaction import redact_logs, redacted
+from async_grpo.processes.untrusted_files import parse_json, read_text
 
 CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
 TRUTH = {"true": True, "1": True, "false": False, "0": False}

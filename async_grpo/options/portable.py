@@ -14,8 +14,8 @@ from shlex import quote
 from typing import Any, get_args
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import is_text, printable
 from async_grpo.options.fields import choices_of, dashed, is_number, names_in, parse_assignments
+from async_grpo.processes.untrusted_files import is_text, printable
 
 MAX_VALUE_CHARACTERS = 10_000
 LARGEST_NUMBER = 1e9  # tokens, turns, seconds: an option's own range often has no upper end

@@ -35,7 +35,7 @@ class FakeEngine:
     @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
         """Load the weights of `config.model_path`, as a logprob worker would."""
-        from async_grpo.logprob.logprob_worker import LogprobWorker
+        from async_grpo.inference.logprob_worker import LogprobWorker
 
         return cls(LogprobWorker.start(config, settings), settings)
 

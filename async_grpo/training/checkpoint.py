@@ -22,10 +22,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
-from async_grpo.checkpoints.folder import Manifest, complete, discard_partial, partial_folder, prune, versions
 from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
 from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.checkpoint_folder import (
+    Manifest,
+    complete,
+    discard_partial,
+    partial_folder,
+    prune,
+    versions,
+)
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.optimizer import begun
 

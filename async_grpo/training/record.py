@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.files.untrusted import files_inside, is_regular, read_json
 from async_grpo.messages import Message, MicroBatch, StepEnd
 from async_grpo.metrics.writer import as_json
+from async_grpo.processes.untrusted_files import files_inside, is_regular, read_json
 from async_grpo.protocols import ExperienceSource
 from async_grpo.types import PROMPT_TOKEN
 

@@ -36,7 +36,7 @@ done
 told=
 srun --overlap --nodes="$trainers" --ntasks="$trainers" --nodelist="$training" \
     torchrun --nnodes="$trainers" --nproc-per-node="$gpus" --rdzv-backend=c10d --rdzv-endpoint="$head:29500" \
-    --rdzv-id="$SLURM_JOB_ID" --shutdown-timeout=60 -m async_grpo.programs.trainer --config="$config" &
+    --rdzv-id="$SLURM_JOB_ID" --shutdown-timeout=60 -m async_grpo.launch.trainer --config="$config" &
 run=$! code=0
 trap 'told=yes; kill -TERM "$run"' TERM
 wait "$run" || code=$?

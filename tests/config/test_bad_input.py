@@ -7,7 +7,7 @@ import pytest
 
 from async_grpo.__main__ import main
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
-from async_grpo.programs import trainer
+from async_grpo.launch import trainer
 
 GOOD = json.dumps({"input_token_ids": [1, 2, 3], "input": "abc", "answer": 1}) + "\n"
 ROW = "line 3: the column 'judge' of a row says"

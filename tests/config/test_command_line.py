@@ -15,7 +15,7 @@ from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.run import RunConfig, WorkerConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.generation.config import EngineOptions
+from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
 from async_grpo.options.command_line import normalized, run_command
 from async_grpo.options.fields import choices_of, option
@@ -140,7 +140,7 @@ def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
     size = {"samples_per_question": 4, "max_tokens_per_gpu": 99}
     local = LocalConfig(**needed, **recipe, **size, **chosen, output_dir=str(tmp_path))
     write_params(tmp_path / "training_params.json", local, {})
-    told = [command[command.index("async_grpo.programs.worker") + 1 :] for command in worker_commands(local)]
+    told = [command[command.index("async_grpo.launch.worker") + 1 :] for command in worker_commands(local)]
     engine, logprob = (parse(*one, config_class=WorkerConfig, foreign=foreign_keys)[0] for one in told)
     assert {name: getattr(engine, name) for name in chosen} == chosen
     assert engine.mode == "generation" and engine.further_options == {"block_size": 32}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from processes import process_maker
 from transformers import AutoTokenizer
 
-from async_grpo.generation.char_ends import char_ends
+from async_grpo.inference.char_ends import char_ends
 from async_grpo.rewards.adapter.decorators import process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT

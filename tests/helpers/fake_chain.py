@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from tiny_policy import SETTINGS, save_tiny_model
 
-from async_grpo.checkpoints.folder import newest
 from async_grpo.cluster.controller import RunController
 from async_grpo.cluster.make_trainer import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
-from async_grpo.generation.config import engine_class
+from async_grpo.inference.config import engine_class
 from async_grpo.messages import WorkerInfo
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker
+from async_grpo.training.checkpoint_folder import newest
 from async_grpo.training.distributed import distributed_run
 
 STEPS, GROUPS, MEMBERS = 3, 2, 4

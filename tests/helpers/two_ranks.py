@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from async_grpo.launch.environment import free_port
+from async_grpo.launch.process_variables import free_port
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run

@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 import pytest
 
-from async_grpo.answer_reading.stated import Form, stated_answer
 from async_grpo.environments import chat
 from async_grpo.environments.control_tokens import ControlTokens
 from async_grpo.launch import local_run
+from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
-from async_grpo.programs import why
 from async_grpo.rewards.adapter.result import excerpt
+from async_grpo.rewards.answer_reading.stated import Form, stated_answer
 from async_grpo.rewards.builtin import answers, code, countdown, json_schema, math_verify, mathd, sympy, text
 from async_grpo.rewards.http.exchange import json_object, retry_after_s
 from async_grpo.rewards.judges import judge_prompts, judge_replies
@@ -35,7 +35,7 @@ LIMITED = "a pattern of the user, under a time limit"
 CHECKED = "a pattern of the user, which is only compiled"
 
 PATTERNS: dict[str, dict[str, str]] = {
-    "answer_reading/boxes.py": {
+    "rewards/answer_reading/boxes.py": {
         r"[.!?]\s+[A-Z]": "stated_answer",
         r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]": "stated_answer",
         r"[a-zA-Z\s,.:;=]*": "stated_answer",
@@ -49,11 +49,11 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"f'-?\\d{{1,3}}({_SEPARATOR}\\d{{3}})+(\\.\\d+)?'": "stated_answer",
         r"f'{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\\\[()\\[\\]]|\\\\(?:begin|end)\\s*\\{{[a-zA-Z]+\\*?\\}}(?:\\{{[lcr| ]*\\}})?|\\\\(?:left|right)(?![a-zA-Z])\\s*[.()\\[\\]|]?|\\\\(?:[bB]ig{{1,2}}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox|boxed)(?![a-zA-Z])'": "stated_answer",  # noqa: E501
     },
-    "answer_reading/stated.py": {
+    "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
         r"[ \t]*```[ \t]*(\w*)": "stated_answer",
     },
-    "checkpoints/folder.py": {
+    "training/checkpoint_folder.py": {
         r"[0-9a-f]{64}": PLAIN,
         r"step_\d{1,15}(\.\d{1,3})?": PLAIN,
     },
@@ -82,7 +82,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     "metrics/free_numbers.py": {
         r"NUMBER_NAME": PLAIN,
     },
-    "metrics/reader.py": {
+    "observe/reader.py": {
         r"[\w ./~@%+=:,-]+": OURS,
         r"f'({_WORD}@)?({_WORD}|\\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\\])'": OURS,
     },
@@ -110,14 +110,14 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)": "torchrun_root",
         r"rank\s*: (\d+)": "torchrun_root",
     },
-    "programs/plot.py": {
+    "observe/plot.py": {
         r"(\d*):(\d*)": OURS,
     },
-    "programs/samples.py": {
+    "observe/samples.py": {
         r"<script>(.*?)</script>": OURS,
         r"eval_samples_(\d{1,15})(_.*)?": PLAIN,
     },
-    "programs/why.py": {
+    "observe/why.py": {
         r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines",
     },
     "rewards/builtin/countdown.py": {

@@ -69,7 +69,7 @@ def test_every_option_is_there_with_its_default(command):
 @pytest.mark.parametrize("program", GOLDEN["retired"])
 def test_every_retired_option_is_still_answered(program):
     assert set(GOLDEN["retired"][program]) <= set(
-        importlib.import_module(f"async_grpo.programs.{program}").RETIRED
+        importlib.import_module(f"async_grpo.launch.{program}").RETIRED
     )
 
 

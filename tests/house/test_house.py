@@ -18,15 +18,15 @@ ALLOWED = {
     (): (
         ".types .messages .environments.config .environments.host "
         ".config.run .algorithm.config .rewards.config .config.recipes .errors .testing "
-        ".metrics.writer .processes.supervisor .metrics.figures .metrics.reader "
+        ".metrics.writer .processes.supervisor .observe.figures .observe.reader "
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
-        ".rewards.bench.completions .generation.char_ends .config.compatibility .config.rewards "
-        ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .checkpoints.folder "
-        ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
+        ".rewards.bench.completions .inference.char_ends .config.compatibility .config.rewards "
+        ".launch.plan .launch.doctor .launch.evaluate .metrics.console .options.redaction .training.checkpoint_folder "
+        ".launch.verify .launch.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (
-        ".options.command_line .__main__ .programs.trainer .programs.worker .programs.plot "
+        ".options.command_line .__main__ .launch.trainer .launch.worker .observe.plot "
         "trainer_core worker_dispatcher plot"
     ),
     ("torch",): (
@@ -34,7 +34,7 @@ ALLOWED = {
         ".algorithm.off_policy .algorithm.covariance .experience.batcher .weights.publisher .weights.nccl"
     ),
     ("torch", "transformers"): (
-        ".modeling.policy .training.trainer .training.sharding .logprob.logprob_worker .config.preflight"
+        ".modeling.policy .training.trainer .training.sharding .inference.logprob_worker .config.preflight"
     ),
     ("ray",): ".cluster.channel .cluster.worker_program",
     ("ray", "torch", "transformers"): ".cluster.trainer_rank",
@@ -85,7 +85,6 @@ def imports_of(path: Path) -> set[str]:
 FLOORS = [
     {
         "types",
-        "answer_reading",
         "messages",
         "errors",
         "protocols",
@@ -93,18 +92,18 @@ FLOORS = [
         "options",
         "processes",
         "metrics",
-        "checkpoints",
-        "viewer",
-        "files",
     },
     {"algorithm"},
     {"modeling"},
     {"weights"},
-    {"experience", "rewards", "logprob", "training"},
-    {"generation", "environments", "testing"},
+    {"rewards"},
+    {"experience", "training"},
+    {"inference", "environments"},
+    {"testing"},
     {"config"},
     {"cluster"},
-    {"launch", "programs", "__main__"},
+    {"observe"},
+    {"launch", "__main__"},
 ]
 
 
@@ -130,8 +129,8 @@ def test_arrows_point_down_and_never_sideways():
     ("package", "rooms"),
     [
         ("ray", {"cluster"}),
-        ("vllm", {"generation", "weights"}),
-        ("typer", {"options", "programs", "__main__"}),
+        ("vllm", {"inference", "weights"}),
+        ("typer", {"options", "observe", "__main__"}),
     ],
 )
 def test_each_heavy_package_has_its_own_room(package, rooms):

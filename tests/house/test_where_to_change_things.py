@@ -17,7 +17,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.dataset import Question
-from async_grpo.generation.config import engine_class
+from async_grpo.inference.config import engine_class
 from async_grpo.messages import StepEnd
 from async_grpo.options.source_file import digests
 from async_grpo.testing import FakeGeneration, FakeVerification

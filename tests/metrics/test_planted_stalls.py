@@ -194,7 +194,7 @@ leave()
 
 
 def test_a_rank_that_is_asleep(tmp_path):
-    from async_grpo.launch.environment import free_port
+    from async_grpo.launch.process_variables import free_port
 
     common = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [

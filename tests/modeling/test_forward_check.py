@@ -17,8 +17,8 @@ from transformers import (
 from async_grpo.cluster import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.logprob.config import LogprobConfig
-from async_grpo.logprob.logprob_worker import LogprobWorker
+from async_grpo.inference.logprob_config import LogprobConfig
+from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.packed import PACKED_ATTENTION
 from async_grpo.modeling.policy import PolicyModel

@@ -11,9 +11,9 @@ from tiny_policy import SETTINGS, save_tiny_model
 from async_grpo.cluster import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
+from async_grpo.inference.logprob_config import LogprobConfig
+from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.launch.plan import parameters_of
-from async_grpo.logprob.config import LogprobConfig
-from async_grpo.logprob.logprob_worker import LogprobWorker
 from async_grpo.modeling.model_files import weight_shapes
 
 NAME = "model.layers.0.self_attn.q_proj.weight"

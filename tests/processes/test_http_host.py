@@ -18,8 +18,8 @@ import uvicorn
 from aiohttp import web
 from intruder import NOBODY
 
+from async_grpo.observe.watch import WatchConfig, application
 from async_grpo.processes.http_host import REFUSAL, _user_of, may_read
-from async_grpo.programs.watch import WatchConfig, application
 from async_grpo.rewards.judges.own_user import OwnUserOnly, refusal
 
 INTRUDER = Path(__file__).resolve().parents[1] / "helpers" / "intruder.py"

@@ -16,7 +16,7 @@ import pytest
 from intruder import NOBODY
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.launch import environment
+from async_grpo.launch import process_variables
 from async_grpo.processes.private_folder import (
     OWNER_FILE,
     _cache_of_this_process,
@@ -207,7 +207,7 @@ def test_another_user_gets_nothing_of_what_lies_in_it_though_ray_opens_its_part_
 
 
 def test_ray_s_folder_lies_inside_it_and_its_client_server_has_a_port_of_its_own(tmp_path):
-    command = environment.ray_command("127.0.0.1:26000", tmp_path)
+    command = process_variables.ray_command("127.0.0.1:26000", tmp_path)
     options = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
     assert Path(options["--temp-dir"]).parent == tmp_path
     assert options["--ray-client-server-port"] not in ("10001", "26000")
@@ -215,22 +215,22 @@ def test_ray_s_folder_lies_inside_it_and_its_client_server_has_a_port_of_its_own
 
 
 def test_a_port_that_is_spoken_for_is_not_chosen_again(monkeypatch):
-    monkeypatch.setattr(environment.random.Random, "sample", lambda *_: [26000, 26001])
-    assert environment.free_port(apart_from=26000) == 26001
+    monkeypatch.setattr(process_variables.random.Random, "sample", lambda *_: [26000, 26001])
+    assert process_variables.free_port(apart_from=26000) == 26001
 
 
 def test_a_name_is_too_long_for_ray_s_sockets_where_the_kernel_says_so():
     """The longest that is let through can be bound (it only has no folder), one more byte cannot."""
-    room = 107 - len("/ray/" + environment.LONGEST_SOCKET)
+    room = 107 - len("/ray/" + process_variables.LONGEST_SOCKET)
     fits, too_long = Path("/" + "y" * (room - 1)), Path("/" + "y" * room)
     with socket.socket(socket.AF_UNIX) as probe:
         with pytest.raises(FileNotFoundError):
-            probe.bind(str(environment.ray_folder(fits) / environment.LONGEST_SOCKET))
+            probe.bind(str(process_variables.ray_folder(fits) / process_variables.LONGEST_SOCKET))
         with pytest.raises(OSError, match="too long"):
-            probe.bind(str(environment.ray_folder(too_long) / environment.LONGEST_SOCKET))
-    environment.check_socket_names(fits)
+            probe.bind(str(process_variables.ray_folder(too_long) / process_variables.LONGEST_SOCKET))
+    process_variables.check_socket_names(fits)
     with pytest.raises(ConfigurationError, match="108 bytes, 107 are possible: set TMPDIR"):
-        environment.check_socket_names(too_long)
+        process_variables.check_socket_names(too_long)
 
 
 def test_temporary_files_go_into_a_folder_for_a_while_also_those_of_programs(tmp_path, temporary):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from test_whole_chain import DATA, left_behind
 
-from async_grpo.checkpoints.folder import checkpoints_of
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.checkpoint import Checkpointer
+from async_grpo.training.checkpoint_folder import checkpoints_of
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.optimizer import build_policy_optimizer

@@ -66,8 +66,8 @@ class EngineThread:
     """
 
     def __init__(self, folder: Path = MODEL, extension: str | None = None, **changes: Any) -> None:
-        from async_grpo.generation.config import EngineConfig
-        from async_grpo.generation.generation_worker import GenerationWorker
+        from async_grpo.inference.config import EngineConfig
+        from async_grpo.inference.generation_worker import GenerationWorker
 
         class Worker(GenerationWorker):
             worker_extension = extension or GenerationWorker.worker_extension
@@ -202,7 +202,7 @@ def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_lo
 
 
 def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engine, model):
-    from async_grpo.generation.requests import Request, tokens_of
+    from async_grpo.inference.requests import Request, tokens_of
 
     stopless = Request.of(SETTINGS, CANARY[:4], 0, 0).params
     stopless.stop_token_ids, stopless.ignore_eos = [], True
@@ -224,7 +224,7 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
     engine, model, monkeypatch
 ):
     """With the same draws: the completion is the same, token by token, though its prefix now is part of the prompt."""
-    from async_grpo.generation import generation_worker
+    from async_grpo.inference import generation_worker
 
     monkeypatch.setattr(generation_worker, "PARTS_EVERY_S", 0.01)
     prompt, seeds = CANARY[:8], {member: 100 + member for member in range(6)}
@@ -259,7 +259,7 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
 
 
 def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
-    from async_grpo.generation.requests import Request
+    from async_grpo.inference.requests import Request
 
     ids = SETTINGS.stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
@@ -283,7 +283,7 @@ def test_a_completion_is_marked_as_truncated_if_it_runs_out_of_room_and_says_whe
 
 def test_a_text_that_ends_a_completion_ends_it_at_the_token_that_completes_the_text(engine):
     """Be it of several tokens, or the spelling of a special one. What is sampled stays as it was without."""
-    from async_grpo.generation.requests import Request, new_name
+    from async_grpo.inference.requests import Request, new_name
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     allowed = tokenizer.encode("ab </answer><|im_start|>", add_special_tokens=False)

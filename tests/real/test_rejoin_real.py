@@ -14,8 +14,8 @@ import pytest
 from test_resume_real import lines, wait_for_step
 from test_whole_chain import DATA, OPTIONS, left_behind
 
-from async_grpo.checkpoints.folder import newest
-from async_grpo.launch import environment
+from async_grpo.launch import process_variables
+from async_grpo.training.checkpoint_folder import newest
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 STEPS = 400
@@ -49,7 +49,7 @@ def scratch() -> Iterator[Path]:
 
 def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp_path, scratch):
     folder = tmp_path / "run"
-    variables = environment.run_environment("", 1, scratch / "up", tmp_path)
+    variables = process_variables.run_environment("", 1, scratch / "up", tmp_path)
     variables |= {"RUN_MARK": str(tmp_path)}
     (scratch / "up").touch()
     programs: list[subprocess.Popen] = []
@@ -75,11 +75,11 @@ def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp
         )
 
     def program(name: str) -> list[str]:
-        return [sys.executable, "-u", "-m", f"async_grpo.programs.{name}"]
+        return [sys.executable, "-u", "-m", f"async_grpo.launch.{name}"]
 
     joined = r"starting worker (generation-\w+)"
     try:
-        start("ray", *environment.ray_command(variables["RAY_ADDRESS"], scratch))
+        start("ray", *process_variables.ray_command(variables["RAY_ADDRESS"], scratch))
         said(tmp_path / "ray.log", "Ray runtime started")
         options = [f"--run-name={tmp_path.name}", f"--model-path={DATA / 'tiny-model'}", "--engine=fake"]
         workers = [start(f"worker{n}", *program("worker"), "--mode=generation", *options) for n in range(2)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_whole_chain import OPTIONS, left_behind
 
-from async_grpo.checkpoints.folder import newest
+from async_grpo.training.checkpoint_folder import newest
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
 STEPS, GROUPS = 30, 8

@@ -19,7 +19,7 @@ from intruder import NOBODY, RAY_METHODS, RAY_SERVICES, TCP_STORE
 from listening import Listener, listeners, own_addresses
 
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
-from async_grpo.launch.environment import free_port
+from async_grpo.launch.process_variables import free_port
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 INTRUDER = Path(__file__).resolve().parents[1] / "helpers" / "intruder.py"
@@ -199,7 +199,7 @@ def test_the_run_had_everything_open_that_this_is_about(attacked):
         "raylet",
         "ray.util.client.server",
         "ray::RunController",
-        "programs.trainer",
+        "launch.trainer",
         "watch",
     ):
         assert part in commands
@@ -247,7 +247,7 @@ def test_no_server_tells_another_user_anything_over_http_but_metrics(attacked):
             status, is_metrics = reply.split()[1], "async_grpo_" in reply
             assert status in ("400", "401", "403", "404") or is_metrics, (attacked.ports[port], name, reply)
             if is_metrics:
-                assert "programs.trainer" in attacked.ports[port]
+                assert "launch.trainer" in attacked.ports[port]
 
 
 def test_no_port_is_a_store_of_torch(attacked):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.checkpoints.folder import (
+from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.training.checkpoint_folder import (
     MANIFEST,
     Manifest,
     checkpoints_of,
@@ -19,7 +20,6 @@ from async_grpo.checkpoints.folder import (
     set_aside_newer,
     verify,
 )
-from async_grpo.errors import CheckpointBroken, ConfigurationError
 
 
 def write(output_dir: Path, step: int) -> Path:

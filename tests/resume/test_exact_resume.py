@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from async_grpo.launch.environment import free_port
+from async_grpo.launch.process_variables import free_port
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS, DEADLINE_S = 12, 60.0

@@ -7,10 +7,10 @@ import pytest
 from fake_chain import Chain, chain_config
 from test_checkpoint_folder import write
 
-from async_grpo.checkpoints.best import keep_best
-from async_grpo.checkpoints.folder import checkpoints_of, prune, verify
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
+from async_grpo.training.best_checkpoint import keep_best
+from async_grpo.training.checkpoint_folder import checkpoints_of, prune, verify
 
 
 def evaluated(folder, rewards, file="held"):

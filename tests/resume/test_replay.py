@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from async_grpo.__main__ import main
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError
+from async_grpo.launch.replay import ReplayConfig, replay
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
-from async_grpo.programs.replay import ReplayConfig, replay
 
 
 @pytest.fixture(scope="module", params=["grpo", "clip_cov"])

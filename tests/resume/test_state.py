@@ -16,12 +16,12 @@ from tiny_policy import pack, random_sequence, tiny_model
 from two_ranks import full, on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.checkpoints.folder import checkpoints_of, newest, verify
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training import checkpoint
 from async_grpo.training.checkpoint import FILES, Checkpointer
+from async_grpo.training.checkpoint_folder import checkpoints_of, newest, verify
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from fake_chain import chain_config
 
-from async_grpo.checkpoints.folder import Manifest, checkpoints_of, complete, partial_folder, versions
 from async_grpo.config.resume import FIXED, as_options, find_checkpoint, goes_on, inputs
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
+from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, complete, partial_folder, versions
 
 
 @pytest.fixture

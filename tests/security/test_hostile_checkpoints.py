@@ -16,7 +16,6 @@ import torch
 from hostile_folders import Canary, Ended, command, link_to, relisted, replaced, resealed
 from safetensors.torch import load_file, save_file
 
-from async_grpo.checkpoints.folder import checkpoints_of, verify
 from async_grpo.config.resume import as_options, find_checkpoint
 from async_grpo.config.run import RunConfig
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
@@ -27,6 +26,7 @@ from async_grpo.launch import evaluate
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.checkpoint import Checkpointer
+from async_grpo.training.checkpoint_folder import checkpoints_of, verify
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.optimizer import build_policy_optimizer

@@ -19,8 +19,8 @@ from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.writer import claim
-from async_grpo.programs.samples import SamplesConfig, samples_page
-from async_grpo.programs.watch import WatchConfig, application, data
+from async_grpo.observe.samples import SamplesConfig, samples_page
+from async_grpo.observe.watch import WatchConfig, application, data
 from async_grpo.rewards.cache.file import APPLICATION_ID
 
 pytestmark = pytest.mark.timeout(240)

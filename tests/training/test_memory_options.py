@@ -9,13 +9,13 @@ import torch
 from tiny_policy import SETTINGS, pack, random_sequence, save_tiny_model, tiny_model
 from two_ranks import on_two_ranks
 
-from async_grpo.checkpoints.folder import newest
 from async_grpo.cluster import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.checkpoint import Checkpointer
+from async_grpo.training.checkpoint_folder import newest
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.sharding import canary_logprobs, shard_policy

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from intruder import TCP_STORE, reply_to
 
-from async_grpo.launch import environment
+from async_grpo.launch import process_variables
 from async_grpo.training.distributed import RANKS_STORE, _store
 
 RANK = """
@@ -48,9 +48,9 @@ def test_a_store_that_answers_whoever_asks_is_known_as_such():
 def test_torchrun_and_its_ranks_listen_on_the_loopback_interface_alone_and_have_no_store_there(tmp_path):
     program, results = tmp_path / "rank.py", tmp_path / "results.json"
     program.write_text(RANK)
-    variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | environment.torchrun_environment(tmp_path)
+    variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | process_variables.torchrun_environment(tmp_path)
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [*environment.torchrun_command(2, tmp_path), str(program), str(results)]
+    command = [*process_variables.torchrun_command(2, tmp_path), str(program), str(results)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     seen = json.loads(results.read_text())
@@ -62,7 +62,7 @@ def test_torchrun_and_its_ranks_listen_on_the_loopback_interface_alone_and_have_
 
 def test_ranks_that_are_given_a_file_meet_there_and_a_lonely_one_needs_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv(RANKS_STORE, str(tmp_path / "store"))
-    assert environment.torchrun_environment(tmp_path)[RANKS_STORE] == str(tmp_path / "ranks-store")
+    assert process_variables.torchrun_environment(tmp_path)[RANKS_STORE] == str(tmp_path / "ranks-store")
     one, other = _store(2), _store(2)
     threading.Timer(0.1, one.set, ["address", "here"]).start()
     assert other.get("address") == b"here" and isinstance(one, dist.FileStore)

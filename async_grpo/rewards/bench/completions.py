@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.files.untrusted import MAX_ROW_BYTES, bounded_lines, open_regular, parse_json
+from async_grpo.processes.untrusted_files import MAX_ROW_BYTES, bounded_lines, open_regular, parse_json
 from async_grpo.rewards.adapter.result import is_finite_number
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.pool import VerifierPool

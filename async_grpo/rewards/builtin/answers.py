@@ -1,6 +1,6 @@
 r"""What the rewards share: the text to score, the row's gold answer, and an end to computations.
 
-How the answer is read in a text stands in `async_grpo.answer_reading.stated`, for all rewards alike.
+How the answer is read in a text stands in `async_grpo.rewards.answer_reading.stated`, for all rewards alike.
 """
 
 import signal
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from async_grpo.answer_reading.boxes import boxed_answer as boxed_answer
-from async_grpo.answer_reading.boxes import has_box
-from async_grpo.answer_reading.boxes import ungrouped as ungrouped
-from async_grpo.answer_reading.boxes import without_delimiters as without_delimiters
-from async_grpo.answer_reading.boxes import without_layout as without_layout
-from async_grpo.answer_reading.stated import answer_block as answer_block
-from async_grpo.answer_reading.stated import fenced_blocks as fenced_blocks
-from async_grpo.answer_reading.stated import stated_answer as stated_answer
+from async_grpo.rewards.answer_reading.boxes import boxed_answer as boxed_answer
+from async_grpo.rewards.answer_reading.boxes import has_box
+from async_grpo.rewards.answer_reading.boxes import ungrouped as ungrouped
+from async_grpo.rewards.answer_reading.boxes import without_delimiters as without_delimiters
+from async_grpo.rewards.answer_reading.boxes import without_layout as without_layout
+from async_grpo.rewards.answer_reading.stated import answer_block as answer_block
+from async_grpo.rewards.answer_reading.stated import fenced_blocks as fenced_blocks
+from async_grpo.rewards.answer_reading.stated import stated_answer as stated_answer
 
 
 class _TooSlow(BaseException):  # no Exception: libraries catch those in places, and go on

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.answer_reading.boxes import boxed_answer, without_layout
-from async_grpo.answer_reading.stated import stated_answer
 from async_grpo.experience.evaluation import answer_of
+from async_grpo.rewards.answer_reading.boxes import boxed_answer, without_layout
+from async_grpo.rewards.answer_reading.stated import stated_answer
 from async_grpo.rewards.builtin.answers import gold_answer
 from async_grpo.rewards.builtin.math_verify import score as math_verify
 from async_grpo.rewards.builtin.mathd import post_process_scores, score_vote, vote_of

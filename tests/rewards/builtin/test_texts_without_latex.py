@@ -2,8 +2,8 @@
 
 import pytest
 
-from async_grpo.answer_reading.boxes import boxed_answer, without_layout
-from async_grpo.answer_reading.stated import stated_answer
+from async_grpo.rewards.answer_reading.boxes import boxed_answer, without_layout
+from async_grpo.rewards.answer_reading.stated import stated_answer
 from async_grpo.rewards.builtin.answers import gold_answer
 from async_grpo.rewards.builtin.text import exact
 

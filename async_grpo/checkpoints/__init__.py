@@ -1,1 +1,0 @@
-"""Checkpoints as folders: whole and unchanged, or not used."""

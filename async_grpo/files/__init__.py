@@ -1,1 +1,0 @@
-"""Files of others: what is opened of them, and how much is read."""

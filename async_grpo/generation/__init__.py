@@ -1,1 +1,0 @@
-"""Generation: vLLM behind one small class, token ids in, token ids with log-probs and policy versions out."""

@@ -1,0 +1,51 @@
+"""`async-grpo export`: the model of a checkpoint, in the Hugging Face format, as any library loads it."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import Section, option, refuse, required
+from async_grpo.training.checkpoint_folder import Manifest, named
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Section):
+    """Which checkpoint, and where its model goes."""
+
+    path: str = required("A checkpoint's folder, or a run's: its newest.", "Export", argument=True)
+    output_dir: str = required("The model's folder; must not exist.", "Export")
+    dtype: str = option("bfloat16", "Of the weights.", "Export", choices=("float32", "bfloat16"))
+
+
+def export(config: ExportConfig) -> Manifest:
+    """Write the model; return what the checkpoint is of.
+
+    Raises:
+        ConfigurationError: there is no whole checkpoint, or the output folder exists.
+        CheckpointBroken: the checkpoint is of another model than its manifest says.
+    """
+    folder, target = Path(config.path), Path(config.output_dir)
+    refuse(target.exists(), f"--output-dir {target} exists: choose another folder")
+    folder, manifest = named(folder)
+    source = manifest.options.get("model_name_or_path")
+    if not isinstance(source, str) or "\0" in source:
+        raise ConfigurationError(
+            f"{folder} does not say of which model it is (model_name_or_path in its manifest)"
+        )
+    # Heavy imports only once there is something to export
+    from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
+    from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
+    from async_grpo.training.checkpoint import load_weights
+    from async_grpo.training.export import write_model
+
+    dtype, has_critic = torch_dtype(config.dtype), manifest.options.get("advantage_estimator") == "gae"
+    policy = PolicyModel(load_causal_lm(source, "float32"), value_head=has_critic)
+    load_weights(policy, folder)
+    state = {name: tensor.to(dtype, copy=True) for name, tensor in named_full_tensors(policy)}
+    written = policy.model, state, value_head_tensors(policy), target
+    write_model(*written, source=model_folder(source), dtype=dtype)
+    log.info("the model after step %d, trained on %d samples: %s", manifest.step, manifest.samples, target)
+    return manifest

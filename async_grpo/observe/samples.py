@@ -1,0 +1,145 @@
+"""`async-grpo samples RUN -o samples.html`: look at what a run wrote, in one file that needs no network."""
+
+import base64
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import accumulate, groupby, islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from async_grpo.inference.char_ends import char_ends
+from async_grpo.metrics.alarms import KEPT, alarm_kind
+from async_grpo.metrics.lines import metrics_lines, sample_lines
+from async_grpo.metrics.tail import last_records
+from async_grpo.metrics.writer import METRICS_FILE, as_json, options_of
+from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
+from async_grpo.processes.untrusted_files import files_inside, plain_parts
+from async_grpo.training.record import record_folder, recorded_completions
+
+TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory
+# What a record, or a tokenizer, of somebody else's run may raise: the page then shows no tokens
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
+EVALUATED = re.compile(r"eval_samples_(\d{1,15})(_.*)?")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig(Section):
+    """Which samples, and where the page goes."""
+
+    path: str = required("The run's folder.", "Samples", argument=True)
+    output: str = option("samples.html", "The page.", "Samples", also="o")
+    limit: int = option(10_000, "The newest so many samples.", "Samples", range=POSITIVE)
+    evaluation: bool = option(False, "Those of the evaluations, not of the training.", "Samples")
+
+
+def write_samples_page(config: SamplesConfig) -> None:
+    """Write the page. ConfigurationError: the run wrote no samples."""
+    text = samples_page(config)
+    # A lone surrogate as JSON writes it
+    Path(config.output).write_text(text, encoding="utf-8", errors="backslashreplace")
+    log.info("samples: %s", config.output)
+
+
+def samples_page(config: SamplesConfig) -> str:
+    """The newest samples that a browser can hold. ConfigurationError: there are none."""
+    folder = Path(config.path)
+    options = options_of(folder)
+    name = options.get("dump_samples_filename")
+    if name and not config.evaluation:
+        rows = sample_lines(last_records(folder / _plain_name(name), config.limit))
+        try:
+            _add_tokens(rows, folder, options)
+        except UNREADABLE as error:
+            log.warning("%s: the page shows no tokens, as the record cannot be read: %s", folder, error)
+    else:
+        rows = sorted(islice(_evaluated(folder, config.limit), config.limit), key=itemgetter("step"))
+    what = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
+    refuse(not rows, f"{folder}: there are no samples to look at: {what}")
+    sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
+    rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
+    return page(rows, f"{folder.name}: {len(rows)} samples", _alarms(folder))
+
+
+def _plain_name(name: Any) -> str:
+    """Return the name of the samples' file; ConfigurationError: it leads out of the run's folder."""
+    try:
+        parts = plain_parts(str(name))
+    except OSError:
+        parts = ()
+    refuse(
+        len(parts) != 1,
+        f"the run's parameters say dump_samples_filename = {name!r:.80}, which is no plain name",
+    )
+    return parts[0]
+
+
+def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The whole page. What stands in the rows is data: no text in it can end its element or become a script."""
+    template = (resources.files("async_grpo.observe") / "samples.html").read_text(encoding="utf-8")
+    data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}">'
+    return template.replace("<head>", f"<head>\n{policy}", 1).replace("@DATA@", data, 1)
+
+
+def security_policy(page: str) -> str:
+    """By which a browser runs a page's own script and no other, and asks nobody."""
+    found = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert found is not None
+    digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+    return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+
+
+def _alarms(folder: Path) -> list[dict[str, Any]]:
+    """What the run's last steps warned of: the latest words of each kind, and from which step to which."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in metrics_lines(folder / METRICS_FILE, KEPT):
+        for alarm in line.get("alarms") or ():
+            kind = found.setdefault(alarm_kind(alarm), {"first": line["step"]})
+            kind |= {"says": alarm, "last": line["step"]}
+    return list(found.values())
+
+
+def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[str, Any]) -> None:
+    """Give the newest rows the tokens of their completions, as texts, and the numbers that the run's record has of each."""
+    model = options.get("model_name_or_path")
+    if not (folder / "record").is_dir() or not isinstance(model, str) or not Path(model).is_dir():
+        return
+    from async_grpo.modeling.load import load_tokenizer
+
+    tokenizer, left = load_tokenizer(model), TOKENS
+    for step, of_step in groupby(reversed(rows), key=itemgetter("step")):
+        known: dict[tuple[int, str], list[Any]] = {}
+        for group, ids, numbers in recorded_completions(record_folder(folder, step - 1)):
+            ended = ids[-1] in options["settings"]["stop_token_ids"]
+            text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            known.setdefault((group, text), []).append((ids, numbers))
+        for row in of_step:  # trajectories are shown by their turns
+            if "turns" not in row and (same := known.get((row["group"], row["completion"]))):
+                # Siblings of one text are told apart by their advantages
+                same.sort(key=lambda one: -abs(one[1]["advantages"][-1] - (row["advantage"] or 0.0)))
+                ids, numbers = same.pop()
+                if (left := left - len(ids)) < 0:
+                    return
+                ends = pairwise([0, *char_ends(tokenizer, ids, row["completion"]).tolist()])
+                tokens = [row["completion"][begin:end] for begin, end in ends]
+                tokens[-1] = tokens[-1] or tokenizer.decode(ids[-1:])  # what ended it is no part of the text
+                row.update(numbers, tokens=tokens)
+
+
+def _evaluated(folder: Path, limit: int) -> Iterator[dict[str, Any]]:
+    """Of all evaluations, those of the newest steps."""
+    steps: dict[Path, int] = {}
+    for file in files_inside(folder, "eval_samples_*.jsonl"):
+        if named := EVALUATED.fullmatch(file.stem):
+            steps[file] = int(named[1])
+    for file in sorted(steps, key=lambda file: steps[file], reverse=True):
+        rows = [{"step": steps[file], "file": file.stem, **row} for row in last_records(file, limit)]
+        yield from sample_lines(rows)

@@ -1,0 +1,146 @@
+"""`async-grpo status RUN`: what a run does now, from its files alone; also after its end."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.errors import CheckpointBroken
+from async_grpo.metrics.console import CAUSES, means_of
+from async_grpo.metrics.lines import duration, metrics_lines, whole_option
+from async_grpo.metrics.tail import last_lines
+from async_grpo.metrics.watchdog import stalls_of
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, console_line, holder, options_of
+from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
+from async_grpo.processes.untrusted_files import files_inside, printable
+from async_grpo.training.checkpoint_folder import checkpoints_of, read
+
+RECENT = 20  # steps, for the pace
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig(Section):
+    """Which run, and how often it is looked at."""
+
+    path: str = required("The run's folder.", "Status", argument=True)
+    every_s: float = option(1.0, "Look again every so many seconds, on a terminal.", "Status", range=POSITIVE)
+    once: bool = option(False, "Look once.", "Status")
+
+
+def status(config: StatusConfig) -> None:
+    """Show it, until the run ends or Ctrl-C. ConfigurationError: the folder holds no run."""
+    folder, console = Path(config.path), Console()
+    if config.once or not console.is_terminal:
+        console.print(view(folder))
+        return
+    with Live(view(folder), console=console, auto_refresh=False) as live:
+        while holder(folder) is not None:  # a run writes there
+            time.sleep(config.every_s)
+            live.update(view(folder), refresh=True)
+
+
+def view(folder: Path) -> RenderableType:
+    """Everything on one screen."""
+    options = options_of(folder)
+    lines = metrics_lines(folder / METRICS_FILE, RECENT)
+    parts: list[RenderableType] = [headline(folder, options, lines)]
+    for line in lines[-1:]:
+        parts += [_times(lines), Text(console_line({**line, "alarms": []}, total_steps(options)))]
+        if (spent := line.get("judge_budget_spent")) is not None:
+            parts.append(Text(f"spent on judges: {spent:.4g}"))
+        if line.get("verifiers"):
+            parts.append(_verifiers(lines))
+        parts += [Text(printable(f"ALARM {alarm}"), style="bold red") for alarm in line.get("alarms") or ()]
+    parts += [Text(printable(line)) for line in _evaluations(folder)]
+    for place, text in list(stalls_of(folder).items())[:1]:
+        first_line = printable(text.partition("\n")[0])
+        parts.append(Text(f"STALL {place.name}: {first_line}", style="bold yellow"))
+    if not lines:
+        parts += [Text(printable(line), style="dim") for line in trainer_log(folder, 3)]
+    return Group(*parts)
+
+
+def trainer_log(folder: Path, count: int) -> list[str]:
+    """Return the last lines of the trainer's log."""
+    return [line for path in files_inside(folder, "logs/trainer.log") for line in last_lines(path, count)]
+
+
+def total_steps(options: Line) -> int:
+    """Return the number of optimizer steps of the whole run; ConfigurationError: its parameters do not say it."""
+    size, questions = whole_option(options, "samples_per_question"), whole_option(options, "batch_size")
+    per_step = questions * size
+    if options.get("train_minibatch_size"):
+        per_step = whole_option(options, "train_minibatch_size")
+    return whole_option(options, "num_training_batches") * (questions * size // per_step)
+
+
+def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
+    """Step, state, pace, and how long it will take; `lines`: the last ones of the metrics."""
+    total = total_steps(options)
+    step = lines[-1]["step"] if lines else 0
+    state = _state(folder, step, total)
+    text = f"{folder}: step {step} of {total}, {state}"
+    # Not from end to end: it may have lain dead between
+    if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
+        pace = statistics.fmean(paces)
+        left = duration(pace * (total - step))
+        text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
+    if lines and state == "running" and is_number(lines[-1].get("timestamp")):
+        ago = duration(time.time() - lines[-1]["timestamp"])
+        text += f"; the last one {ago} ago"
+    return Text(text, style="bold")
+
+
+def _state(folder: Path, step: int, total: int) -> str:
+    if holder(folder) is not None:
+        return "running"
+    if step >= total:
+        return "complete"
+    for checkpoint in checkpoints_of(folder)[:1]:
+        try:
+            manifest = read(checkpoint)
+        except CheckpointBroken as error:
+            return f"ended; {error}"
+        why = f"told to end ({printable(manifest.ended)})" if manifest.ended else "died"
+        return f"{why}; goes on after step {manifest.step}"
+    return "ended, without a checkpoint"
+
+
+def _times(lines: Sequence[Line]) -> Text:
+    """Of the last steps, by whom and what for."""
+    found = {name: [line[key] for line in lines if is_number(line.get(key))] for name, key in CAUSES.items()}
+    means = (f"{name} {statistics.fmean(values):.2f}" for name, values in found.items() if values)
+    return Text(f"seconds of a step, mean of {len(lines)}: {', '.join(means)}")
+
+
+def _verifiers(lines: Sequence[Line]) -> Table:
+    """What became of the calls of the last steps; one that ends early is in the line of the step before."""
+    look: Any = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    table = Table("", title=f"rewards of {len(lines)} steps", title_justify="left", **look)
+    counts, told = ("ok", "failed", "timed_out", "abstained"), [line.get("verifiers") or {} for line in lines]
+    for title in (*counts, "p50, s", "queue"):
+        table.add_column(title.replace("_", " "), justify="right")
+    for name in dict.fromkeys(name for of_line in told for name in of_line):
+        found = [of_line[name] for of_line in told if name in of_line]
+        sums = (str(sum(stats.get(count, 0) for stats in found)) for count in counts)
+        p50_s = max(stats.get("latency_p50_s") or 0.0 for stats in found)
+        table.add_row(Text(printable(name)), *sums, f"{p50_s:.1e}", str(found[-1].get("queue_depth", "-")))
+    return table
+
+
+def _evaluations(folder: Path) -> list[str]:
+    said = []
+    for line in metrics_lines(folder / EVAL_FILE, 3):
+        found = ", ".join(f"{mean} {value}" for mean, value in means_of(line, "eval_").items()) or "-"
+        name = f"held-out {line.get('file', '')}".rstrip()
+        said.append(f"{name} at step {line['step']}: {found}")
+    return said

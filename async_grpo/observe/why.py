@@ -1,0 +1,65 @@
+"""`async-grpo why RUN`: who holds up a run, or how it ended."""
+
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.metrics.lines import metrics_lines
+from async_grpo.metrics.tail import last_lines
+from async_grpo.metrics.watchdog import stalls_of
+from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, holder, options_of
+from async_grpo.observe.status import headline
+from async_grpo.options.fields import Section, required
+from async_grpo.processes.look import ask, look
+from async_grpo.processes.untrusted_files import files_inside, printable
+
+ANSWER_S, LOG_LINES, ERRORS = 60.0, 2000, 3
+ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhyConfig(Section):
+    """Which run."""
+
+    path: str = required("The run's folder.", "Why", argument=True)
+
+
+def why(config: WhyConfig) -> None:
+    """Print it. A run that lives and was never looked at is, now. ConfigurationError: the folder holds no run."""
+    folder = Path(config.path)
+    options = options_of(folder)
+    if (pid := holder(folder)) is None:
+        print(headline(folder, options, metrics_lines(folder / METRICS_FILE, 2)))
+        for path in files_inside(folder, "logs/*.log"):
+            errors = [printable(line) for line in last_lines(path, LOG_LINES) if ERROR.search(line)]
+            print("\n".join([path.name, *errors[-ERRORS:]]) if errors else f"{path.name}: no error")
+    elif not stalls_of(folder):
+        # A number in a file could be that of any process, which a signal may disturb
+        asked = _holds(pid, folder / LOCK_FILE) and ask(pid)
+        give_up = time.monotonic() + ANSWER_S
+        while asked and not stalls_of(folder) and holder(folder) and time.monotonic() < give_up:
+            time.sleep(0.2)
+        if not stalls_of(folder):
+            print("The run does not answer; it may be starting. Its processes:", *look([pid]), sep="\n")
+    for number, (place, text) in enumerate(stalls_of(folder).items()):
+        lines = [printable(line) for line in text.splitlines()] or [""]
+        shown = (
+            "\n".join([*lines, f"Stacks and logs: {place}"]) if number == 0 else f"{place.name}: {lines[0]}"
+        )
+        print(shown)
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    """Return whether a process has the run's lock open, as a run has it until its end."""
+    try:
+        wanted = lock.stat()
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it has been closed
+                if os.path.samestat(descriptor.stat(), wanted):
+                    return True
+    except OSError:  # it has ended, or is another user's, whom no signal reaches
+        return False
+    return False

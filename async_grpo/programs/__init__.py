@@ -1,1 +1,0 @@
-"""The commands: each parses its options, builds what it needs, and runs it."""

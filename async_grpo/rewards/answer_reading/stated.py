@@ -1,0 +1,107 @@
+r"""Reading the answer that a completion states: the one place where rewards, votes and evaluations look.
+
+`stated_answer` holds the rule. All functions take time in proportion to the text, however it was made.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from async_grpo.rewards.answer_reading.boxes import boxed_answer, has_box
+
+Form = Literal["box", "written box", "block", "last block", "marker", "rest", "last line"]
+
+_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
+
+
+def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | None:
+    r"""Return the answer that a completion states, or None if it states none.
+
+    The forms are tried in their order; the first that the text has decides.
+
+        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None; other forms
+                    are not tried.
+        written box the same, with all layout but white space
+        block       the text of <answer>...</answer>, if there is exactly one such block behind the thought
+        last block  the text of the last complete <answer>...</answer>
+        marker      the rest of the line behind the last "####", if it holds a digit (GSM8K)
+        rest        all that stands behind the thought
+        last line   the last line; of a text that ends with a block between lines of ```, that block
+
+    A thought ends with the last "</think>". What stands in it is no answer, unless nothing follows it.
+
+    >>> stated_answer(r"<think>\boxed{3}?</think> So \boxed{4}."), stated_answer(r"\boxed{3}, no: \boxed{\frac{4")
+    ('4', None)
+    """
+    behind_thought = text.rpartition("</think>")[2]
+    spoken = behind_thought if behind_thought.strip() else text
+    for form in forms:
+        answer: str | None = None
+        if form in ("box", "written box") and has_box(spoken):
+            return boxed_answer(spoken, keeps_layout=form == "written box")
+        if form == "block":
+            answer = _only_block(spoken)
+        elif form == "last block":
+            answer = _last_block(spoken)
+        elif form == "marker":
+            answer = _marked_line(spoken)
+        elif form == "rest":
+            answer = spoken
+        elif form == "last line":
+            answer = _last_line(spoken)
+        if answer is not None:
+            return answer.strip()
+    return None
+
+
+def answer_block(text: str) -> str | None:
+    """Return the text between the answer tags; None unless there is exactly one such block after the thought."""
+    return _only_block(text.rpartition("</think>")[2])
+
+
+def _only_block(text: str) -> str | None:
+    """Return the text between the answer tags; None unless there is exactly one such block."""
+    parts = re.split("(</?answer>)", text)
+    return parts[2] if parts[1::2] == ["<answer>", "</answer>"] else None
+
+
+def _last_block(text: str) -> str | None:
+    """Return the text of the last complete block between answer tags."""
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, content = before.rpartition("<answer>")
+    return content if opening and closing else None
+
+
+def _marked_line(text: str) -> str | None:
+    """Return the rest of the line behind the last "####"; None without a digit in it, as in a heading."""
+    _, marker, behind = text.rpartition("####")
+    line = behind.strip().partition("\n")[0]
+    has_digit = any(character.isdecimal() for character in line)
+    return line if marker and has_digit else None
+
+
+def _last_line(text: str) -> str | None:
+    """Return the last line, or the block between lines of ``` that the text ends with; None if the text is blank."""
+    text = text.strip()
+    line = text.rpartition("\n")[2].strip()
+    if line == "```":
+        blocks = fenced_blocks(text)
+        return blocks[-1][1] if blocks else line
+    return line or None
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Return language (lower case, "" without one) and content of each closed block between lines of ```."""
+    blocks: list[tuple[str, str]] = []
+    fence: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if fence is None:
+            fence = _FENCE.match(line)
+            lines = []
+        elif line.strip(" \t\r") == "```":
+            blocks.append((fence[1].lower(), "".join(lines)))
+            fence = None
+        else:
+            lines.append(line + "\n")
+    return blocks

@@ -1,0 +1,279 @@
+"""`GenerationWorker` around a scripted vLLM engine: whose salt a request carries, what the engine is started with."""
+
+import asyncio
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from tiny_policy import SETTINGS
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
+
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
+from async_grpo.inference.engine_arguments import SPECULATION, engine_arguments
+from async_grpo.inference.generation_worker import GenerationWorker
+from async_grpo.inference.requests import Request, TokenTimeline
+from async_grpo.weights.config import TRANSPORTS
+
+MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
+
+
+class ScriptedLLM:
+    """In place of vLLM's `AsyncLLM`: answers with one token, waits while it is paused, logs what it is asked."""
+
+    errored = False
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.log = fails, []
+        self.salts: list[str] = []
+        self.running = asyncio.Event()
+        self.running.set()
+
+    async def generate(self, prompt, params, request_id):
+        self.salts.append(prompt["cache_salt"])
+        await self.running.wait()
+        output = SimpleNamespace(
+            token_ids=[1],
+            finish_reason="stop",
+            stop_reason=None,
+            logprobs=FlatLogprobs([0], [1], [1], [-0.5], [1], [None]),
+            weight_versions=[SimpleNamespace(version=prompt["cache_salt"].split("/")[1], start=0, end=1)],
+        )
+        yield SimpleNamespace(outputs=[output])
+
+    async def collective_rpc(self, method):
+        return [({}, {})] if method == "fingerprints" else [{}]
+
+    async def pause_generation(self, mode, clear_cache):
+        self.running.clear()
+
+    async def resume_generation(self):
+        self.running.set()
+
+    def __getattr__(self, name):
+        async def step(*args, **kwargs):
+            self.log.append(name)
+            if name == self.fails:
+                raise RuntimeError(f"{name} failed")
+
+        return step
+
+
+def worker(fails: str = "") -> GenerationWorker:
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    return GenerationWorker(ScriptedLLM(fails), tokenizer, SETTINGS, TokenTimeline(), stall_s=0.2)
+
+
+async def one(worker: GenerationWorker):
+    (completion,) = [c async for c in worker.complete(np.array([2, 3], np.int32), {0: 5})]
+    return completion
+
+
+async def update_in_one(worker: GenerationWorker, version: int, meanwhile) -> None:
+    async def at_the_chunk(request) -> None:
+        await meanwhile()
+
+    worker.engine.update_weights = at_the_chunk
+    await worker.update(version, [memoryview(save({}))])
+
+
+async def update_in_steps(worker: GenerationWorker, version: int, meanwhile) -> None:
+    await worker.pause(version)
+    await worker.start_weight_update()
+    await meanwhile()
+    await worker.finish_weight_update()
+    await worker.resume(version)
+
+
+@pytest.mark.parametrize("update", [update_in_one, update_in_steps])
+async def test_a_request_of_the_time_of_a_transfer_carries_the_salt_of_the_weights_that_serve_it(update):
+    """With the old salt it would find, and leave, prefixes of the old policy under the new one."""
+    engine = worker()
+    asked: list[asyncio.Task] = []
+
+    async def ask() -> None:
+        asked.append(asyncio.ensure_future(one(engine)))
+        await asyncio.sleep(0.01)
+
+    for version in (4, 5):
+        await update(engine, version, ask)
+    await one(engine)
+    completions = await asyncio.gather(*asked)
+    assert engine.engine.salts == ["0/4", "0/5", "0/5"]
+    assert [completion.versions.tolist() for completion in completions] == [[4], [5]]
+    assert 0.02 <= engine.progress()["paused_s"] < 1.0
+    assert engine.progress()["paused_s"] == 0.0  # of the time since the last call
+
+
+async def test_after_another_start_of_the_trainer_no_prefix_of_the_same_version_is_found_again():
+    engine = worker()
+    await engine.update(4, [])
+    await one(engine)
+    assert await engine.begin_anew()
+    await engine.update(4, [])  # trained again from a checkpoint before it: other weights
+    await one(engine)
+    assert engine.engine.salts == ["0/4", "1/4"]
+    await engine.pause(5)
+    assert not await engine.begin_anew()  # the trainer died in the middle of an update
+    await engine.resume(5)
+    assert not await engine.begin_anew()
+
+
+async def test_a_receipt_says_of_each_tensor_whether_it_was_read_back_and_whether_it_is_in_use():
+    """A place that differs after the first update, and one that the engine does not have, cannot be read."""
+    q, norm, expert, packed = names = (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.norm.weight",
+        "model.layers.0.mlp.experts.5.up_proj.weight",
+        "model.layers.0.moe.gate.weight",
+    )
+    places = {"model.layers.0.self_attn": 1, "model": 2, "model.layers.0.moe": 3}
+    arrived = [places | {"model.layers.0.moe": 4}, places | {"model.layers.0.moe": 4, "model": 5}]
+    engine = worker()
+
+    async def collective_rpc(method):
+        if method == "fingerprints":
+            return [(places, arrived.pop(0))]
+        return [{name: ("float32", [2], 7, True, False) for name in names}]
+
+    engine.engine.collective_rpc = collective_rpc
+    first, second = await engine.update(0, []), await engine.update(1, [])
+    for manifest in (first, second):
+        assert {name for name in names if manifest[name].is_read_back} == {q, norm}
+        assert manifest[packed].in_use and manifest[expert].in_use  # the canary's business
+    assert first[norm].in_use and not second[norm].in_use
+
+
+async def test_an_engine_whose_update_failed_refuses_every_request():
+    broken = worker(fails="start_weight_update")
+    with pytest.raises(RuntimeError, match="start_weight_update failed"):
+        await broken.update(7, [])
+    with pytest.raises(WorkerLost, match="its update to policy version 7 did not finish"):
+        await one(broken)
+    assert broken.engine.running.is_set()  # resumed all the same
+
+
+async def test_an_engine_whose_transfer_did_not_finish_resumes_only_to_refuse():
+    engine = worker()
+    await engine.pause(3)
+    await engine.resume(3)
+    with pytest.raises(WorkerLost, match="its update to policy version 3 did not finish"):
+        await one(engine)
+
+
+async def test_an_engine_that_makes_no_token_though_it_should_is_given_up_unless_its_weights_are_on_their_way():
+    engine = worker()
+    failure = asyncio.ensure_future(engine.until_failure(0.01))
+    await one(engine)
+    await asyncio.sleep(0.3)  # without work
+    engine.engine.running.clear()
+    begun = time.monotonic()
+    request = asyncio.ensure_future(one(engine))
+    await asyncio.sleep(0.1)
+    await engine.pause(3)
+    await asyncio.sleep(0.3)
+    await engine.finish_weight_update()
+    assert not failure.done()
+    await engine.resume(3)
+    await request
+    engine.engine.running.clear()
+    request = asyncio.ensure_future(one(engine))
+    reason = await asyncio.wait_for(failure, 5)
+    assert "made no token for 0 s (--engine-stall-s 0.2), with 1 requests" in reason
+    assert time.monotonic() - begun > 0.55
+    request.cancel()
+    with pytest.raises(WorkerLost, match="made no token"):
+        await one(engine)
+
+
+def arguments(options="", **changes):
+    config = EngineConfig(model_path=str(MODEL), engine_options=options)
+    return engine_arguments(config, replace(SETTINGS, **changes), "")
+
+
+def test_a_float32_head_of_the_run_reaches_vllm():
+    assert arguments(float32_head=True).hf_overrides == {"head_dtype": "float32"}
+    assert arguments().hf_overrides == {} and arguments().logprobs_mode == "processed_logprobs"
+
+
+def test_further_options_reach_vllm_if_it_has_them_and_the_run_does_not_set_them():
+    assert arguments("block-size=32").block_size == 32
+    with pytest.raises(ConfigurationError, match="no such argument; did you mean block_size"):
+        arguments("block_sice=32")
+    with pytest.raises(ConfigurationError, match="the run sets seed"):
+        arguments("seed=1")
+
+
+@pytest.mark.parametrize("name", REFUSED_ENGINE_OPTIONS)
+def test_options_that_would_make_log_probs_mean_something_else_are_refused_and_exist(name):
+    with pytest.raises(ConfigurationError, match=f"--engine-options {name}=5: .*; leave it out"):
+        EngineConfig(model_path=str(MODEL), engine_options=f"{name}=5")
+    assert name in {field.name for field in fields(AsyncEngineArgs)}, "vLLM has another name for it now"
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "disable_log_stats=false",
+        "enable_lora=False",
+        "override_generation_config={}",
+        "runner=generate",
+        "runner=auto",
+    ],
+)
+def test_refused_options_may_say_what_vllm_does_anyway(assignment):
+    assert arguments(assignment)
+    with pytest.raises(ConfigurationError, match="leave it out"):
+        EngineConfig(model_path=str(MODEL), engine_options=f"{assignment.partition('=')[0]}=true")
+
+
+@pytest.mark.parametrize("name", SPECULATION)
+def test_drafts_are_refused_on_the_cpu_alone(name, monkeypatch):
+    assert name in {field.name for field in fields(AsyncEngineArgs)}
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    with pytest.raises(ConfigurationError, match=rf"{name}=4: vLLM 0.32 on the CPU .* \(the run's: 0.7\)"):
+        arguments(f"{name}=4", temperature=0.7)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert arguments("spec_tokens=4").spec_tokens == 4
+
+
+def test_drafts_at_a_temperature_are_still_wrong_in_this_vllm_on_the_cpu():
+    """The reason of the refusal: numbers that are no integers do not arrive. If they do, drafts may be allowed again."""
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    if not current_platform.is_cpu():
+        pytest.skip("of the CPU's kernels alone")
+    current_platform.import_kernels()
+    temperatures, ends = torch.tensor([0.7, 1.3]), torch.tensor([2, 5])
+    expanded = torch.full((5,), -1.0)
+    _expand_kernel_impl(expanded, temperatures, ends, 0, 1)
+    assert expanded.tolist() == [-1.0] * 5
+
+
+def test_the_sampling_defaults_of_a_model_folder_change_no_request():
+    """Those of its generation_config.json: vLLM takes the end tokens from it, which the run knows."""
+    defaults = {"temperature": 0.1, "top_k": 1, "top_p": 0.2, "min_p": 0.5, "repetition_penalty": 3.0}
+    params = Request.of(SETTINGS, np.arange(4), 0, 0).params
+    before = {name: getattr(params, name) for name in (*defaults, "logit_bias", "bad_words", "min_tokens")}
+    params.update_from_generation_config({**defaults, "eos_token_id": [3, 5]}, 3)
+    assert {name: getattr(params, name) for name in before} == before
+    assert before["temperature"] == SETTINGS.temperature and before["top_k"] in (0, -1)
+    assert (before["top_p"], before["min_p"], before["repetition_penalty"]) == (1.0, 0.0, 1.0)
+
+
+def test_the_engine_side_of_every_transport_is_known_to_vllm():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for name, transport in TRANSPORTS.items():
+        backend = arguments(transport=name).weight_transfer_config.backend
+        assert backend == transport.engine_backend and backend in WeightTransferEngineFactory._registry

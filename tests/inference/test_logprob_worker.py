@@ -1,0 +1,225 @@
+"""The logprob server: packing, deadlines, and what an error may touch. A tiny model or a fake."""
+
+import asyncio
+import copy
+import threading
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
+
+from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.inference.logprob_config import LogprobConfig
+from async_grpo.inference.logprob_worker import LogprobWorker
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.training.sharding import canary_logprobs
+
+DEADLINE_S = 20
+
+
+class FakePolicy(torch.nn.Module):
+    """Answers each token with its own id; remembers what it was asked; can be held up, and can fail."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, held_up=False, poison=None):
+        super().__init__()
+        self.batches, self.free, self.poison = [], threading.Event(), poison
+        if not held_up:
+            self.free.set()
+
+    def forward(self, input_ids, cu_seqlens, loss_mask, temperature):
+        assert self.free.wait(DEADLINE_S)
+        self.batches.append(np.diff(cu_seqlens.numpy()).tolist())
+        if self.poison in input_ids.tolist():
+            raise RuntimeError(f"met token {self.poison}")
+        return torch.where(loss_mask, input_ids, 0).float(), torch.zeros(len(input_ids))
+
+
+@asynccontextmanager
+async def serving(policy, temperature=1.0, **options):
+    """With a deadline: a server that forgets an answer must fail, not hang, the test."""
+    config = LogprobConfig(**{"max_tokens_per_gpu": 100, "max_wait_s": 0.01} | options)
+    server = LogprobWorker(policy, config, temperature)
+    async with asyncio.timeout(DEADLINE_S):
+        yield server
+        server.close()
+
+
+def sequence(length, token=5):
+    return np.full(length, token, np.int32)
+
+
+def images(named_tensors):
+    """What an update is made of."""
+    return [save(dict(named_tensors))]
+
+
+def asking(server, *lengths):
+    return asyncio.create_task(server.logprobs([sequence(n) for n in lengths], [1] * len(lengths)))
+
+
+async def settled(*calls):
+    """Their answers or exceptions."""
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_answers_are_the_completions_logprobs_at_the_temperature_whatever_is_packed_together():
+    model = tiny_model()
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, VOCAB, length).astype(np.int32) for length in rng.integers(2, 40, 30)]
+    prompts = [int(rng.integers(1, len(ids) + 1)) for ids in sequences]
+    async with serving(PolicyModel(model), temperature=0.7) as server:
+        cuts = [(0, 1), (1, 9), (9, 30)]
+        answers = await asyncio.gather(*(server.logprobs(sequences[a:b], prompts[a:b]) for a, b in cuts))
+    rows = [row for answer in answers for row in answer]
+    for ids, prompt, got in zip(sequences, prompts, rows, strict=True):
+        with torch.no_grad():
+            logits = eager(torch.tensor(ids[None], dtype=torch.int64)).logits[0, :-1] / 0.7
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:, None], dtype=torch.int64))[:, 0]
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, expected.numpy()[prompt - 1 :], atol=1e-5)
+
+
+async def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the_budget():
+    """The last one leaves without a wait, too: it is full."""
+    policy = FakePolicy()
+    async with serving(policy, max_tokens_per_gpu=10, max_wait_s=3600) as server:
+        answers = await asking(server, 4, 4, 4, 6, 10, 3, 7)
+    assert [len(row) for row in answers] == [3, 3, 3, 5, 9, 2, 6]
+    assert policy.batches == [[4, 4], [4, 6], [10], [3, 7]]
+
+
+async def test_the_wait_is_a_deadline_of_the_oldest_and_not_a_debounce():
+    policy = FakePolicy()
+    async with serving(policy, max_tokens_per_gpu=10**6, max_wait_s=0.2) as server:
+        begun, first, trickle = time.monotonic(), asking(server, 2), []
+        while not first.done():  # a new request every 20 ms: a debounce of 200 ms would never end
+            trickle.append(asking(server, 2))
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - begun >= 0.2
+        await asyncio.gather(*trickle)
+    assert len(policy.batches[0]) > 1, "those that came in time went along"
+
+
+async def test_a_sequence_over_the_budget_fails_its_own_request_only():
+    async with serving(FakePolicy(), max_tokens_per_gpu=10) as server:
+        fine, too_long, largest = await settled(*(asking(server, *n) for n in ((3,), (3, 11), (10,))))
+    assert fine[0].tolist() == [5, 5] and len(largest[0]) == 9
+    assert isinstance(too_long, ConfigurationError) and "11 tokens exceeds the budget of 10" in str(too_long)
+
+
+async def test_an_error_of_a_forward_fails_exactly_its_batch_and_the_server_lives_on():
+    policy = FakePolicy(poison=66)
+    async with serving(policy, max_tokens_per_gpu=6) as server:
+        poisoned = asyncio.create_task(server.logprobs([sequence(3, 66)], [1]))
+        asked = [poisoned, *(asking(server, *lengths) for lengths in ((3,), (6,), (2, 4)))]
+        poisoned, beside, other, last = await settled(*asked)
+        assert len((await asking(server, 2))[0]) == 1
+    assert policy.batches[0] == [3, 3]  # the poisoned one and its neighbour
+    assert str(beside) == str(poisoned) == "met token 66"
+    assert len(other[0]) == 5 and len(last) == 2
+
+
+async def test_a_caller_that_gives_up_is_not_computed_for_and_the_loop_stays_responsive():
+    policy = FakePolicy(held_up=True)
+    async with serving(policy, max_tokens_per_gpu=4, max_wait_s=0.0) as server:
+        first = asking(server, 4)
+        await asyncio.sleep(0.05)
+        gone, stays = asking(server, 3), asking(server, 2)
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        assert not first.done()
+        policy.free.set()
+        await asyncio.gather(first, stays)
+    assert policy.batches == [[4], [2]]
+
+
+async def test_new_weights_change_the_answers():
+    ids, new = np.arange(1, 20, dtype=np.int32), PolicyModel(tiny_model(seed=2))
+    async with serving(PolicyModel(tiny_model(seed=1))) as server:
+        before = await server.canary(ids)
+        await server.update(0, images(named_full_tensors(new)))
+        after = await server.canary(ids)
+    assert np.abs(before - after).max() > 0.1
+    np.testing.assert_allclose(after, canary_logprobs(new, ids), atol=1e-6)
+
+
+async def test_weights_wait_for_the_forward_under_way():
+    policy = FakePolicy(held_up=True)
+    policy.model = torch.nn.Module()
+    async with serving(policy, max_wait_s=0.0) as server:
+        request = asking(server, 2)
+        await asyncio.sleep(0.05)
+        update = asyncio.create_task(server.update(0, []))
+        await asyncio.sleep(0.05)
+        assert not update.done()
+        policy.free.set()
+        await asyncio.gather(request, update)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+async def test_weights_that_are_not_the_models_are_refused(name):
+    async with serving(PolicyModel(tiny_model())) as server:
+        with pytest.raises(WeightsDidNotLand, match=name):  # there is none; it has another shape
+            await server.update(0, images([(name, torch.zeros(3))]))
+
+
+async def test_tensors_that_are_not_sent_keep_their_values():
+    """A self-test sends a few at a time; whether all came that were sent, the receipt proves."""
+    policy, new = PolicyModel(tiny_model()), dict(named_full_tensors(PolicyModel(tiny_model(seed=2))))
+    old = {name: tensor.clone() for name, tensor in named_full_tensors(policy)}
+    async with serving(policy) as server:
+        await server.update(0, images([("model.norm.weight", new["model.norm.weight"])]))
+    for name, tensor in named_full_tensors(policy):
+        assert torch.equal(tensor, (new if name == "model.norm.weight" else old)[name])
+
+
+async def test_the_receipt_says_which_tensors_the_model_computes_with(monkeypatch):
+    """So a proximal worker needs no round per layer in a bfloat16 self-test."""
+    new = dict(named_full_tensors(PolicyModel(tiny_model(seed=2))))
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    copy_ = torch.Tensor.copy_
+
+    def copy_but_for_the_lost(weight, tensor):
+        return weight if torch.equal(tensor, new[lost]) else copy_(weight, tensor)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_but_for_the_lost)
+    async with serving(PolicyModel(tiny_model())) as server:
+        manifest = await server.update(0, images(new.items()))
+    assert all(record.is_read_back for record in manifest.values())
+    assert {name for name, record in manifest.items() if not record.in_use} == {lost}
+
+
+async def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_more():
+    policy = FakePolicy(held_up=True)
+    async with serving(policy, max_tokens_per_gpu=4, max_wait_s=3600) as server:
+        waiting = [asking(server, 4), asking(server, 4), asking(server, 2)]
+        await asyncio.sleep(0.05)
+        server.close()
+        policy.free.set()
+        assert {type(answer) for answer in await settled(*waiting, asking(server, 1))} == {WorkerLost}
+
+
+async def test_a_run_s_server_starts_from_a_folder_and_closing_fails_a_batch_that_waits_for_company(tmp_path):
+    config = SimpleNamespace(model_path=save_tiny_model(tmp_path), max_tokens_per_gpu=10, max_wait_s=3600)
+    server = LogprobWorker.start(config, SETTINGS)
+    assert (await asking(server, 10))[0].shape == (9,)
+    waiting = asking(server, 4)
+    await asyncio.sleep(0.05)
+    server.close()
+    assert isinstance((await settled(waiting))[0], WorkerLost)
+
+
+async def test_a_landing_check_is_answered_at_temperature_1_whatever_the_server_samples_at():
+    ids = np.arange(1, 12, dtype=np.int32)
+    async with serving(PolicyModel(tiny_model()), temperature=0.3) as server:
+        answer = await server.canary(ids)
+    np.testing.assert_allclose(answer, canary_logprobs(PolicyModel(tiny_model()), ids), atol=1e-6)
