@@ -54,7 +54,7 @@ def tokens_of(output: CompletionOutput) -> Tokens:
 
     versions = np.full(len(token_ids), UNSYNCED, np.int32)
     for span in output.weight_versions or ():
-        # Before the first update, vLLM names the weights by a word
+        # Before the first update the version need not be a number
         is_number = span.version.lstrip("-").isdigit()
         if is_number:
             versions[span.start : span.end] = int(span.version)
