@@ -3,9 +3,11 @@ r"""What the rewards share: the text to score, the row's gold answer, and an end
 How the answer is read in a text stands in `async_grpo.rewards.answer_reading.stated`, for all rewards alike.
 """
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from types import FrameType
 from typing import Any
 
@@ -65,8 +67,8 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     answer = sample.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"the row's answer must be text or a number, not {answer!r}")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
+    if isinstance(answer, float) and math.isfinite(answer):
+        answer = int(answer) if answer.is_integer() else f"{Decimal(repr(answer)):f}"  # Python writes 1e-05
     text = str(answer).rpartition("####")[2].strip()
     if has_box(text):
         boxed = boxed_answer(text)

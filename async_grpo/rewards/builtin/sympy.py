@@ -60,6 +60,8 @@ def exact_form(text: str) -> str | None:
 
 def same_value(gold: Any, given: Any) -> bool:
     """Whether two are equal: numbers to 12 digits, formulas by `simplify`, sets and relations literally."""
+    if sympy.zoo in (gold, given):
+        return False  # 1/0 is no value: the ratios 1:0 and 2:0 would be equal
     are_formulas = isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr)
     if not are_formulas or gold.is_infinite or given.is_infinite:  # a distance to infinity says nothing
         return bool(gold == given)
