@@ -15,11 +15,11 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.builtin.answers import (
     completion_text,
     gold_answer,
     stated_answer,
-    time_limit,
     ungrouped,
     without_layout,
 )
@@ -63,7 +63,7 @@ def readable(text: str) -> str:
 
 def parsed(text: str, what: str) -> list[Any]:
     """Return the answers that the library finds. Raises TimeoutError if that takes too long."""
-    with time_limit(SECONDS, f"reading {what}"):
+    with interrupted_after(SECONDS, f"reading {what}"):
         answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
     return answers
 
@@ -85,7 +85,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
     answers = parsed(_answer_to_parse(completion_text(sample)), "the answer")
     answers = [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
-    with time_limit(SECONDS, "the comparison"):
+    with interrupted_after(SECONDS, "the comparison"):
         return {"reward": float(verify(gold_answers, answers, timeout_seconds=None))}
 
 
