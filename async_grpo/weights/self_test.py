@@ -20,8 +20,8 @@ SENSITIVITIES = {torch.float32: 48.0, torch.bfloat16: 3.0}
 # with quantised weights, differs by more than rounding
 UNCHANGED_DIFFERENCES = 1.5
 
-# Main memory that all ranks together may fill with originals while tensors are changed: 70 billion parameters in float32 are
-# 280 GB, which a node need not have beside packed weights and the object store
+# Main memory that all ranks together may fill with originals while tensors are changed. 70 billion parameters in float32
+# are 280 GB, which a node need not have beside packed weights and the object store
 ORIGINALS_BYTES = 8 << 30
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value

@@ -143,7 +143,9 @@ def test_originals_that_do_not_fit_into_main_memory_at_once_make_several_rounds(
     @contextmanager
     def noted(weights):
         with perturbed(weights):
-            changed_in_round.append({n for n, weight in weights.items() if not torch.equal(weight, originals[n])})
+            changed_in_round.append(
+                {n for n, weight in weights.items() if not torch.equal(weight, originals[n])}
+            )
             yield
 
     monkeypatch.setattr("async_grpo.weights.publisher.perturbed", noted)
