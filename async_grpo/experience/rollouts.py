@@ -44,10 +44,16 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if (outcome := completion.outcome) is not None:
-        ends = accumulate(turn.tokens for turn in completion.turns)
-        sample["sample_text"] = "".join(turn.said + turn.text for turn in completion.turns)
-        sample |= {"environment_reward": outcome.reward, "turn_rewards": [*outcome.turn_rewards]}
-        sample |= {"turn_ends": [*ends], "turns": [[turn.said, turn.text] for turn in completion.turns]}
+        # Turns are told in time. Their tokens stand by sequence, so that where sequences took turns the ends do not ascend
+        order = completion.turn_order
+        turns = [completion.turns[place] for place in order]
+        ends = [*accumulate(turn.tokens for turn in completion.turns)]
+        rewards = outcome.turn_rewards
+        sample["sample_text"] = "".join(turn.said + turn.text for turn in turns)
+        sample["environment_reward"] = outcome.reward
+        sample["turn_rewards"] = [rewards[place] for place in order] if rewards else []
+        sample["turn_ends"] = [ends[place] for place in order]
+        sample["turns"] = [[turn.said, turn.text] for turn in turns]
     return sample
 
 
