@@ -1,14 +1,10 @@
-r"""What the rewards share: the text to score, the row's gold answer, and an end to computations.
+r"""What the rewards share: the text to score and the row's gold answer.
 
 How the answer is read in a text stands in `async_grpo.rewards.answer_reading.stated`, for all rewards alike.
 """
 
 import math
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from decimal import Decimal
-from types import FrameType
 from typing import Any
 
 from async_grpo.rewards.answer_reading.boxes import boxed_answer as boxed_answer
@@ -19,30 +15,6 @@ from async_grpo.rewards.answer_reading.boxes import without_layout as without_la
 from async_grpo.rewards.answer_reading.stated import answer_block as answer_block
 from async_grpo.rewards.answer_reading.stated import fenced_blocks as fenced_blocks
 from async_grpo.rewards.answer_reading.stated import stated_answer as stated_answer
-
-
-class _TooSlow(BaseException):  # no Exception: libraries catch those in places, and go on
-    pass
-
-
-@contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Interrupt the block after so many seconds, with a TimeoutError. Raises ValueError outside the main thread, where no
-    signal arrives. Code in C is interrupted only where it looks for signals, as matching a regular expression does.
-    """
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise _TooSlow
-
-    previous = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except _TooSlow as error:
-        raise TimeoutError(f"{what} takes more than {seconds:g} s") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def completion_text(sample: dict[str, Any]) -> str:

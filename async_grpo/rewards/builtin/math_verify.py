@@ -16,11 +16,11 @@ from typing import Any
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.builtin.answers import (
     completion_text,
     gold_answer,
     stated_answer,
-    time_limit,
     ungrouped,
     without_layout,
 )
@@ -74,7 +74,7 @@ def readable(text: str) -> str:
 
 def parsed(text: str, what: str) -> list[Any]:
     """Return the answers that the library finds. Raises TimeoutError if that takes too long."""
-    with time_limit(SECONDS, f"reading {what}"):
+    with interrupted_after(SECONDS, f"reading {what}"):
         answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
     return answers
 
@@ -97,7 +97,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     for text in _answers_to_parse(completion_text(sample)):
         answers = parsed(text, "the answer")
         answers = [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
-        with time_limit(SECONDS, "the comparison"):
+        with interrupted_after(SECONDS, "the comparison"):
             is_equal = verify(gold_answers, answers, timeout_seconds=None)
             if is_equal and not _are_different_tiny_numbers(gold_answers, answers):
                 return {"reward": 1.0}

@@ -13,7 +13,8 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer, time_limit
+from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
 SECONDS = (
@@ -86,7 +87,7 @@ def equal_elements(gold: str, given: str) -> bool:
     if _INTEGER.fullmatch(gold_text) or (exact_form(gold_text) and exact_form(given_text)):
         return exact_form(gold_text) == exact_form(given_text)
     gold_expression = parse(gold)
-    with time_limit(SECONDS, "the comparison"):
+    with interrupted_after(SECONDS, "the comparison"):
         try:
             return same_value(gold_expression, parse(given))
         except _SYMPY_ERRORS:  # over text of the model: whatever sympy cannot digest is no right answer
