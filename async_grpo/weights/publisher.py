@@ -93,6 +93,7 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._rounding: float | None = None  # the largest difference (`canary_miss`) of proven weights
+        self._unchanged_sensitivity = 0.0  # the trainer's own, at the first sync; 0: not measured
         self._unread: set[str] = set()  # tensors that some worker cannot read back; known on rank 0 alone
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
@@ -166,7 +167,12 @@ class Publisher:
         tolerance = self.config.canary_tolerance
         if tolerance is None:
             sensitivity = self._sensitivity(model, expected, weights)
-            tolerance = round_tolerance(sensitivity, self._rounding or 0.0, self.wire_dtype)
+            tolerance = round_tolerance(
+                sensitivity,
+                self._unchanged_sensitivity,
+                unchanged_difference=self._rounding or 0.0,
+                wire_dtype=self.wire_dtype,
+            )
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
@@ -176,6 +182,7 @@ class Publisher:
             tolerance = self.config.canary_tolerance
         elif self._rounding is None:
             sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
+            self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)
