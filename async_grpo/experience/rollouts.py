@@ -14,6 +14,7 @@ from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
 from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.experience.turn_order import turn_order
 from async_grpo.metrics.free_numbers import FreeNumbers
 from async_grpo.metrics.spans import Spans
 from async_grpo.protocols import Generation, Logprobs, Verification
@@ -45,7 +46,7 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if (outcome := completion.outcome) is not None:
         # Turns are told in time. Their tokens stand by sequence, so that where sequences took turns the ends do not ascend
-        order = completion.turn_order
+        order = turn_order(completion)
         turns = [completion.turns[place] for place in order]
         ends = [*accumulate(turn.tokens for turn in completion.turns)]
         rewards = outcome.turn_rewards

@@ -12,6 +12,7 @@ import numpy as np
 
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.turn_order import turn_order
 from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Completion, Group, RewardStatus, Sample
@@ -134,7 +135,7 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _readable_turns(completion: Completion) -> dict[str, Any]:
     """Return what was told and said in each turn of a trajectory, in time; nothing of a completion without turns."""
-    turns = [completion.turns[place] for place in completion.turn_order]
+    turns = [completion.turns[place] for place in turn_order(completion)]
     return {"turns": [[turn.said, turn.text] for turn in turns]} if turns else {}
 
 
