@@ -93,6 +93,7 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._rounding: float | None = None  # the largest difference (`canary_miss`) of proven weights
+        self._unchanged_sensitivity = 0.0  # the trainer's own, at the first sync; 0: not measured
         self._unread: set[str] = set()  # tensors that some worker cannot read back; known on rank 0 alone
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
@@ -136,9 +137,8 @@ class Publisher:
         What engine and trainer differ by in the first round is a measure of every tolerance after it. When all tensors
         are changed (in several rounds, if the originals of all do not fit into `originals_bytes`), engines name each tensor
         that they hold a place for and do not use; in float32 the canary shows a lost tensor as well, by more than a
-        thousand times its rounding. In bfloat16 it does not: 30 layers of changed tensors amplify rounding to more than a
-        lost one makes. There, tensors that some engine cannot read back have rounds of their own, one layer at a time, in
-        between.
+        thousand times its rounding. In bfloat16 it does not: 30 changed layers amplify rounding to more than a lost tensor
+        makes. There, tensors that some engine cannot read back have rounds of their own before, one layer at a time.
         """
         weights = dict(self.named_weights(model))
         unchanged = self._draft(model, SELF_TEST)
@@ -166,7 +166,8 @@ class Publisher:
         tolerance = self.config.canary_tolerance
         if tolerance is None:
             sensitivity = self._sensitivity(model, expected, weights)
-            tolerance = round_tolerance(sensitivity, self._rounding or 0.0, self.wire_dtype)
+            difference = self._rounding or 0.0
+            tolerance = round_tolerance(sensitivity, self._unchanged_sensitivity, difference, self.wire_dtype)
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
@@ -176,6 +177,7 @@ class Publisher:
             tolerance = self.config.canary_tolerance
         elif self._rounding is None:
             sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
+            self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)

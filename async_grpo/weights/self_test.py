@@ -103,16 +103,31 @@ def noise_scale(shard: torch.Tensor) -> float:
     return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)
 
 
-def round_tolerance(sensitivity: float, unchanged_difference: float, wire_dtype: torch.dtype) -> float:
+def round_tolerance(
+    sensitivity: float,
+    unchanged_sensitivity: float,
+    unchanged_difference: float,
+    wire_dtype: torch.dtype,
+) -> float:
     """Return what a healthy engine may miss the canary by in a round of the self-test, `canary_miss` in nats.
+
+    An engine that rounds more coarsely than the wire, such as one with weights in fp8, does so in the changed model, too:
+    what it differed by before grows as much as the trainer's own sensitivity does.
 
     Args:
         sensitivity: Of the changed model, see `measure_sensitivity`.
-        unchanged_difference: What engine and trainer differed by before anything was changed.
+        unchanged_sensitivity: The same before anything was changed.
+        unchanged_difference: What engine and trainer differed by then.
         wire_dtype: The engines' dtype.
+
+    >>> round_tolerance(0.02, 0.001, 0.002, torch.bfloat16)  # rounds as the wire does: 3 times 0.02
+    0.06
+    >>> round_tolerance(0.02, 0.001, 0.01, torch.bfloat16)  # differs by 10 times the sensitivity: 1.5 * 10 * 0.02
+    0.3
     """
     rounding = SENSITIVITIES[wire_dtype] * sensitivity
-    other_kernels = UNCHANGED_DIFFERENCES * unchanged_difference
+    growth = max(1.0, sensitivity / unchanged_sensitivity) if unchanged_sensitivity else 1.0
+    other_kernels = UNCHANGED_DIFFERENCES * unchanged_difference * growth
     return max(rounding, other_kernels, MIN_TOLERANCE)
 
 
