@@ -12,14 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.config.run import MemberConfig, RunConfig
+from async_grpo.config.run import RunConfig
+from async_grpo.config.run_options import MemberConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
-from async_grpo.launch.local_run import LocalConfig, check, parameters, start
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import check, parameters, start
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
@@ -221,6 +223,6 @@ def ask_and_score(config: EvaluatorConfig) -> None:
 
 
 if __name__ == "__main__":
-    from async_grpo.__main__ import foreign_keys
+    from async_grpo.launch.commands import foreign_keys
 
     run_command(EvaluatorConfig, ask_and_score, help="See `async-grpo eval`.", foreign=foreign_keys)

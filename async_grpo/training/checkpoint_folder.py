@@ -28,8 +28,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from async_grpo import __version__
 from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.options.version import VERSION
 from async_grpo.processes.untrusted_files import open_inside, parse_json, read_text
 
 FORMAT = 1
@@ -65,7 +65,7 @@ class Manifest:
 
 def versions() -> dict[str, str]:
     """Of this code and of the libraries that a run's numbers come of."""
-    found = {"async-grpo": __version__}
+    found = {"async-grpo": VERSION}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -5,13 +5,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Self
 
-import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.options.redaction import register_secrets
-from async_grpo.options.source_file import SourceFile
+from async_grpo.options.source_file import PACKAGE_ROOT, SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
@@ -148,7 +146,7 @@ class AdapterProcess:
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The allow-listed variables and the extra ones, one thread per library, and this package on the path."""
     forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
-    package_root = str(Path(async_grpo.__file__).parents[1])
+    package_root = str(PACKAGE_ROOT)
     path = os.pathsep.join(filter(None, [package_root, forwarded.get("PYTHONPATH")]))
     return forwarded | FIXED_VARIABLES | dict(extra or {}) | {"PYTHONPATH": path}
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
-import async_grpo
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import PACKAGE_ROOT
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 
@@ -154,7 +153,7 @@ def _start(descriptors: list[int]) -> None:
     server, requests = last
     if server is None or server.poll() is not None:  # also after a fork(): no child of this process
         requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        package_root = str(Path(async_grpo.__file__).parents[1])
+        package_root = str(PACKAGE_ROOT)
         with theirs:
             server = subprocess.Popen(
                 [sys.executable, *"-s -P -S -B -X utf8 -c".split(), _MAIN, str(theirs.fileno())],
