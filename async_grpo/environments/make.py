@@ -12,7 +12,7 @@ from typing import Any
 from async_grpo.environments.agents import AwaitAgent, RunAgent, for_agents
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
-from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.host import kind_of
 from async_grpo.environments.played import Played
 from async_grpo.environments.processes import EnvironmentProcess, EnvironmentProcesses
@@ -141,7 +141,7 @@ def make_played(
         told = folder / "endpoint.json" if folder and prefix == ELSEWHERE else None
         at_once = config.environment_processes or AGENTS
         connections = max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once)
-        endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told, connections)
+        endpoint = AgentEndpoint(config.endpoint_host, config.endpoint_port, told, connections)
         if prefix == "agent":
             one = RunAgent(endpoint, command, variables)
             return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)

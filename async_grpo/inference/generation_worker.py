@@ -24,7 +24,7 @@ from async_grpo.errors import WorkerLost
 from async_grpo.inference.char_ends import char_ends
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
-from async_grpo.inference.requests import NOTHING, UNSYNCED, Request, TokenTimeline, new_name, tokens_of
+from async_grpo.inference.requests import NOTHING, UNSYNCED, EngineRequest, TokenTimeline, new_name, tokens_of
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
@@ -93,7 +93,9 @@ class GenerationWorker:
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
         has, common = begun or {}, (self.settings, prompt_token_ids)
-        asked = [Request.of(*common, m, seed, sampling, has.get(m, NOTHING)) for m, seed in seeds.items()]
+        asked = [
+            EngineRequest.of(*common, m, seed, sampling, has.get(m, NOTHING)) for m, seed in seeds.items()
+        ]
         requests = [asyncio.ensure_future(self._complete(one)) for one in asked]
         waiting, due = set(requests), time.monotonic() + PARTS_EVERY_S
         try:
@@ -112,7 +114,7 @@ class GenerationWorker:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _complete(self, asked: Request) -> Completion:
+    async def _complete(self, asked: EngineRequest) -> Completion:
         self._check_fit()
         # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
         # takes other forms of prompts through a thread, and a pause could come between.

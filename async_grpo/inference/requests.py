@@ -55,7 +55,7 @@ def tokens_of(output: CompletionOutput) -> Tokens:
 
 
 @dataclass
-class Request:
+class EngineRequest:
     """One completion that is asked of vLLM; `given`: its first tokens, of an engine that was lost."""
 
     member: int

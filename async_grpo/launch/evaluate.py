@@ -23,7 +23,7 @@ from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import check, parameters, start
 from async_grpo.launch.process_variables import gpus
-from async_grpo.metrics.console import means_of, waiting
+from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import (
@@ -204,7 +204,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
     controller = open_run(config, replace(prepared.settings, trains=False))
     answer(start_batcher(controller, prepared), config.start_timeout_s)
     await_workers(controller, config)
-    with waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
+    with show_waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
         found = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
     columns = []
     for name, result in found.items():

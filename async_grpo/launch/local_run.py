@@ -21,11 +21,11 @@ from async_grpo.launch import process_variables
 from async_grpo.launch.judge_servers import serving
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
-from async_grpo.metrics.console import show_times, waiting
+from async_grpo.metrics.console import show_times, show_waiting
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import dashed, refuse
 from async_grpo.options.source_file import is_file
-from async_grpo.processes.look import ask
+from async_grpo.processes.look import request_look
 from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
@@ -131,14 +131,14 @@ def _run(
     variables |= process_variables.torchrun_environment(scratch)
     variables |= process_variables.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start(name, command, variables, console=True)
-    signal.signal(signal.SIGUSR1, lambda *_: ask(trainer.process.pid))
+    signal.signal(signal.SIGUSR1, lambda *_: request_look(trainer.process.pid))
     if ray is not None:  # the others import their libraries meanwhile
-        with waiting("waiting for Ray"):
+        with show_waiting("waiting for Ray"):
             supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
         ray_is_up.touch()
     begun, what = time.time(), "waiting for their libraries to load"
     try:
-        with waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
+        with show_waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
             code = supervisor.wait(trainer)
     except KeyboardInterrupt as interrupt:
         if instead:

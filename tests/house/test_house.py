@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -139,6 +140,29 @@ def modules_imported_by(path: Path) -> set[str]:
             imported |= {alias.name for alias in node.names}
     imported = {"async_grpo.__init__" if name == "async_grpo" else name for name in imported}
     return imported & MODULES.keys()
+
+
+# Names that several modules may define, and why
+SHARED_NAMES = {
+    "main": "the entry of a program",
+    "run": "what a program does with its options",
+    "score": "the rule of a shipped reward, found by its module's name",
+    "grpo": "an estimator and a loss of one paper",
+    "gpg": "an estimator and a loss of one paper",
+}
+
+
+def test_a_class_or_public_function_has_a_name_of_its_own():
+    """Rewards of `data` are excepted: a registry file wraps rules under their own names."""
+    places = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body if room_of(path) != "data" else ():
+            is_class = isinstance(node, ast.ClassDef)
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_class or (is_function and not node.name.startswith("_")):
+                places[node.name].append(module)
+    used_twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert used_twice.keys() == SHARED_NAMES.keys(), used_twice
 
 
 def test_every_folder_and_module_of_the_package_is_a_room_in_order_and_17_are_folders():

@@ -22,7 +22,7 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
 from async_grpo.inference.engine_arguments import SPECULATION, engine_arguments
 from async_grpo.inference.generation_worker import GenerationWorker
-from async_grpo.inference.requests import Request, TokenTimeline
+from async_grpo.inference.requests import EngineRequest, TokenTimeline
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
@@ -263,7 +263,7 @@ def test_drafts_at_a_temperature_are_still_wrong_in_this_vllm_on_the_cpu():
 def test_the_sampling_defaults_of_a_model_folder_change_no_request():
     """Those of its generation_config.json: vLLM takes the end tokens from it, which the run knows."""
     defaults = {"temperature": 0.1, "top_k": 1, "top_p": 0.2, "min_p": 0.5, "repetition_penalty": 3.0}
-    params = Request.of(SETTINGS, np.arange(4), 0, 0).params
+    params = EngineRequest.of(SETTINGS, np.arange(4), 0, 0).params
     before = {name: getattr(params, name) for name in (*defaults, "logit_bias", "bad_words", "min_tokens")}
     params.update_from_generation_config({**defaults, "eos_token_id": [3, 5]}, 3)
     assert {name: getattr(params, name) for name in before} == before

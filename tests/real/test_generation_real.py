@@ -202,9 +202,9 @@ def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_lo
 
 
 def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engine, model):
-    from async_grpo.inference.requests import Request, tokens_of
+    from async_grpo.inference.requests import EngineRequest, tokens_of
 
-    stopless = Request.of(SETTINGS, CANARY[:4], 0, 0).params
+    stopless = EngineRequest.of(SETTINGS, CANARY[:4], 0, 0).params
     stopless.stop_token_ids, stopless.ignore_eos = [], True
 
     async def generate_across_an_update() -> tuple[np.ndarray, int]:
@@ -259,12 +259,12 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
 
 
 def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
-    from async_grpo.inference.requests import Request
+    from async_grpo.inference.requests import EngineRequest
 
     ids = SETTINGS.stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
     for stop, sampling in itertools.product(ids, (None, Sampling(stop=(">",)))):  # of its spelling, too
-        params = Request.of(SETTINGS, CANARY[:4], 0, 0, sampling).params
+        params = EngineRequest.of(SETTINGS, CANARY[:4], 0, 0, sampling).params
         params.allowed_token_ids = [stop]
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
         output = engine.run(engine.worker._last_output(prompt, params, f"stop-{stop}")).outputs[0]
@@ -283,13 +283,13 @@ def test_a_completion_is_marked_as_truncated_if_it_runs_out_of_room_and_says_whe
 
 def test_a_text_that_ends_a_completion_ends_it_at_the_token_that_completes_the_text(engine):
     """Be it of several tokens, or the spelling of a special one. What is sampled stays as it was without."""
-    from async_grpo.inference.requests import Request, new_name
+    from async_grpo.inference.requests import EngineRequest, new_name
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     allowed = tokenizer.encode("ab </answer><|im_start|>", add_special_tokens=False)
 
     def sampled(*stop: str) -> Completion:
-        params = Request.of(SETTINGS, CANARY[:8], 0, 7, Sampling(temperature=2.0, stop=stop)).params
+        params = EngineRequest.of(SETTINGS, CANARY[:8], 0, 7, Sampling(temperature=2.0, stop=stop)).params
         params.allowed_token_ids, params.frequency_penalty = allowed, 2.0  # all of them, in a mix
         prompt = {"prompt_token_ids": CANARY[:8].tolist()}
         output = engine.run(engine.worker._last_output(prompt, params, new_name())).outputs[0]

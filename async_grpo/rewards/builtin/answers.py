@@ -19,7 +19,7 @@ from async_grpo.rewards.answer_reading.stated import fenced_blocks as fenced_blo
 from async_grpo.rewards.answer_reading.stated import stated_answer as stated_answer
 
 
-class _TooSlow(BaseException):  # no Exception: libraries catch those in places, and go on
+class _TimeLimitReached(BaseException):  # no Exception: libraries catch those in places, and go on
     pass
 
 
@@ -30,13 +30,13 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     """
 
     def give_up(signum: int, frame: FrameType | None) -> None:
-        raise _TooSlow
+        raise _TimeLimitReached
 
     previous = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except _TooSlow as error:
+    except _TimeLimitReached as error:
         raise TimeoutError(f"{what} takes more than {seconds:g} s") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
