@@ -22,6 +22,7 @@ from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.trajectory_client import TrajectoryClient, row_of
 from async_grpo.options.redaction import redacted, register_secrets
+from async_grpo.options.source_file import PACKAGE_ROOT
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.isolation.adapter_process import child_environment
 from async_grpo.types import Completion, Prompt
@@ -31,7 +32,6 @@ MAX_PROCESSES = 256  # of one agent
 ENDS_WITHIN_S = 10.0
 KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
 READ_OUTPUT = 2**16  # bytes of it in which secrets are looked for
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
