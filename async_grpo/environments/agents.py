@@ -175,7 +175,7 @@ def last_words(output: str) -> str:
 def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
     """Without this package on the path: an agent may be of another interpreter, that our packages do not fit."""
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [path for path in paths if Path(path).resolve() != PACKAGE_ROOT]
+    kept = [path for path in paths if Path(path).resolve() != PACKAGE_ROOT.resolve()]
     return {**variables, "PYTHONPATH": os.pathsep.join(kept)}
 
 
