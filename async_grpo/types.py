@@ -1,15 +1,26 @@
 """The nouns of the library: what one sample is on its way from a data row to a gradient.
 
-Axes in names:  G members of one group (completions of one prompt),  T sampled tokens of one completion,
-L tokens of its prompt, N tokens of one sequence, or of several end to end.
-
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (`messages`, one per rank) ... StepEnd
+
+A *group* holds all completions of one prompt. A completion is usually one answer. With an environment it is a *trajectory*:
+the policy speaks in several *turns*, and between them the environment (a game, tools, an agent's program) answers. The
+tokens of a trajectory form one *sequence* as long as each turn continues the text before it. A turn whose history was
+rewritten (by an agent that summarises, say) begins a new sequence.
+
+Axes in the comments:
+
+    G  members of one group
+    T  sampled tokens of one completion
+    L  tokens of its prompt
+    E  tokens of an environment between two turns
+    N  tokens of one sequence, or of several sequences end to end
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +38,7 @@ class FinishReason(str, Enum):
 
 
 class RewardStatus(str, Enum):
-    """What became of scoring one sample. Only OK carries a reward; a failure is never a zero."""
+    """Outcome of scoring one sample. Only OK carries a reward; a failure is never a zero."""
 
     OK = "ok"
     FAILED = "failed"
@@ -36,27 +47,27 @@ class RewardStatus(str, Enum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it should have been scored, and could not be; who abstains has answered."""
+        """Return whether the sample should have a reward and has none. An adapter that abstains has answered."""
         return self in (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question of the data set, tokenised once. `ordinal` counts prompts since the start of the run."""
+    """One question of the data set, tokenised once."""
 
-    ordinal: int
+    ordinal: int  # number of the prompt since the start of the run
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]  # the JSONL row: `input`, `answer` and any other column
-    question: int = -1  # its place in the data set; below 0: held out
+    question: int = -1  # index of the question in the data set; negative for held-out questions
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Generated tokens as the engine sampled them (the end token included)."""
+    """Generated tokens as the engine sampled them, including the end token."""
 
     token_ids: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, the engine's, at the sampling temperature
-    versions: np.ndarray  # (T,) int32, policy version that produced each token
+    logprobs: np.ndarray  # (T,) float32, computed by the engine at the sampling temperature
+    versions: np.ndarray  # (T,) int32, policy version that sampled each token
 
     def __post_init__(self) -> None:
         lengths = [len(self.token_ids), len(self.logprobs), len(self.versions)]
@@ -67,71 +78,83 @@ class Tokens:
         return len(self.token_ids)
 
     def __add__(self, more: "Tokens") -> "Tokens":
-        """These tokens, and after them `more`."""
-        return Tokens(*map(np.concatenate, zip(self.arrays, more.arrays, strict=True)))
+        """Return these tokens followed by `more`."""
+        return Tokens(
+            np.concatenate([self.token_ids, more.token_ids]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            np.concatenate([self.versions, more.versions]),
+        )
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return token_ids, logprobs and versions."""
         return self.token_ids, self.logprobs, self.versions
 
     @property
     def oldest_version(self) -> int:
+        """Return the oldest policy version that sampled one of the tokens; 0 if there are none."""
         return int(self.versions.min()) if len(self.versions) else 0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """So many sampled tokens of a trajectory, and what stood before them."""
+    """One turn of a trajectory: what the policy read since its last turn, and how many tokens it sampled then."""
 
-    before: np.ndarray  # (E,) int32, of an environment; of a fresh one, all that the engine saw
-    tokens: int
-    fresh: bool = False  # it begins a sequence of its own: the history was rewritten, or it is the first turn
-    said: str = ""  # `before` as text, of a fresh one all of it
-    text: str = ""  # what was sampled
-    number: int = 0  # place in time among the trajectory's turns; equal numbers: as they stand
+    # (E,) int32, the environment's tokens since the last turn; of a turn that begins a sequence, all that the engine read
+    before: np.ndarray
+    tokens: int  # number of sampled tokens
+    fresh: bool = False  # begins a new sequence: the first turn, or one whose history was rewritten
+    said: str = ""  # `before` as text
+    text: str = ""  # the sampled text
+    number: int = 0  # place in time among the trajectory's turns; equal numbers keep their order in the list
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trajectory ended, as its program tells."""
+    """How a trajectory ended, as its environment reports."""
 
-    reward: float | None = None  # the environment's own; None: it has none to give
-    failure: str = ""  # why there is nothing to be scored: it is no zero
-    turn_rewards: tuple[float, ...] = ()  # of the environment's own, one per turn; () if it gives none
-    states: tuple[str, ...] = ()  # names of what each turn found, for GiGPO; () if not named
-    numbers: Mapping[str, float] = field(default_factory=dict)  # for the metrics: `tool_calls` ...
+    reward: float | None = None  # given by the environment itself; None if it gives none
+    failure: str = ""  # why the trajectory cannot be scored, which is not a zero
+    turn_rewards: tuple[float, ...] = ()  # given by the environment itself, one per turn; () if it gives none
+    states: tuple[str, ...] = ()  # name of the state that each turn met, for GiGPO; () if not named
+    numbers: Mapping[str, float] = field(default_factory=dict)  # for the metrics, such as `tool_calls`
 
 
 @dataclass(frozen=True)
 class Completion(Tokens):
-    """What the policy generated for one prompt, token by token: one sequence, or the `turns` of a trajectory end to end.
-    Its arrays hold sampled tokens alone, so no other ones can be trained on or counted."""
+    """What the policy generated for one prompt: one answer, or the turns of a trajectory end to end.
+
+    The arrays hold sampled tokens only, so that tokens of the prompt or of an environment cannot be trained on or counted.
+    """
 
     finish_reason: FinishReason
-    text: str  # of a trajectory, that of its last turn
-    char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
-    member: int = 0  # its place in the group
-    turns: tuple[Turn, ...] = ()  # (): one, after the prompt
+    text: str  # of a trajectory, the text of its last turn
+    char_ends: np.ndarray | None = (
+        None  # (T,) int32, number of characters of `text` after each token; for process rewards
+    )
+    member: int = 0  # index in the group
+    turns: tuple[Turn, ...] = ()  # of a trajectory; () for an answer that follows the prompt
     outcome: Outcome | None = None  # of a trajectory
 
     @property
     def failure(self) -> str:
-        """Of a trajectory, why there is nothing to be scored."""
+        """Return why the trajectory cannot be scored; "" if it can."""
         return self.outcome.failure if self.outcome else ""
 
     @property
     def truncated(self) -> bool:
+        """Return whether the completion reached its token limit before it ended."""
         return self.finish_reason is FinishReason.LENGTH
 
     @property
     def turn_ranks(self) -> np.ndarray:
-        """Return (turns,) the place in time of each turn, 0 for the first."""
+        """Return (turns,) the rank in time of each turn, 0 for the first."""
         numbers = [turn.number for turn in self.turns] or [0]
         return np.argsort(np.argsort(numbers, kind="stable"))
 
     @property
     def times(self) -> np.ndarray | None:
-        """Return (T,) int32 the place in time of each token; None: as they stand, which is by sequence."""
+        """Return (T,) int32 the rank in time of each token; None if the tokens already stand in the order of time."""
         ranks = self.turn_ranks
         if np.all(ranks[1:] > ranks[:-1]):
             return None
@@ -143,20 +166,23 @@ class Completion(Tokens):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn otherwise than the run's settings say (None); to be trained on, at their temperature."""
+    """Per-request overrides of the run's sampling settings; None keeps the run's value.
 
-    temperature: float | None = None  # 0: the likeliest token each time
+    Samples that are trained on must use the run's temperature.
+    """
+
+    temperature: float | None = None  # 0 takes the likeliest token each time
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # texts that end a completion, which holds them
+    stop: tuple[str, ...] = ()  # texts that end a completion; the completion includes them
 
 
 @dataclass
 class Session:
-    """The turns of one trajectory, as those see it that serve them: whose they are, and which worker had the last."""
+    """Routing state of one trajectory, which keeps its turns on the worker whose prefix cache holds their history."""
 
-    member: int
-    turn: int = 0
-    worker_id: str = ""
+    member: int  # index of the trajectory in its group
+    turn: int = 0  # number of the next turn
+    worker_id: str = ""  # worker that served the last turn
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -164,17 +190,17 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class AdapterResult:
-    """What one reward adapter said of one sample."""
+    """Result of one reward adapter on one sample."""
 
     adapter: str
     status: RewardStatus
     reward: float | None = None  # set exactly when status is OK
-    extra: dict[str, float] = field(default_factory=dict)  # further numbers, logged per component
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers for the metrics, by name
     steps: tuple[tuple[int, float], ...] = ()  # process rewards: (index of the step's last token, reward)
     reason: str = ""  # why it failed, timed out or abstained
     attempts: int = 1
-    latency_s: float = 0.0  # from the request to the answer, queueing included
-    queue_s: float = 0.0  # of which waiting for a free worker
+    latency_s: float = 0.0  # from the request to the answer, including the time in queues
+    queue_s: float = 0.0  # part of `latency_s` spent waiting for a free worker
 
     def __post_init__(self) -> None:
         is_reward = self.reward is not None and math.isfinite(self.reward)
@@ -182,7 +208,7 @@ class AdapterResult:
             raise ValueError(f"{self.adapter}: status {self.status.value} with the reward {self.reward}")
 
     def standing_in_for(self, failed: "AdapterResult") -> "AdapterResult":
-        """This result under the name of the adapter whose failure it makes good; the reason says so."""
+        """Return this result under the name of the adapter that failed, with a reason that says so."""
         reason = f"{self.adapter} in place of {failed.adapter}, which {failed.status.value}: {failed.reason}"
         return replace(
             self,
@@ -200,7 +226,7 @@ class Verdict:
     status: RewardStatus
     reward: float | None
     results: tuple[AdapterResult, ...] = ()
-    filled: bool = False  # the reward stands in for a failure, as the run's policy says
+    filled: bool = False  # the reward replaces a failed one, as `--on-reward-failure` says
 
     def __post_init__(self) -> None:
         if (self.status is RewardStatus.OK) != (self.reward is not None):
@@ -214,86 +240,115 @@ class Sample:
     prompt: Prompt
     completion: Completion
     verdict: Verdict
-    advantages: np.ndarray | None = None  # (T,) float32; None: not trained on
-    loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are; set with `advantages`
-    group_tokens: int = 0  # trained tokens of its whole group
-    ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference; None: the loss has no use for it
+    advantages: np.ndarray | None = None  # (T,) float32; None if the sample is not trained on
+    loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are trained on; set with `advantages`
+    group_tokens: int = 0  # number of trained tokens in the whole group
+    ref_logprobs: np.ndarray | None = (
+        None  # (T,) float32, of the reference policy; None if the loss needs none
+    )
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
-    times: np.ndarray | None = None  # (T,) int32, places in time; for a critic, of several `sequences`
+    times: np.ndarray | None = (
+        None  # (T,) int32, ranks in time; set for a critic, if there are several sequences
+    )
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(before) for before, _ in self.pieces) + len(self.completion)
+        """Return the number of tokens of all its sequences, sampled or not."""
+        num_not_sampled = sum(len(before) for before, _ in self.pieces)
+        return num_not_sampled + len(self.completion)
 
     @property
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
-        """In order: tokens that were not sampled, (E,) int32, and where those that follow stand in the completion."""
-        if not (turns := self.completion.turns):
+        """Return the turns in order, each as the tokens (E,) int32 before it and the slice of its sampled tokens."""
+        turns = self.completion.turns
+        if not turns:
             return [(self.prompt.token_ids, slice(None))]
-        ends = np.cumsum([turn.tokens for turn in turns]).tolist()
-        return [(turn.before, slice(end - turn.tokens, end)) for turn, end in zip(turns, ends, strict=True)]
+        pieces = []
+        begin = 0
+        for turn in turns:
+            end = begin + turn.tokens
+            pieces.append((turn.before, slice(begin, end)))
+            begin = end
+        return pieces
 
     def laid_out(self, sampled: np.ndarray, fill: np.generic | bool | None = None) -> np.ndarray:
-        """(N,) of one sequence: `sampled` (T,) in its places, between them `fill`, or the tokens that stand there."""
+        """Lay values of the sampled tokens out over the whole sequence.
+
+        Args:
+            sampled: (T,) values of the sampled tokens.
+            fill: Value of all other tokens; None takes their token ids.
+
+        Returns:
+            (N,) values of all tokens of the sequence.
+        """
         parts: list[np.ndarray] = []
         for before, place in self.pieces:
-            parts += [before if fill is None else np.full(len(before), fill), sampled[place]]
+            parts.append(before if fill is None else np.full(len(before), fill))
+            parts.append(sampled[place])
         return np.concatenate(parts)
 
     def sampled(self, values: np.ndarray, begin: int = 0) -> np.ndarray:
-        """(T,): of what is said of each token of a sequence from `begin` on, that of the sampled ones."""
+        """Return (T,) the sampled tokens' values, from the values of all tokens of a sequence behind the first `begin`."""
         if not self.completion.turns:
             return values
-        return values[self.laid_out(np.ones(len(self.completion), bool), False)[begin:]]
+        is_sampled = self.laid_out(np.ones(len(self.completion), bool), False)
+        return values[is_sampled[begin:]]
 
     @property
     def token_ids(self) -> np.ndarray:
-        """(N,) int32, of one sequence: what the engine saw and sampled."""
+        """Return (N,) int32 the tokens of the one sequence: what the engine read and sampled."""
         return self.laid_out(self.completion.token_ids)
 
     @property
     def sequences(self) -> "list[Sample]":
-        """Itself; or, if its history was rewritten, one for each sequence that the engine saw. They share all else."""
+        """Return one sample per sequence: this one, or its parts if its history was rewritten. They share the verdict."""
         turns = self.completion.turns
-        begins = [number for number, turn in enumerate(turns) if turn.fresh]
-        if len(begins) < 2:
+        first_turns = [number for number, turn in enumerate(turns) if turn.fresh]
+        if len(first_turns) < 2:
             return [self]
-        found, places = [], [place for _, place in self.pieces]
-        for first, beyond in zip(begins, [*begins[1:], len(turns)], strict=True):
-            own = slice(places[first].start, places[beyond - 1].stop)
-            arrays = {name: _cut(getattr(self.completion, name), own) for name in OF_A_TOKEN}
-            completion = replace(self.completion, **arrays, turns=turns[first:beyond])
-            arrays = {name: _cut(getattr(self, name), own) for name in ADDED}
-            found.append(replace(self, completion=completion, **arrays))
-        return found
+        places = [place for _, place in self.pieces]
+        sequences = []
+        for first, beyond in pairwise([*first_turns, len(turns)]):
+            tokens = slice(places[first].start, places[beyond - 1].stop)
+            completion = _with_tokens_cut(self.completion, COMPLETION_ARRAYS, tokens)
+            completion = replace(completion, turns=turns[first:beyond])
+            sample = _with_tokens_cut(self, SAMPLE_ARRAYS, tokens)
+            sequences.append(replace(sample, completion=completion))
+        return sequences
 
 
-OF_A_TOKEN = ("token_ids", "logprobs", "versions", "char_ends")  # (T,) of a completion
-ADDED = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")  # (T,) of a sample
+# Fields of axis T, which are cut where a sample is parted into sequences
+COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends")
+SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")
 
 
-def _cut(array: np.ndarray | None, place: slice) -> Any:
-    return None if array is None else array[place]
+def _with_tokens_cut(item: Any, array_names: Sequence[str], tokens: slice) -> Any:
+    """Return the completion or sample with only these tokens in its arrays."""
+    arrays = {}
+    for name in array_names:
+        array = getattr(item, name)
+        arrays[name] = None if array is None else array[tokens]
+    return replace(item, **arrays)
 
 
 @dataclass(frozen=True)
 class Group:
-    """All completions of one prompt. `admitted_version` is the policy that was live when it was let in."""
+    """All completions of one prompt."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
-    admitted_version: int
-    sequence_number: int  # of its admission; says which step trains it at the latest
-    baseline: Verdict | None = None  # of the greedy completion, where the estimator compares with it
-    resampled: int = 0  # prompts without signal that this one replaced
+    admitted_version: int  # policy version that was live when the group was admitted
+    sequence_number: int  # number of the admission; decides which step trains the group at the latest
+    baseline: Verdict | None = None  # of the greedy completion, where the estimator compares with one
+    resampled: int = 0  # number of prompts without signal that this one replaced
 
     @property
     def oldest_version(self) -> int:
-        """Of its tokens; a trajectory may have failed before it had any."""
+        """Return the oldest policy version among its tokens; without tokens, the version of its admission."""
         versions = (s.completion.oldest_version for s in self.samples if len(s.completion))
         return min(versions, default=self.admitted_version)
 
     @property
     def rewards(self) -> list[float]:
-        """Of the samples that have one."""
+        """Return the rewards of the samples that have one."""
         return [sample.verdict.reward for sample in self.samples if sample.verdict.reward is not None]

@@ -1,18 +1,22 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
-    dispatchers   settings, register, until_gone, drain, deregister, expect, refuse, closed
-    the sync      begin_sync, end_sync, fail
-    rank 0        lacks, start_batcher, start, situation, evaluate, request_save, save_experience, stop, close
-    every rank    settings, next_message
+Who calls which method:
 
-A sample leaves this process for an engine, for a reward worker and for a rank; all else is a method call. Plain asyncio
-without Ray: `trainer_rank` makes an actor of it on rank 0's node. Its death ends the run.
+    worker dispatchers   settings, register, until_gone, drain, deregister, expect, refuse, closed
+    the weight sync      begin_sync, end_sync, fail
+    rank 0               missing_parts, start_batcher, start, situation, evaluate, request_save, save_experience,
+                         stop, close
+    every rank           settings, next_message
+
+A sample leaves this process only for an engine, for a reward worker and for a rank; everything else is a method call. Plain
+asyncio without Ray: `trainer_rank` makes an actor of it on rank 0's node. The run ends when this process dies.
 """
 
 import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,102 +37,138 @@ from async_grpo.types import GENERATION
 from async_grpo.weights.package import SELF_TEST
 
 
-class RunController:
-    """Every public method may be called from another process.
+@dataclass(frozen=True)
+class MissingParts:
+    """What a run still waits for before it can start."""
 
-    settings: what every worker of the run must share. worker_grace_s: how long work waits while no worker of a kind is
-    registered. connect: makes a link to a worker of its handle. scheduling: names the policy that gives work to workers.
+    description: str  # the missing workers with their commands; "" when none is missing
+    rewards: str  # the rewards that the generation workers were started with; "" if they name none
+
+
+class RunController:
+    """The state of a run. Every public method may be called from another process.
+
+    Args:
+        settings: What every worker of the run must share.
+        worker_grace_s: Seconds that work waits while no worker of a kind is registered.
+        connect: Makes a link to a worker of its handle.
+        scheduling: Name of the policy that distributes work among workers.
     """
 
     def __init__(
         self, settings: SharedRunSettings, worker_grace_s: float, connect: Connect, scheduling: str
     ) -> None:
         log_to_own_file("controller")
-        self._settings, common = settings, (worker_grace_s, connect, scheduling_policy(scheduling))
-        self._generation = GenerationWorkers(settings.seed, *common)
+        self._settings = settings
+        policy = scheduling_policy(scheduling)
+        self._generation = GenerationWorkers(settings.seed, worker_grace_s, connect, policy)
         self._generation.is_frozen = not settings.trains
-        self._logprobs = {kind: LogprobWorkers(kind, *common) for kind in settings.logprob_roles}
-        self._workers = {GENERATION: self._generation, **self._logprobs}
+        self._logprobs = {
+            role: LogprobWorkers(role, worker_grace_s, connect, policy) for role in settings.logprob_roles
+        }
+        self._workers_by_kind = {GENERATION: self._generation, **self._logprobs}
         self._refusals: list[str] = []
         self._batcher: ExperienceBatcher | None = None
         self._loop_watch = LoopWatch()
-        self._open = AsyncExitStack()
-        self._over = asyncio.Event()
-        self._reason = ""  # why it is over
-        self._late_sync_asked = False  # and not yet begun
+        self._resources = AsyncExitStack()  # closed by `stop`, the last one first
+        self._is_over = asyncio.Event()
+        self._end_reason = ""
+        self._is_late_sync_requested = False  # and has not begun yet
 
     async def settings(self) -> SharedRunSettings:
+        """Return what every worker of the run must share."""
         return self._settings
 
     async def register(self, info: WorkerInfo, handle: Any) -> None:
-        """Let a worker in. One that comes late gets work after a sync for such as it is, between two micro-batches."""
-        is_late = await self._workers[info.kind].register(info, handle)
-        if is_late and not self._late_sync_asked:
-            self._late_sync_asked = True
+        """Register a worker. A worker that comes late gets work after a sync of its own, between two micro-batches."""
+        is_late = await self._workers_by_kind[info.kind].register(info, handle)
+        if is_late and not self._is_late_sync_requested:
+            self._is_late_sync_requested = True
             self.batcher.workers_joined()
 
     async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
-        """A worker is gone, or fenced."""
-        self._workers[kind].deregister(worker_id, reason)
+        """Remove a worker that has ended or is fenced."""
+        self._workers_by_kind[kind].deregister(worker_id, reason)
 
     async def drain(self, kind: str, worker_id: str, within_s: float) -> None:
-        """A worker is told to end: no more work for it; what it has not done `within_s` goes on elsewhere."""
-        await self._workers[kind].drain(worker_id, within_s)
+        """Give no more work to a worker that is to end; after `within_s` its unfinished work continues elsewhere."""
+        await self._workers_by_kind[kind].drain(worker_id, within_s)
 
     async def until_gone(self, kind: str, worker_id: str) -> str:
-        """Waits until that worker is lost, or fenced; returns why."""
-        return await self._workers[kind].until_gone(worker_id)
+        """Wait until a worker is lost or fenced, and return the reason."""
+        return await self._workers_by_kind[kind].until_gone(worker_id)
 
     async def expect(self, kind: str, for_s: float) -> None:
-        """A worker that died is started again: until then, the run waits for it."""
-        self._workers[kind].registry.expect(for_s)
+        """Let the run wait for a worker that died and is being started again."""
+        self._workers_by_kind[kind].registry.expect(for_s)
 
     async def refuse(self, reason: str) -> None:
-        """A worker found that it cannot work for this run."""
+        """Note why a worker cannot work for this run; rank 0 ends the run with the reason."""
         self._refusals.append(reason)
 
     async def situation(self) -> dict[str, Any]:
+        """Return what this process waits for."""
         return situation()
 
     async def closed(self) -> str:
-        """Waits for the end of the run; returns its reason."""
-        await self._over.wait()
-        return self._reason
+        """Wait for the end of the run, and return its reason."""
+        await self._is_over.wait()
+        return self._end_reason
 
     async def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: no worker joins meanwhile. Returns those to send them to, with handles."""
-        self._late_sync_asked &= not for_late
-        return [member for workers in self._workers.values() for member in workers.begin_sync(for_late)]
+        """Begin a weight sync, during which no worker joins.
+
+        Args:
+            for_late: The sync serves only the workers that wait for their first weights.
+
+        Returns:
+            The workers that the weights go to, with their handles.
+        """
+        if for_late:
+            self._is_late_sync_requested = False
+        members = []
+        for workers in self._workers_by_kind.values():
+            members += workers.begin_sync(for_late)
+        return members
 
     async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """`landed` have proven `package`. If these are a policy's weights they generate with them: the workers may work,
-        and new groups be admitted."""
-        for workers in self._workers.values():
+        """End a weight sync.
+
+        After a sync of a policy's weights, the workers generate with them and new groups may be admitted.
+
+        Args:
+            package: The weights that were sent.
+            landed: Ids of the workers that have proven them.
+        """
+        for workers in self._workers_by_kind.values():
             workers.end_sync(package, landed)
-        if self._batcher is not None and package.version != SELF_TEST and not package.for_late:
+        is_new_policy = package.version != SELF_TEST and not package.for_late
+        if self._batcher is not None and is_new_policy:
             await self._batcher.weights_live(package.version)
 
     async def fail(self, error: BaseException) -> None:
-        """Weights did not land: the ranks hear of it with their next message, as the run is over."""
+        """End the run because weights did not land; the ranks learn of it with their next message."""
         if self._batcher is not None:
             self._batcher.fail(error)
 
-    async def lacks(self) -> tuple[str, str]:
-        """What the run still lacks, in words ("" when it can start), and the rewards that its workers name, or "".
+    async def missing_parts(self) -> MissingParts:
+        """Return what the run still lacks.
 
-        ConfigurationError: a worker refused, or they name different rewards.
+        Raises:
+            ConfigurationError: A worker refused the run, or generation workers name different rewards.
         """
         if self._refusals:
             raise ConfigurationError("; ".join(self._refusals))
-        members = {kind: workers.registry.members() for kind, workers in self._workers.items()}
-        named = sorted({info.rewards for info in members[GENERATION]} - {""})
-        if len(named) > 1:
-            raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
         missing = []
-        for kind in (kind for kind, infos in members.items() if not infos):
-            mode = kind if kind == GENERATION else f"logprob --role {kind}"
-            missing.append(f"no {kind} worker (python worker_dispatcher.py --mode {mode} ...)")
-        return "; and ".join(missing), "".join(named)
+        for kind, workers in self._workers_by_kind.items():
+            if not workers.registry.members():
+                mode = kind if kind == GENERATION else f"logprob --role {kind}"
+                missing.append(f"no {kind} worker (python worker_dispatcher.py --mode {mode} ...)")
+        named_rewards = {info.rewards for info in self._generation.registry.members() if info.rewards}
+        if len(named_rewards) > 1:
+            names = " / ".join(sorted(named_rewards))
+            raise ConfigurationError(f"generation workers name different rewards: {names}")
+        return MissingParts("; and ".join(missing), "".join(named_rewards))
 
     async def start_batcher(
         self,
@@ -140,64 +180,89 @@ class RunController:
         checkpoint: Path | None = None,
         make_played: Callable[[Generation], Played] | None = None,
     ) -> None:
-        """Start the verifiers and the environment, and make the batcher, of what a checkpoint says if one is given."""
+        """Start verifiers and environment, and make the batcher.
+
+        Args:
+            config: The run's options of batches, steps and rewards.
+            facts: What the resolved rewards told about themselves.
+            num_ranks: Number of trainer ranks.
+            questions: The data set.
+            make_verification: Makes the verifiers, in this process.
+            checkpoint: Folder of the experience that a resumed run continues with.
+            make_played: Wraps the engines into an environment that plays with the policy.
+        """
         verification = make_verification()
-        self._open.push_async_callback(verification.close)
+        self._resources.push_async_callback(verification.close)
         await verification.start()
-        reference, proximal = (self._logprobs.get(kind) for kind in ("reference", "proximal"))
         generation: Generation = self._generation
         if make_played is not None:
-            generation = played = make_played(generation)
-            self._open.push_async_callback(played.close)
+            played = make_played(generation)
+            self._resources.push_async_callback(played.close)
             await played.start()
-        sources = generation, verification, reference, proximal
+            generation = played
         self._batcher = ExperienceBatcher(
-            config, questions, *sources, num_ranks=num_ranks, facts=facts, more_stats=self._loop_stats
+            config,
+            questions,
+            generation,
+            verification,
+            self._logprobs.get("reference"),
+            self._logprobs.get("proximal"),
+            num_ranks=num_ranks,
+            facts=facts,
+            more_stats=self._loop_stats,
         )
         if checkpoint is not None:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)
             self._batcher.restore(state)
-        self._open.push_async_callback(self._batcher.close)
+        self._resources.push_async_callback(self._batcher.close)
 
     async def start(self) -> None:
-        """Begin to generate. The engines must hold policy version 0."""
-        gc.freeze()  # or every full collection looks through torch and transformers again, for some 0.4 s
+        """Begin to generate. The engines must hold the policy of the step to be trained."""
+        # Otherwise every full collection looks through torch and transformers again, for some 0.4 s
+        gc.freeze()
         self._loop_watch.start()
-        self._open.callback(self._loop_watch.stop)
+        self._resources.callback(self._loop_watch.stop)
         await self.batcher.start()
 
     def _loop_stats(self) -> dict[str, float]:
         return {"controller_longest_turn_s": self._loop_watch.take_longest_s()}
 
     async def next_message(self, rank: int) -> Message:
+        """Wait for the next message of a rank; see `ExperienceBatcher.next_message`."""
         return await self.batcher.next_message(rank)
 
     async def evaluate(
         self, questions: Mapping[str, Sequence[Question]], config: EvaluationConfig
     ) -> dict[str, dict[str, Any]]:
-        """By the names of the files, one after the other."""
-        return {name: await self.batcher.evaluate(of_file, config) for name, of_file in questions.items()}
+        """Evaluate the questions of each file, one file after the other, and return the results by file name."""
+        results = {}
+        for file_name, file_questions in questions.items():
+            results[file_name] = await self.batcher.evaluate(file_questions, config)
+        return results
 
     async def request_save(self, end_reason: str) -> None:
+        """Have every rank save a checkpoint; with a reason, the run ends there."""
         self.batcher.request_save(end_reason)
 
     async def save_experience(self, folder: Path, step: int) -> None:
-        """Write what a run that resumes at `step` goes on with; taken before any other call is served."""
+        """Write what a run that resumes at `step` continues with."""
+        # Taken before any other call is served
         state = self.batcher.state(step)
         await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
-        """End the rollouts for steps that will not be trained; rewards are closed, and what they cost is on disk."""
-        await self._open.aclose()
+        """Cancel rollouts of steps that will not be trained, and close the rewards, whose costs are then on disk."""
+        await self._resources.aclose()
 
     async def close(self, reason: str) -> None:
-        """The run is over: tell the dispatchers, and wait until their workers have signed off."""
-        self._reason = self._reason or reason
-        self._over.set()
-        while any(workers.by_id for workers in self._workers.values()):
+        """Tell the dispatchers that the run is over, and wait until their workers have signed off."""
+        self._end_reason = self._end_reason or reason
+        self._is_over.set()
+        while any(workers.by_id for workers in self._workers_by_kind.values()):
             await asyncio.sleep(0.1)
 
     @property
     def batcher(self) -> ExperienceBatcher:
+        """The batcher, which `start_batcher` makes."""
         assert self._batcher is not None, "start_batcher comes first"
         return self._batcher

@@ -15,7 +15,7 @@ import psutil
 import ray
 
 from async_grpo.cluster.channel import Channel
-from async_grpo.cluster.controller import RunController
+from async_grpo.cluster.controller import MissingParts, RunController
 from async_grpo.cluster.make_trainer import make_trainer
 from async_grpo.cluster.ray_session import (
     CONTROLLER,
@@ -147,21 +147,34 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
-    """Wait for a worker of each kind that the run needs; returns the rewards that they name ("" if they name none).
+    """Wait for a worker of each kind that the run needs, and return the rewards that they name ("" if none).
 
-    ConfigurationError: see `RunController.lacks`.
-    DeadlineExceeded: a kind is still missing after `start_timeout_s`.
+    Raises:
+        ConfigurationError: A worker refused the run, or workers name different rewards.
+        DeadlineExceeded: A kind is still missing after `start_timeout_s`.
     """
-    begun, next_word, said = time.monotonic(), 0.0, ""
+    begin = time.monotonic()
+    log_every_s = 1.0 if os.isatty(1) else 15.0
+    logged_description = ""
+    next_log_s = 0.0
     while True:
-        missing, rewards = answer(controller.lacks.remote())
-        if not missing:
-            return str(rewards)
-        if (waited := time.monotonic() - begun) > config.start_timeout_s:
-            raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
-        if missing != said or waited > next_word:  # a line per change
-            log.info("waiting for workers to load and join (%.0f s): there is still %s", waited, missing)
-            said, next_word = missing, waited + (1.0 if os.isatty(1) else 15.0)
+        missing: MissingParts = answer(controller.missing_parts.remote())
+        if not missing.description:
+            return missing.rewards
+        waited_s = time.monotonic() - begin
+        if waited_s > config.start_timeout_s:
+            raise DeadlineExceeded(
+                f"after {config.start_timeout_s:.0f} s there is still {missing.description}"
+            )
+        has_changed = missing.description != logged_description
+        if has_changed or waited_s > next_log_s:
+            log.info(
+                "waiting for workers to load and join (%.0f s): there is still %s",
+                waited_s,
+                missing.description,
+            )
+            logged_description = missing.description
+            next_log_s = waited_s + log_every_s
         time.sleep(0.2)
 
 

@@ -1,8 +1,8 @@
-"""`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the ranks.
+"""`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the trainer's ranks.
 
-rollout_loop:  slot of the staleness budget -> rollout (a task each)
-rollout:       prompt; generate; score each completion while its siblings still generate; reference log-probs
-offer:         group -> step -> advantages -> packed micro-batches, when a rank has none -> one queue per rank
+rollout_loop:  waits for a slot of the staleness budget, then starts a rollout as a task of its own
+rollout:       generates a group, scores each completion while its siblings still generate, adds reference log-probs
+_offer:        places the group in a step, computes advantages, packs micro-batches and puts them into one queue per rank
 """
 
 import asyncio
@@ -32,19 +32,23 @@ from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Group, Prompt
 
 Queued = Message | asyncio.Task[StepEnd]
-SET_ASIDE_IN_A_ROW = 2  # prompts; with another one, something else than the prompts costs engines
+# Prompts set aside one after the other; with one more, something else than the prompts costs engines
+MAX_SET_ASIDE_IN_A_ROW = 2
 
 
 class ExperienceBatcher:
     """Owner of the prompt cursor, the staleness budget and the queues of the ranks. Make it in an event loop.
 
     Args:
-        questions: what prompts are drawn from.
-        generation, verification: where completions and verdicts come from.
-        reference, proximal: where their log-probs come from; None: the loss needs none.
-        num_ranks: trainers that ask `next_message`, each for its own.
-        facts: what was found out about model and rewards (`ResolvedRewards.facts`).
-        more_stats: adds numbers to each step's.
+        config: The run's options of batches, steps and rewards.
+        questions: The data set from which prompts are drawn.
+        generation: Source of completions.
+        verification: Source of verdicts.
+        reference: Source of the reference policy's log-probs; None if the loss needs none.
+        proximal: Source of the proximal policy's log-probs; None if the loss needs none.
+        num_ranks: Number of trainer ranks; each calls `next_message` for its own messages.
+        facts: What the resolved rewards told about themselves (`ResolvedRewards.facts`).
+        more_stats: Returns further numbers for each step's statistics.
     """
 
     def __init__(
@@ -60,85 +64,109 @@ class ExperienceBatcher:
         facts: RunFacts = NO_FACTS,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self.config, self.facts = config, facts
+        self.config = config
+        self.facts = facts
+        self.generation = generation
+        self.verification = verification
         self._more_stats = more_stats
-        self.advantages = GroupAdvantages(config, facts)
-        self.generation, self.verification = generation, verification
-        sources = generation, verification, reference, proximal
-        self.rollouts = Rollouts(config, facts, *sources, on_change=self._generating)
+
+        self.rollouts = Rollouts(
+            config,
+            facts,
+            generation,
+            verification,
+            reference,
+            proximal,
+            on_change=self._count_sequences,
+        )
         self.evaluate = self.rollouts.evaluate
         curriculum = make_curriculum(config, [question.row for question in questions])
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed, curriculum)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
-        self._alarms = StepAlarms(config, facts.best_rewards)
+        self.advantages = GroupAdvantages(config, facts)
         self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
-        parts = self.budget, self.packer, self.advantages
-        self.steps = StepAssembler(*parts, whole_steps=config.deterministic)
+        self.steps = StepAssembler(
+            self.budget,
+            self.packer,
+            self.advantages,
+            whole_steps=config.deterministic,
+        )
         self.utilization = EngineUtilization()
+        self._alarms = StepAlarms(config, facts.best_rewards)
+
         self._queues: list[asyncio.Queue[Queued]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()
-        self._offering = asyncio.Lock()
+        self._offer_lock = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
         self._sequences = 0  # admitted and still generating
-        self._admitted = 0  # groups so far
-        self._alive: dict[int, Group | UnfinishedGroup] = {}  # by sequence number: what a checkpoint keeps
-        self._of_step: dict[int, list[int]] = {}  # sequence numbers, until the weights of that step are live
-        self._samples_done = 0  # whose step has ended
-        self._prompts_set_aside: list[dict[str, Any]] = []  # since the last step's end
-        self._set_aside_in_a_row = 0  # without a group between them
+        self._admitted = 0  # groups since the start of the run
+        # By sequence number: the groups whose weights are not live yet, which a checkpoint keeps
+        self._alive: dict[int, Group | UnfinishedGroup] = {}
+        # By step: the sequence numbers of its groups, until the weights trained on them are live
+        self._trained_groups: dict[int, list[int]] = {}
+        self._samples_done = 0  # samples of all steps that have ended
+        self._prompts_set_aside: list[dict[str, Any]] = []  # since the end of the last step
+        self._num_set_aside_in_a_row = 0  # prompts without a finished group between them
 
     async def start(self) -> None:
-        """Begin to generate, or go on with it. The engines must hold the policy of the step that is to be trained."""
+        """Begin to generate, or continue after `restore`. The engines must hold the policy of the step to be trained."""
         self.utilization.take()
         for number, group in self._alive.items():
-            again = self._offer(group) if isinstance(group, Group) else self.rollout(number)
-            self._supervise(again, f"the rollout of group {number}")
+            coroutine = self._offer(group) if isinstance(group, Group) else self.rollout(number)
+            self._supervise(coroutine, f"the rollout of group {number}")
         self._supervise(self.rollout_loop(), "the rollout loop")
         self._supervise(self._save_regularly(), "the timer of checkpoints")
 
     async def next_message(self, rank: int) -> Message:
-        """What this rank is told next. RunFailed: a task of the batcher failed; carries its error.
+        """Wait for the next message of a rank.
 
-        DeadlineExceeded: nothing came for `experience_timeout_s` seconds.
+        Raises:
+            RunFailed: A task of the batcher failed; carries its error.
+            DeadlineExceeded: Nothing came for `experience_timeout_s` seconds.
         """
         message = asyncio.ensure_future(self._next_message(rank))
-        either: set[asyncio.Future[Any]] = {message, self._failure}
+        awaited: set[asyncio.Future[Any]] = {message, self._failure}
+        timeout_s = self.config.experience_timeout_s
         try:
-            timeout_s = self.config.experience_timeout_s
-            await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
+            await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 error = self._failure.result()
                 raise RunFailed(f"{type(error).__name__}: {error}") from error
             if not message.done():
+                task_names = sorted(task.get_name() for task in self._tasks)
                 raise DeadlineExceeded(
                     f"rank {rank} waited {timeout_s:.0f} s (--experience-timeout-s) for step {self.steps.step}: "
-                    f"{self._sequences} sequences are generating, {len(self._tasks)} tasks are under way: "
-                    f"{', '.join(sorted(task.get_name() for task in self._tasks)[:3])} ..."
+                    f"{self._sequences} sequences are generating, {len(task_names)} tasks are under way: "
+                    f"{', '.join(task_names[:3])} ..."
                 )
             return message.result()
         finally:
             message.cancel()
 
     async def _next_message(self, rank: int) -> Message:
-        if not self._offering.locked():  # or the packer is being filled, and who fills it feeds
+        # While a group is being offered the packer is being filled, and `_offer` feeds the queues itself
+        if not self._offer_lock.locked():
             self._feed()
         message = await self._queues[rank].get()
-        return await asyncio.shield(message) if isinstance(message, asyncio.Task) else message
+        if isinstance(message, asyncio.Task):
+            return await asyncio.shield(message)
+        return message
 
     async def weights_live(self, version: int) -> None:
-        """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
-        trained = self._of_step.pop(version - 1, [])
-        for number in trained:
+        """Free the budget of the groups that policy `version` was trained on: every engine now generates with it."""
+        sequence_numbers = self._trained_groups.pop(version - 1, [])
+        for number in sequence_numbers:
             del self._alive[number]
-        await self.budget.weights_live(version, groups=len(trained))
-        self._generating(0)
+        await self.budget.weights_live(version, groups=len(sequence_numbers))
+        self._note_utilization()
 
     def workers_joined(self) -> None:
-        """Let every rank know, at the same place among its messages."""
+        """Tell every rank, at the same place among its messages, that workers wait for weights."""
         self._put([WorkersJoined()] * len(self._queues))
 
     def request_save(self, end_reason: str = "") -> None:
-        """Have every rank save, at the same place among its messages, and then end if there is a reason for it."""
+        """Have every rank save a checkpoint at the same place among its messages; with a reason, the run ends there."""
         self._put([SaveRequested(end_reason)] * len(self._queues))
 
     async def _save_regularly(self) -> None:
@@ -147,117 +175,152 @@ class ExperienceBatcher:
             self.request_save()
 
     def state(self, step: int) -> ExperienceState:
-        """What a run that resumes at `step` goes on with; the policy of that step must be live."""
+        """Return what a run that resumes at `step` continues with; the policy of that step must be live."""
         assert step == self.budget.live_version, (step, self.budget.live_version)
         return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive))
 
     def restore(self, state: ExperienceState) -> None:
-        """Go on as the batcher did that `state` is of, when `start` is called."""
-        self._admitted, self._samples_done = state.admitted, state.step * self.config.samples_per_step
+        """Take over a saved state; `start` then continues where that batcher stood."""
+        self._admitted = state.admitted
+        self._samples_done = state.step * self.config.samples_per_step
         self._alive = dict(sorted(state.alive.items()))
         self.cursor.restore(state.cursor)
         self.budget.restore(state.step, len(state.alive))
         self.steps.restore(state.step, state.admitted, state.alive)
 
     async def close(self) -> None:
-        """Cancel everything that still runs; requests are aborted in the engines."""
+        """Cancel all tasks; their requests are aborted in the engines."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def rollout_loop(self) -> None:
         """Admit every group of the run, each as soon as the staleness budget allows."""
-        while (number := self._admitted) < self.config.num_steps * self.config.groups_per_step:
+        num_groups = self.config.num_steps * self.config.groups_per_step
+        while self._admitted < num_groups:
             with waiting("slot", "the rollout loop", "a slot of the staleness budget"):
                 await self.budget.admit()
-            self._admitted, self._alive[number] = number + 1, UnfinishedGroup(next(self.cursor))
+            number = self._admitted
+            self._admitted += 1
+            self._alive[number] = UnfinishedGroup(next(self.cursor))
             self._supervise(self.rollout(number), f"the rollout of group {number}")
 
     async def rollout(self, number: int) -> None:
-        """One group from prompt to micro-batches; one that will not do gives its place to the next prompt."""
+        """Make one group from prompt to micro-batches; an unfit group gives its place to the next prompt."""
         while True:
             admitted = self._alive[number]
             try:
                 group = await self.rollouts.group(admitted.prompt, number, self.budget.live_version)
-            except PromptSetAside as lost:
-                self._set_aside(admitted.prompt, lost)
+            except PromptSetAside as error:
+                self._set_aside(admitted.prompt, error)
                 self._alive[number] = UnfinishedGroup(next(self.cursor), admitted.resampled)
                 continue
-            self._set_aside_in_a_row = 0
+            self._num_set_aside_in_a_row = 0
             group = replace(group, resampled=admitted.resampled)
-            reward, above = self.advantages.mean_reward(group), self.config.retire_solved_above
-            if above is not None and reward is not None and reward >= above:
-                self.cursor.retire(group.prompt)
-            if self.cursor.curriculum is not None and reward is not None:
-                self.cursor.curriculum.observe(group.prompt.row, reward)
-            teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
-            fits = teaches and not self.advantages.wants_refill(group)
-            if fits or group.resampled == self.config.max_resamples:
+            self._learn_difficulty(group)
+            if self._is_fit(group) or group.resampled == self.config.max_resamples:
                 break
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
-        group = await self.rollouts.add_logprobs(self.advantages.with_group_mean(group))
+        group = self.advantages.with_group_mean(group)
+        group = await self.rollouts.add_logprobs(group)
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 
-    def _set_aside(self, prompt: Prompt, lost: PromptSetAside) -> None:
-        """Note a prompt that engines died of; raises its error if one after the other is such: then it is not they."""
-        self._set_aside_in_a_row += 1
-        if self._set_aside_in_a_row > SET_ASIDE_IN_A_ROW:
-            raise lost
-        self._prompts_set_aside.append({"prompt": prompt.ordinal, "reason": str(lost), "row": prompt.row})
+    def _set_aside(self, prompt: Prompt, error: PromptSetAside) -> None:
+        """Note a prompt that engines died of.
+
+        Raises:
+            PromptSetAside: Too many prompts in a row were set aside; then the prompts are not the cause.
+        """
+        self._num_set_aside_in_a_row += 1
+        if self._num_set_aside_in_a_row > MAX_SET_ASIDE_IN_A_ROW:
+            raise error
+        self._prompts_set_aside.append({"prompt": prompt.ordinal, "reason": str(error), "row": prompt.row})
+
+    def _learn_difficulty(self, group: Group) -> None:
+        """Retire a question that is solved, and tell the curriculum how well the group did."""
+        mean_reward = self.advantages.mean_reward(group)
+        if mean_reward is None:
+            return
+        solved_above = self.config.retire_solved_above
+        if solved_above is not None and mean_reward >= solved_above:
+            self.cursor.retire(group.prompt)
+        if self.cursor.curriculum is not None:
+            self.cursor.curriculum.observe(group.prompt.row, mean_reward)
+
+    def _is_fit(self, group: Group) -> bool:
+        """Return whether the group may be trained, or whether the options ask for another prompt in its place."""
+        if self.config.zero_variance == "resample" and not self.advantages.has_signal(group):
+            return False
+        return not self.advantages.wants_refill(group)
 
     async def _offer(self, group: Group) -> None:
-        """Hand out what follows from a finished group. A step's end is put in place at once, filled in later."""
+        """Hand out what follows from a finished group: micro-batches, and the end of a step."""
         self._alive[group.sequence_number] = group
-        async with self._offering:  # a minibatch may be in a thread: no other group may come in between
+        # A minibatch may be in a thread; no other group may come in between
+        async with self._offer_lock:
             if self.steps.streams:
                 events = self.steps.offer(group)
-            else:  # a whole minibatch at once is a thread's work, as the loop serves others
+            else:
+                # A whole minibatch at once takes long, and the event loop serves others meanwhile
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
                 if isinstance(event, StepComplete):
-                    refuse_unscored(event.step, event.groups)
-                    self._of_step[event.step] = [group.sequence_number for group in event.groups]
-                    end = self._supervise(self._step_end(event), f"the end of step {event.step}")
-                    self._put([end] * len(self._queues))
+                    self._end_step(event)
                 else:
                     self._put(event)
             self._feed()
 
+    def _end_step(self, complete: StepComplete) -> None:
+        """Put the end of a step into every queue now; its statistics are filled in by a task."""
+        refuse_unscored(complete.step, complete.groups)
+        self._trained_groups[complete.step] = [group.sequence_number for group in complete.groups]
+        step_end = self._supervise(self._step_end(complete), f"the end of step {complete.step}")
+        self._put([step_end] * len(self._queues))
+
     def _feed(self) -> None:
-        """A full round goes out when a rank has nothing left; until then it is packed the better the more there is."""
-        if any(queue.empty() for queue in self._queues) and (micro_batches := self.packer.full_round()):
+        """Hand out a full round if a rank has nothing left. Packing improves with the number of samples that wait."""
+        if not any(queue.empty() for queue in self._queues):
+            return
+        micro_batches = self.packer.full_round()
+        if micro_batches is not None:
             self._put(micro_batches)
 
     def _put(self, messages: Sequence[Queued]) -> None:
+        """Append one message to the queue of each rank."""
         for queue, message in zip(self._queues, messages, strict=True):
             queue.put_nowait(message)
 
-    async def _step_end(self, closed: StepComplete) -> StepEnd:
-        self._samples_done += sum(len(group.samples) for group in closed.groups)
+    async def _step_end(self, complete: StepComplete) -> StepEnd:
+        self._samples_done += sum(len(group.samples) for group in complete.groups)
         generation = await self.generation.take_stats()
-        lost = generation.pop("workers_lost", [])
         verification = await self.verification.take_stats()
-        stats = {
-            **step_stats(closed.step, closed.groups, self._samples_done, self.config.steps_per_batch),
-            "groups_without_signal": sum(not self.advantages.has_signal(group) for group in closed.groups),
-            "questions_retired": len(self.cursor.retired),
-            **(self.cursor.curriculum.metrics() if self.cursor.curriculum else {}),
-            "spans": [*generation.pop("spans", []), *self.rollouts.spans.take()],
-            **self.utilization.take(generation.pop("busy")),
-            **generation,
-            **verification,
-            **self._more_stats(),
-            "alarms": lost + self._alarms.of_step(closed.groups, verification.get("verifiers", {})),
-            "prompts_set_aside": self._prompts_set_aside,
-        }
+        workers_lost = generation.pop("workers_lost", [])
+        spans = generation.pop("spans", [])
+        busy = generation.pop("busy")
+
+        stats = step_stats(complete.step, complete.groups, self._samples_done, self.config.steps_per_batch)
+        stats["groups_without_signal"] = sum(
+            not self.advantages.has_signal(group) for group in complete.groups
+        )
+        stats["questions_retired"] = len(self.cursor.retired)
+        if self.cursor.curriculum is not None:
+            stats |= self.cursor.curriculum.metrics()
+        stats["spans"] = [*spans, *self.rollouts.spans.take()]
+        stats |= self.utilization.take(busy)
+        stats |= generation
+        stats |= verification
+        stats |= self._more_stats()
+        alarms = self._alarms.of_step(complete.groups, verification.get("verifiers", {}))
+        stats["alarms"] = workers_lost + alarms
+        stats["prompts_set_aside"] = self._prompts_set_aside
         self._prompts_set_aside = []
         if self.config.dump_samples_filename is not None:
-            stats["samples"] = readable_samples(closed.groups)
-        return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)
+            stats["samples"] = readable_samples(complete.groups)
+        return StepEnd(complete.step, len(complete.groups), stats["samples_in_batch"], stats)
 
     def _supervise(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run it; its error ends the run."""
+        """Run a coroutine as a task whose error ends the run."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -265,15 +328,21 @@ class ExperienceBatcher:
 
     def _task_done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """The run is over: `next_message` raises `error` as a `RunFailed`."""
+        """End the run: `next_message` raises `error` as a `RunFailed`."""
         if not self._failure.done():
             self._failure.set_result(error)
 
-    def _generating(self, change: int) -> None:
-        """So many more sequences are under way, or slots have changed."""
+    def _count_sequences(self, change: int) -> None:
+        """Add to the number of sequences that are being generated."""
         self._sequences += change
+        self._note_utilization()
+
+    def _note_utilization(self) -> None:
         self.utilization.set(sequences=self._sequences, free_slots=self.budget.free)

@@ -1,13 +1,13 @@
-"""Verdicts -> advantages: what each sample of a group is worth, and which of its tokens are trained on.
+"""From verdicts to advantages: what each sample of a group is worth, and which of its tokens are trained on.
 
-A reward that could not be had is no silent zero. By the adapter that failed (`--on-reward-failure`) it masks its sample
-(the default), `group_mean` gives the sample the mean reward of its group, and `refill` drops the group for another prompt
-(a constant is the combination's matter). What changes a reward on its way to an estimator stands in `RewardTensors`.
+A failed reward never becomes a zero silently. The option `--on-reward-failure` of the adapter that failed decides: its
+sample is masked (the default), `group_mean` gives the sample the mean reward of its group, and `refill` drops the group for
+another prompt. (A constant is filled in where rewards are combined.) `RewardTensors` holds what changes a reward on its way
+to an estimator.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,120 +21,196 @@ from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
 class GroupAdvantages:
-    """How a run's verdicts become advantages.
+    """Turns the verdicts of groups into advantages, as the run's options say.
 
-    Truncated completions that are left out of the loss stay in the baseline; filtered groups leave its denominators too.
+    A truncated completion that is left out of the loss still counts in its group's baseline. A group that is filtered
+    counts in no statistic and no denominator.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
-        self.config, self.facts = config, facts
-        self.entry, self._options = config.estimator, config.estimator_settings
-        # Whether a group need not wait for the others. A critic's advantages are computed by the trainer, over its whole
-        # step; the samples carry token rewards there.
+        self.config = config
+        self.facts = facts
+        self.entry = config.estimator
+        self._options = config.estimator_settings
+        # Whether a group need not wait for the others of its step. The trainer computes a critic's advantages, over the
+        # whole step; there the samples carry token rewards
         self.group_local = self.entry.group_local or self.entry.needs_critic
 
     def mean_reward(self, group: Group) -> float | None:
-        """Of the samples that have one; None if they are too few (`--min-valid-samples`)."""
+        """Return the mean of the rewards in the group, or None if they are fewer than `--min-valid-samples`."""
         rewards = group.rewards
-        return sum(rewards) / len(rewards) if len(rewards) >= self.config.min_valid_samples else None
+        if len(rewards) < self.config.min_valid_samples:
+            return None
+        return sum(rewards) / len(rewards)
 
     def wants_refill(self, group: Group) -> bool:
-        """Whether one of its failures asks for another group in its place."""
-        verdicts = [group.baseline, *(sample.verdict for sample in group.samples)]
-        return any("refill" in self._asked_for(verdict) for verdict in verdicts if verdict is not None)
+        """Return whether a failed reward asks for another group in the place of this one."""
+        verdicts = [sample.verdict for sample in group.samples]
+        if group.baseline is not None:
+            verdicts.append(group.baseline)
+        return any("refill" in self._failure_policies(verdict) for verdict in verdicts)
 
     def with_group_mean(self, group: Group) -> Group:
-        """The group with its mean reward where all failures of a sample ask for it."""
-        mean, samples = self.mean_reward(group), []
+        """Return the group with its mean reward on each sample whose failed rewards all ask for it."""
+        mean_reward = self.mean_reward(group)
+        if mean_reward is None:
+            return group
+        samples = []
         for sample in group.samples:
-            verdict, asked_for = sample.verdict, self._asked_for(sample.verdict)
-            if asked_for == {"group_mean"} and verdict.status.is_lost and mean is not None:
-                verdict = Verdict(RewardStatus.OK, mean, verdict.results, filled=True)
-            samples.append(replace(sample, verdict=verdict))
+            verdict = sample.verdict
+            if verdict.status.is_lost and self._failure_policies(verdict) == {"group_mean"}:
+                verdict = Verdict(RewardStatus.OK, mean_reward, verdict.results, filled=True)
+                sample = replace(sample, verdict=verdict)
+            samples.append(sample)
         return replace(group, samples=tuple(samples))
 
-    def _asked_for(self, verdict: Verdict) -> set[str | None]:
-        """What `--on-reward-failure` says of each adapter that failed."""
-        return {self.facts.failure_policies.get(one.adapter) for one in verdict.results if one.status.is_lost}
+    def _failure_policies(self, verdict: Verdict) -> set[str | None]:
+        """Return what `--on-reward-failure` says of the adapters that failed."""
+        policies = self.facts.failure_policies
+        return {policies.get(result.adapter) for result in verdict.results if result.status.is_lost}
 
     def has_signal(self, group: Group) -> bool:
-        """Whether the estimator finds a difference in the group, or to the greedy completion."""
+        """Return whether the estimator finds a difference within the group, or to the greedy completion."""
         # A completion without tokens is in no statistic of the estimator
-        with_tokens = [sample for sample in group.samples if len(sample.completion)]
-        readable = [sample.verdict for sample in with_tokens if self._readable(sample)]
-        if len(readable) < 2:
+        verdicts = [
+            sample.verdict for sample in group.samples if len(sample.completion) and self._is_readable(sample)
+        ]
+        if len(verdicts) < 2:
             return False
-        if self.entry.compares_with_greedy:
-            greedy = None if group.baseline is None else group.baseline.reward
-            return greedy is not None and {verdict.reward for verdict in readable} != {greedy}
-        return len({self._earned(verdict) for verdict in readable}) > 1
+        if not self.entry.compares_with_greedy:
+            return len({self._comparison_key(verdict) for verdict in verdicts}) > 1
+        if group.baseline is None or group.baseline.reward is None:
+            return False
+        return any(verdict.reward != group.baseline.reward for verdict in verdicts)
 
-    def _earned(self, verdict: Verdict) -> Any:
-        """What two verdicts are compared by: two samples of one total may have earned it in different places."""
+    def _comparison_key(self, verdict: Verdict) -> Any:
+        """Return what must differ between two verdicts for the estimator to tell them apart.
+
+        With several rewards, or rewards of single steps, two samples of one total may have earned it in different places.
+        """
         if self.entry.rewards == COMPONENTS or self.facts.process:
-            return tuple((r.adapter, r.reward, r.steps) for r in verdict.results)
+            return tuple((result.adapter, result.reward, result.steps) for result in verdict.results)
         return verdict.reward
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
+        """Return the groups with advantages on every sample that is trained on in `step`; the others keep None.
+
+        Args:
+            groups: The groups of a minibatch; a single one where the estimator compares within a group.
+            step: The step that trains them, which is the policy version that it trains.
+
+        Raises:
+            RunFailed: An advantage is beyond float32, or the estimator's own input cannot be read.
+        """
         samples = [sample for group in groups for sample in group.samples]
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
-        # What is left out is left out of every statistic as well: it must not dilute the others' scale
-        enough = [len(group.rewards) >= self.config.min_valid_samples for group in groups]
-        teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]
-        kept = torch.tensor(enough) & torch.tensor(teaches)
-        valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
-        if self.entry.compares_with_greedy:
-            valid &= ~batch.baselines.isnan()
+        valid = self._valid_samples(groups, batch)
         advantages = batch.total if self.entry.needs_critic else self._estimate(batch, valid)
         batch.refuse_beyond_float32(advantages, valid)
-        masks = [self._loss_mask(*row, step) for row in zip(samples, valid.tolist(), strict=True)]
-        rows = iter(zip(samples, masks, batch.per_token(advantages), strict=True))
-        return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
+
+        trained_samples = []
+        for sample, is_valid, token_advantages in zip(
+            samples, valid.tolist(), batch.per_token(advantages), strict=True
+        ):
+            loss_mask = self._loss_mask(sample, is_valid, step)
+            trained_samples.append(self._with_advantages(sample, loss_mask, token_advantages))
+
+        trained_groups = []
+        first = 0
+        for group in groups:
+            beyond = first + len(group.samples)
+            trained_groups.append(_with_group_tokens(group, trained_samples[first:beyond]))
+            first = beyond
+        return trained_groups
 
     def _by_token(self) -> bool:
-        """How rewards are laid out: discounts go by tokens, and so does a KL unless only sums count."""
-        in_runs = self.entry.sums or (self.entry.per_sample and not self.config.reward_kl_coef)
-        return not in_runs or self._options.get("gamma", 1.0) != 1.0
+        """Return whether rewards are laid out by single tokens rather than by the runs of tokens up to each reward.
+
+        Discounts go by tokens. So does a KL penalty in the reward, unless only sums count.
+        """
+        if self._options.get("gamma", 1.0) != 1.0:
+            return True
+        if self.entry.sums:
+            return False
+        has_kl = bool(self.config.reward_kl_coef)
+        return has_kl or not self.entry.per_sample
+
+    def _valid_samples(self, groups: Sequence[Group], batch: RewardTensors) -> Tensor:
+        """Return (B,) bool: the samples that count in the estimator's statistics.
+
+        A sample that is not trained on must not dilute the scale of the others.
+        """
+        is_kept_group = []
+        for group in groups:
+            has_enough_rewards = len(group.rewards) >= self.config.min_valid_samples
+            is_filtered = self.config.zero_variance == "filter" and not self.has_signal(group)
+            is_kept_group.append(has_enough_rewards and not is_filtered)
+        is_readable = [self._is_readable(sample) for group in groups for sample in group.samples]
+        valid = torch.tensor(is_readable) & torch.tensor(is_kept_group)[batch.group_ids]
+        if self.entry.compares_with_greedy:
+            valid = valid & ~batch.baselines.isnan()
+        return valid
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
-        entry, rewards = self.entry, getattr(batch, self.entry.rewards)
-        inputs: dict[str, Any] = {name: batch.own_input(name, read) for name, read in entry.inputs.items()}
-        inputs |= {name: getattr(batch, name) for name in LAID_OUT if name in entry.keywords}
-        if "weights" in entry.keywords:
+        """Call the estimator with the inputs that its entry names, and return the advantages (B, K)."""
+        rewards = getattr(batch, self.entry.rewards)
+        inputs: dict[str, Any] = {}
+        for name, read in self.entry.inputs.items():
+            inputs[name] = batch.own_input(name, read)
+        for name in LAID_OUT:
+            if name in self.entry.keywords:
+                inputs[name] = getattr(batch, name)
+        if "weights" in self.entry.keywords:
             inputs["weights"] = {name: self.facts.weight(name) for name in rewards}
-        return entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
+        return self.entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
 
-    def _readable(self, sample: Sample) -> bool:
-        """Whether the sample has everything that the estimator reads of it."""
+    def _is_readable(self, sample: Sample) -> bool:
+        """Return whether the sample has every reward that the estimator reads."""
         verdict = sample.verdict
         if verdict.status is not RewardStatus.OK:
             return False
-        if self.entry.needs_all_rewards and (self.entry.rewards != TOTAL or self.facts.process):
-            # What one adapter did not say must not count as 0 beside the others
+        reads_single_rewards = self.entry.rewards != TOTAL or bool(self.facts.process)
+        if self.entry.needs_all_rewards and reads_single_rewards:
+            # A reward that is missing must not count as 0 beside the others
             return {result.status for result in verdict.results} == {RewardStatus.OK}
         return True
 
     def _loss_mask(self, sample: Sample, is_valid: bool, step: int) -> np.ndarray | None:
-        """(T,): the tokens that are trained on; None: the sample is not."""
+        """Return (T,) bool, the tokens that are trained on; None if the sample is not trained on."""
         completion = sample.completion
-        # One that failed before its first token has none, although its reward may be filled in
-        if not is_valid or not len(completion) or (self.config.mask_truncated and completion.truncated):
+        if not is_valid:
+            return None
+        if len(completion) == 0:
+            # It failed before its first token; its reward may have been filled in all the same
+            return None
+        if self.config.mask_truncated and completion.truncated:
             return None
         if self.config.max_token_staleness is None:
             return repeated(np.array(True), len(completion))
         return step - completion.versions <= self.config.max_token_staleness
 
-    def _trained(self, group: Group, rows: Sequence[tuple[Sample, np.ndarray | None, np.ndarray]]) -> Group:
-        """Return the group with its advantages; a row is (sample, loss mask, advantages), (T,) each."""
-        tokens = sum(int(np.count_nonzero(mask)) for _, mask, _ in rows if mask is not None)
-        samples = []
-        for sample, mask, values in rows:
-            if mask is not None and not mask.all():
-                values = np.where(mask, values, np.float32(0))
-            found = None if mask is None else values
-            is_apart = self.entry.needs_critic and mask is not None and len(sample.sequences) > 1
-            times = token_times(sample) if is_apart else None
-            trained = replace(sample, advantages=found, loss_mask=mask, group_tokens=tokens, times=times)
-            samples.append(trained)
-        return replace(group, samples=tuple(samples))
+    def _with_advantages(
+        self, sample: Sample, loss_mask: np.ndarray | None, advantages: np.ndarray
+    ) -> Sample:
+        """Return the sample with its mask (T,) and its advantages (T,), which are 0 where the mask is False.
+
+        Without a mask, both are None: the sample is not trained on.
+        """
+        if loss_mask is None:
+            return replace(sample, advantages=None, loss_mask=None, times=None)
+        if not loss_mask.all():
+            advantages = np.where(loss_mask, advantages, np.float32(0))
+        # A critic computes returns over the whole trajectory, whose sequences lie apart in a micro-batch
+        needs_times = self.entry.needs_critic and len(sample.sequences) > 1
+        times = token_times(sample) if needs_times else None
+        return replace(sample, advantages=advantages, loss_mask=loss_mask, times=times)
+
+
+def _with_group_tokens(group: Group, samples: Sequence[Sample]) -> Group:
+    """Return the group with these samples, each with the number of trained tokens of the group."""
+    num_tokens = 0
+    for sample in samples:
+        if sample.loss_mask is not None:
+            num_tokens += int(np.count_nonzero(sample.loss_mask))
+    samples = [replace(sample, group_tokens=num_tokens) for sample in samples]
+    return replace(group, samples=tuple(samples))

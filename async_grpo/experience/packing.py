@@ -1,9 +1,12 @@
-"""Packing: samples become padding-free micro-batches, one per rank, whole sequences only, within the token budget."""
+"""Packing of samples into micro-batches: one per rank, whole sequences without padding, within the token budget."""
 
 import bisect
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,74 +16,148 @@ from async_grpo.options.fields import refuse
 from async_grpo.types import PROMPT_TOKEN, Sample
 
 
-class Packer:
-    """Keeps what is to be trained until rounds are made of it: one micro-batch per rank, dummies where one stays empty.
+class WaitingSample(NamedTuple):
+    """A sample that waits for a round. Its fields are the order in which a round looks at the samples.
 
-    A round takes the longest samples first, each to the rank with least to do of those in which it fits; short ones fill
-    the gaps. So the budget is used, the ranks end together, and what waits longer is packed better. A sequence of n
-    tokens costs n (1 + n / (12 h)): a layer of hidden size h takes 24 h^2 operations per token for its matrices, 2 h n
-    for its causal attention (Kaplan et al. 2020). Ours, and no library for bin packing: those bound one weight of a bin,
-    here tokens are bounded and costs evened.
+    Longer samples come first. Lengths and their classes are negated because `bisect` works on ascending order.
+    """
+
+    negated_length_class: int
+    prompt_ordinal: int  # within a class, the samples of a group stand together
+    negated_length: int
+    arrival: int  # unique, so that samples themselves are never compared
+    sample: Sample
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the sample, its prompt included."""
+        return -self.negated_length
+
+
+@dataclass
+class RankLoad:
+    """What one rank has received in the round that is being made."""
+
+    samples: list[Sample] = field(default_factory=list)
+    num_tokens: int = 0
+    cost: float = 0.0  # in tokens: what as many tokens of short sequences would cost
+
+
+class Packer:
+    """Keeps samples until rounds are made of them: one micro-batch per rank, a dummy where a rank stays empty.
+
+    A round takes the longest samples first and gives each to the rank with the lowest cost so far among those in which it
+    still fits; short samples fill the gaps. So the token budget is used, the ranks finish together, and packing improves
+    while samples wait. A sequence of n tokens costs n (1 + n / (12 h)): a layer of hidden size h takes 24 h^2 operations
+    per token for its matrices and 2 h n for its causal attention (Kaplan et al. 2020, section 2.1).
+
+    Libraries for bin packing do not fit: they bound one weight of a bin, while here tokens are bounded and costs evened.
+
+    Args:
+        num_ranks: Number of trainer ranks, each of which gets a micro-batch per round.
+        max_tokens: Token budget of one micro-batch.
+        hidden_size: Hidden size of the model, from which costs are computed.
     """
 
     def __init__(self, num_ranks: int, max_tokens: int, hidden_size: int = 1536) -> None:
-        self.num_ranks, self.max_tokens = num_ranks, max_tokens
-        self._even_at = 12 * hidden_size  # tokens of a sequence whose attention costs as much as its matrices
-        # Samples of about one length keep together by groups: in one micro-batch their prompt is computed once
-        self._same_length = max(1, max_tokens // 64)
-        # In order: negated class of length, ordinal of the prompt, negated length, number, and the sample
-        self._waiting: list[tuple[int, int, int, int, Sample]] = []
-        self._numbers = itertools.count()
-        self._tokens = 0  # that wait
+        self.num_ranks = num_ranks
+        self.max_tokens = max_tokens
+        # At this length the attention of a sequence costs as much as its matrices
+        self._balance_tokens = 12 * hidden_size
+        # Samples of nearly one length keep together by groups: in one micro-batch their prompt is computed once
+        self._length_class_tokens = max(1, max_tokens // 64)
+        # A group's samples stay on one rank as long as its cost exceeds the lowest by at most this
+        self._group_bonus_tokens = max_tokens / 16
+        self._waiting: list[WaitingSample] = []  # sorted
+        self._num_waiting_tokens = 0
+        self._arrivals = itertools.count()
 
     def add(self, sample: Sample) -> None:
-        """Keep a sample of one sequence for a round; ConfigurationError: it alone exceeds the token budget of a rank."""
-        limit, length = f"--max-tokens-per-gpu {self.max_tokens}", sample.num_tokens
-        refuse(length > self.max_tokens, f"a sample of {length} tokens cannot fit {limit}")
-        order = -length // self._same_length, sample.prompt.ordinal, -length, next(self._numbers)
-        bisect.insort(self._waiting, (*order, sample))
-        self._tokens += length
+        """Keep a sample of one sequence for a later round.
+
+        Raises:
+            ConfigurationError: The sample alone exceeds the token budget of a rank.
+        """
+        length = sample.num_tokens
+        refuse(
+            length > self.max_tokens,
+            f"a sample of {length} tokens cannot fit --max-tokens-per-gpu {self.max_tokens}",
+        )
+        waiting_sample = WaitingSample(
+            negated_length_class=-length // self._length_class_tokens,
+            prompt_ordinal=sample.prompt.ordinal,
+            negated_length=-length,
+            arrival=next(self._arrivals),
+            sample=sample,
+        )
+        bisect.insort(self._waiting, waiting_sample)
+        self._num_waiting_tokens += length
 
     def full_round(self) -> list[MicroBatch] | None:
-        """A round, if what waits would fill the budget of every rank."""
-        return self._round() if self._tokens >= self.num_ranks * self.max_tokens else None
+        """Return a round if the waiting samples would fill the budget of every rank, else None."""
+        if self._num_waiting_tokens < self.num_ranks * self.max_tokens:
+            return None
+        return self._round()
 
     def flush(self) -> list[list[MicroBatch]]:
-        """All that waits, in as many rounds as it takes."""
+        """Return all waiting samples, in as many rounds as it takes."""
         rounds = []
         while self._waiting:
             rounds.append(self._round())
         return rounds
 
     def _round(self) -> list[MicroBatch]:
-        """First-fit decreasing, to the rank of least cost; a group stays on its rank up to a sixteenth of the budget."""
-        ranks: list[list[Sample]] = [[] for _ in range(self.num_ranks)]
-        tokens, costs, waiting = [0] * self.num_ranks, [0.0] * self.num_ranks, self._waiting
-        left, last, place = waiting[:0], (0, -1), 0
-        while place < len(waiting):
-            _, ordinal, negated, _, sample = waiting[place]
-            room = self.max_tokens - (length := -negated)
-            if not (fitting := [rank for rank, taken in enumerate(tokens) if taken <= room]):
-                # On to the next that is short enough, quickly: tens of thousands may wait
-                most = min(tokens) - self.max_tokens  # the largest room, negated as lengths are
-                start = max(place + 1, bisect.bisect_left(waiting, (most // self._same_length,)))
-                those = range(start, len(waiting))
-                beyond = next((other for other in those if waiting[other][2] >= most), len(waiting))
-                left += waiting[place:beyond]
-                place = beyond
+        """Make one round by first-fit decreasing; what does not fit keeps waiting."""
+        loads = [RankLoad() for _ in range(self.num_ranks)]
+        left_over: list[WaitingSample] = []
+        previous_load: RankLoad | None = None
+        previous_ordinal = -1
+        position = 0
+
+        while position < len(self._waiting):
+            candidate = self._waiting[position]
+            room_needed = self.max_tokens - candidate.length
+            fitting_loads = [load for load in loads if load.num_tokens <= room_needed]
+            if not fitting_loads:
+                next_position = self._next_that_fits(position, loads)
+                left_over += self._waiting[position:next_position]
+                position = next_position
                 continue
-            ahead = [self.max_tokens / 16 * (last == (rank, ordinal)) for rank in fitting]
-            rank = min(zip(fitting, ahead, strict=True), key=lambda one: costs[one[0]] - one[1])[0]
-            last, place = (rank, ordinal), place + 1
-            ranks[rank].append(sample)
-            tokens[rank] += length
-            costs[rank] += length * (1 + length / self._even_at)
-        self._waiting, self._tokens = left, self._tokens - sum(tokens)
-        return [pack(samples) if samples else dummy_micro_batch(0) for samples in ranks]
+
+            is_same_group = candidate.prompt_ordinal == previous_ordinal
+            bonus_load = previous_load if is_same_group else None
+            load = min(fitting_loads, key=partial(self._cost_after_bonus, bonus_load=bonus_load))
+            load.samples.append(candidate.sample)
+            load.num_tokens += candidate.length
+            load.cost += candidate.length * (1 + candidate.length / self._balance_tokens)
+            previous_load = load
+            previous_ordinal = candidate.prompt_ordinal
+            position += 1
+
+        self._waiting = left_over
+        self._num_waiting_tokens -= sum(load.num_tokens for load in loads)
+        return [pack(load.samples) if load.samples else dummy_micro_batch(0) for load in loads]
+
+    def _cost_after_bonus(self, load: RankLoad, *, bonus_load: RankLoad | None) -> float:
+        """Return the cost of a rank, reduced for the one that holds the sample's group already."""
+        if load is bonus_load:
+            return load.cost - self._group_bonus_tokens
+        return load.cost
+
+    def _next_that_fits(self, position: int, loads: Sequence[RankLoad]) -> int:
+        """Return the position of the next waiting sample that fits on some rank, or the end of the list."""
+        largest_room = self.max_tokens - min(load.num_tokens for load in loads)
+        # Bisection skips the longer classes at once, because tens of thousands of samples may wait
+        negated_class = -largest_room // self._length_class_tokens
+        first_of_class = bisect.bisect_left(self._waiting, (negated_class,))
+        for next_position in range(max(position + 1, first_of_class), len(self._waiting)):
+            if self._waiting[next_position].length <= largest_room:
+                return next_position
+        return len(self._waiting)
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay samples of one sequence each end to end. Tokens that were not sampled carry no loss."""
+    """Lay samples of one sequence each end to end; tokens that were not sampled carry no loss."""
     members, times = _trajectories(samples)
     return MicroBatch(
         input_ids=np.concatenate([sample.token_ids for sample in samples]),
@@ -89,35 +166,37 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         behaviour_logprobs=_laid_out(samples, "completion.logprobs", np.float32(0)),
         advantages=_laid_out(samples, "advantages", np.float32(0)),
         versions=_laid_out(samples, "completion.versions", np.int32(PROMPT_TOKEN)),
-        group_ids=np.array([s.prompt.ordinal for s in samples], np.int64),
-        group_tokens=np.array([s.group_tokens for s in samples], np.int64),
-        ref_logprobs=_optional(samples, "ref_logprobs"),
-        proximal_logprobs=_optional(samples, "proximal_logprobs"),
+        group_ids=np.array([sample.prompt.ordinal for sample in samples], np.int64),
+        group_tokens=np.array([sample.group_tokens for sample in samples], np.int64),
+        ref_logprobs=_laid_out_if_present(samples, "ref_logprobs"),
+        proximal_logprobs=_laid_out_if_present(samples, "proximal_logprobs"),
         members=members,
         times=times,
     )
 
 
 def _trajectories(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Return members (S,) and times (N,) of the micro-batch; None if none is part of a trajectory's several sequences."""
+    """Return members (S,) and times (N,) of a micro-batch that holds trajectories of several sequences, else None."""
     if all(sample.times is None for sample in samples):
         return None, None
-    parts = []
+    times_by_sample = []
     for sample in samples:
-        no_times = repeated(np.array(NO_TIME), len(sample.completion))
-        parts.append(sample.laid_out(no_times if sample.times is None else sample.times, NO_TIME))
+        sampled_times = sample.times
+        if sampled_times is None:
+            sampled_times = repeated(np.array(NO_TIME), len(sample.completion))
+        times_by_sample.append(sample.laid_out(sampled_times, NO_TIME))
     members = np.array([sample.completion.member for sample in samples], np.int64)
-    return members, np.concatenate(parts).astype(np.int32)
+    return members, np.concatenate(times_by_sample).astype(np.int32)
 
 
 def _laid_out(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:
-    """(N,): a (T,) attribute of the samples on their sampled tokens, `fill` on the others."""
-    values = map(attrgetter(attribute), samples)
-    return np.concatenate([sample.laid_out(own, fill) for sample, own in zip(samples, values, strict=True)])
+    """Return (N,): an attribute (T,) of the samples on their sampled tokens, `fill` on all other tokens."""
+    values_of = attrgetter(attribute)
+    return np.concatenate([sample.laid_out(values_of(sample), fill) for sample in samples])
 
 
-def _optional(samples: Sequence[Sample], attribute: str) -> np.ndarray | None:
-    """The same in float32, if every sample has it."""
+def _laid_out_if_present(samples: Sequence[Sample], attribute: str) -> np.ndarray | None:
+    """Return the attribute laid out (N,) in float32, or None if a sample lacks it."""
     if any(getattr(sample, attribute) is None for sample in samples):
         return None
     return _laid_out(samples, attribute, np.float32(0))

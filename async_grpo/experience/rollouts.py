@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from itertools import accumulate, chain, islice
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -32,29 +32,44 @@ from async_grpo.types import (
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """What a reward adapter receives: every column of the row, and the completion."""
-    sample = {
-        **{key: value for key, value in prompt.row.items() if key != "input_token_ids"},
-        "completion": completion.text,
-        "sample_text": prompt.row["input"] + completion.text,
-        "completion_token_ids": completion.token_ids.tolist(),
-        "truncated": completion.truncated,
-        "group_id": prompt.ordinal,
-    }
+    """Return what a reward adapter receives: every column of the data row, and the completion."""
+    sample = {key: value for key, value in prompt.row.items() if key != "input_token_ids"}
+    sample["completion"] = completion.text
+    sample["sample_text"] = prompt.row["input"] + completion.text
+    sample["completion_token_ids"] = completion.token_ids.tolist()
+    sample["truncated"] = completion.truncated
+    sample["group_id"] = prompt.ordinal
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
-    if (outcome := completion.outcome) is not None:
-        ends = accumulate(turn.tokens for turn in completion.turns)
+    if completion.outcome is not None:
         sample["sample_text"] = "".join(turn.said + turn.text for turn in completion.turns)
-        sample |= {"environment_reward": outcome.reward, "turn_rewards": [*outcome.turn_rewards]}
-        sample |= {"turn_ends": [*ends], "turns": [[turn.said, turn.text] for turn in completion.turns]}
+        sample["environment_reward"] = completion.outcome.reward
+        sample["turn_rewards"] = list(completion.outcome.turn_rewards)
+        sample["turn_ends"] = list(accumulate(turn.tokens for turn in completion.turns))
+        sample["turns"] = [[turn.said, turn.text] for turn in completion.turns]
     return sample
 
 
-class Rollouts:
-    """Asks engines, verifiers and logprob workers; see `ExperienceBatcher` for them.
+@dataclass(frozen=True)
+class RecomputedLogprobs:
+    """Log-probs of another policy that the loss needs on every sample."""
 
-    `on_change`: is told how many more sequences are under way.
+    role: str  # the kind of worker that computes them, for the spans
+    source: Logprobs
+    field_name: str  # of `Sample`
+
+
+class Rollouts:
+    """Asks engines, verifiers and logprob workers for what a group needs.
+
+    Args:
+        config: The run's options of batches and evaluations.
+        facts: What the resolved rewards told about themselves.
+        generation: Source of completions.
+        verification: Source of verdicts.
+        reference: Source of the reference policy's log-probs; None if the loss needs none.
+        proximal: Source of the proximal policy's log-probs; None if the loss needs none.
+        on_change: Is called with the change of the number of sequences that are being generated.
     """
 
     def __init__(
@@ -68,49 +83,92 @@ class Rollouts:
         *,
         on_change: Callable[[int], None],
     ) -> None:
-        self.config, self.facts, self._on_change = config, facts, on_change
+        self.config = config
+        self.facts = facts
+        self.generation = generation
+        self.verification = verification
         self.spans = Spans()
+        self._on_change = on_change
         self._free_numbers = FreeNumbers()
-        self.generation, self.verification = generation, verification
-        roles = ("reference", reference, "ref_logprobs"), ("proximal", proximal, "proximal_logprobs")
-        self._recomputed = [(role, source, name) for role, source, name in roles if source is not None]
+        self._recomputed: list[RecomputedLogprobs] = []
+        if reference is not None:
+            self._recomputed.append(RecomputedLogprobs("reference", reference, "ref_logprobs"))
+        if proximal is not None:
+            self._recomputed.append(RecomputedLogprobs("proximal", proximal, "proximal_logprobs"))
 
     async def group(self, prompt: Prompt, number: int, version: int) -> Group:
-        """The group of a prompt, let in under policy `version`, with the greedy completion that some estimators want."""
-        parts = [self._scored(prompt, self.config.samples_per_question)]
-        if self.config.estimator.compares_with_greedy:
-            parts.append(self._scored(prompt, 1, GREEDY))
-        samples, *greedy = await asyncio.gather(*parts)
-        baseline = greedy[0][0].verdict if greedy else None
-        return Group(prompt, samples, version, number, baseline)
+        """Generate and score the group of a prompt.
+
+        Args:
+            prompt: The question.
+            number: Sequence number of the group's admission.
+            version: Policy version under which the group was admitted.
+
+        Returns:
+            The group; with the verdict on a greedy completion where the estimator compares with one.
+        """
+        if not self.config.estimator.compares_with_greedy:
+            samples = await self._scored(prompt, self.config.samples_per_question)
+            return Group(prompt, samples, version, number)
+        samples, greedy_samples = await asyncio.gather(
+            self._scored(prompt, self.config.samples_per_question),
+            self._scored(prompt, 1, GREEDY),
+        )
+        return Group(prompt, samples, version, number, baseline=greedy_samples[0].verdict)
 
     async def _scored(
-        self, prompt: Prompt, count: int, sampling: Sampling | None = None, *, evaluation: bool = False
+        self,
+        prompt: Prompt,
+        count: int,
+        sampling: Sampling | None = None,
+        *,
+        evaluation: bool = False,
     ) -> tuple[Sample, ...]:
-        scoring: list[asyncio.Task[Sample]] = []
+        """Generate `count` completions, score each as soon as it exists, and return them in the order of the group."""
+        samples = await self._generate_and_score(prompt, count, sampling, evaluation)
+        is_greedy_baseline = sampling == GREEDY and not evaluation
+        if self.facts.whole_groups and not is_greedy_baseline:
+            samples = await self._judged_together(prompt, samples, evaluation)
+        return self._with_bounded_numbers(samples)
+
+    async def _generate_and_score(
+        self, prompt: Prompt, count: int, sampling: Sampling | None, evaluation: bool
+    ) -> list[Sample]:
+        scoring_tasks: list[asyncio.Task[Sample]] = []
         self._on_change(+count)
         try:
             async with (
-                asyncio.TaskGroup() as tasks,
+                asyncio.TaskGroup() as task_group,
                 aclosing(self.generation.generate(prompt, count, sampling)) as completions,
             ):
                 async for completion in completions:
                     self._on_change(-1)
-                    scoring.append(tasks.create_task(self._score(prompt, completion, evaluation)))
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
+                    scoring = self._score(prompt, completion, evaluation)
+                    scoring_tasks.append(task_group.create_task(scoring))
+        except BaseExceptionGroup as error_group:
+            # One cause is enough to end a run, and reads better than a group
+            raise error_group.exceptions[0] from error_group
         finally:
-            self._on_change(len(scoring) - count)
-        samples = tuple(sorted((task.result() for task in scoring), key=lambda one: one.completion.member))
-        is_baseline = sampling == GREEDY and not evaluation
-        if not self.facts.whole_groups or is_baseline:
-            return self._with_bounded_numbers(samples)
-        # A reward looks at all of the group that there is to be scored
-        scored = [sample for sample in samples if not sample.completion.failure]
-        seen, verdicts = [reward_sample(prompt, s.completion) for s in scored], [s.verdict for s in scored]
-        found = iter(await self.verification.post_process(seen, verdicts, evaluation=evaluation))
-        judged = tuple(s if s.completion.failure else replace(s, verdict=next(found)) for s in samples)
-        return self._with_bounded_numbers(judged)
+            num_not_generated = count - len(scoring_tasks)
+            self._on_change(-num_not_generated)
+        samples = [task.result() for task in scoring_tasks]
+        return sorted(samples, key=lambda sample: sample.completion.member)
+
+    async def _judged_together(
+        self, prompt: Prompt, samples: Sequence[Sample], evaluation: bool
+    ) -> list[Sample]:
+        """Return the samples with the verdicts of the rewards that look at a whole group at once."""
+        # A trajectory that failed has nothing to be scored
+        places = [place for place, sample in enumerate(samples) if not sample.completion.failure]
+        verdicts = await self.verification.post_process(
+            [reward_sample(prompt, samples[place].completion) for place in places],
+            [samples[place].verdict for place in places],
+            evaluation=evaluation,
+        )
+        judged_samples = list(samples)
+        for place, verdict in zip(places, verdicts, strict=True):
+            judged_samples[place] = replace(samples[place], verdict=verdict)
+        return judged_samples
 
     def _with_bounded_numbers(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Return the samples without the numbers of agents, environments and rewards that metrics cannot take."""
@@ -130,54 +188,99 @@ class Rollouts:
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
         if completion.failure:
-            failed = AdapterResult(ENVIRONMENT, RewardStatus.FAILED, reason=completion.failure)
-            return Sample(prompt, completion, Verdict(failed.status, None, (failed,)))
+            result = AdapterResult(ENVIRONMENT, RewardStatus.FAILED, reason=completion.failure)
+            verdict = Verdict(result.status, None, (result,))
+            return Sample(prompt, completion, verdict)
         sample = reward_sample(prompt, completion)
         with self.spans.measure("rewards", "score"):
-            return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
+            verdict = await self.verification.verify(sample, evaluation=evaluation)
+        return Sample(prompt, completion, verdict)
 
     async def add_logprobs(self, group: Group) -> Group:
-        """The group with the log-probs of other policies that the loss needs."""
-        samples, sequences = group.samples, [one for sample in group.samples for one in sample.sequences]
-        token_ids, begins = [one.token_ids for one in sequences], [len(one.pieces[0][0]) for one in sequences]
-        for role, source, name in self._recomputed if sequences else ():
-            with self.spans.measure(role, "logprobs"):
-                answers = await source.logprobs(token_ids, begins)
-            rows = zip(sequences, answers, begins, strict=True)
-            found = iter(one.sampled(of, begin) for one, of, begin in rows)
-            own = [np.concatenate([*islice(found, len(sample.sequences))]) for sample in samples]
-            samples = tuple(replace(s, **{name: p}) for s, p in zip(samples, own, strict=True))
-        return replace(group, samples=samples)
+        """Return the group with the log-probs of other policies that the loss needs."""
+        sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+        if not sequences:
+            return group
+        token_ids = [sequence.token_ids for sequence in sequences]
+        prompt_lengths = [len(sequence.pieces[0][0]) for sequence in sequences]
+        for recomputed in self._recomputed:
+            with self.spans.measure(recomputed.role, "logprobs"):
+                logprobs_by_sequence = await recomputed.source.logprobs(token_ids, prompt_lengths)
+            samples = []
+            for sample, logprobs in zip(
+                group.samples,
+                _sampled_logprobs(group.samples, logprobs_by_sequence, prompt_lengths),
+                strict=True,
+            ):
+                changed_field: dict[str, Any] = {recomputed.field_name: logprobs}
+                samples.append(replace(sample, **changed_field))
+            group = replace(group, samples=tuple(samples))
+        return group
 
     async def evaluate(self, questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Any]:
-        """`evaluation_stats` of the questions, outside the staleness budget, its `seconds`, and the `samples` as text.
+        """Answer held-out questions, outside of the staleness budget.
 
-        Unless the training waits for it, only so much is under way at once as leaves the engines to the training; and
-        never more of one question than a group has, for which there is an engine.
+        Unless the training waits for the evaluation, only as many samples are generated at once as leave the engines to
+        the training; and never more samples of one question than a group has, for which an engine has room.
+
+        Returns:
+            The numbers of `evaluation_stats`, the `seconds` that it took, and the `samples` as text.
         """
-        size = min(self.config.samples_per_question, config.eval_samples)
-        share = int(config.eval_share * self.config.samples_in_flight) // size
-        parts = range(0, config.eval_samples, size)
-        places = asyncio.Semaphore(len(questions) * len(parts) if config.eval_pinned else max(1, share))
+        part_size = min(self.config.samples_per_question, config.eval_samples)
+        first_members = range(0, config.eval_samples, part_size)
+        num_slots = len(questions) * len(first_members)
+        if not config.eval_pinned:
+            samples_at_once = int(config.eval_share * self.config.samples_in_flight)
+            num_slots = max(1, samples_at_once // part_size)
+        slots = asyncio.Semaphore(num_slots)
 
-        async def answered(prompt: Prompt, first: int) -> tuple[Sample, ...]:
-            # Below 0 are the ordinals of no prompt of the training: each part has draws of its own
-            prompt = replace(prompt, ordinal=prompt.ordinal - first * len(questions))
-            async with places:
-                count = min(size, config.eval_samples - first)
+        async def answer_part(prompt: Prompt, first_member: int) -> tuple[Sample, ...]:
+            # Each part draws with seeds of its own: no prompt of the training has an ordinal below 0
+            prompt = replace(prompt, ordinal=prompt.ordinal - first_member * len(questions))
+            count = min(part_size, config.eval_samples - first_member)
+            async with slots:
                 return await self._scored(prompt, count, config.sampling, evaluation=True)
 
-        async def group(number: int, question: Question) -> Group:
+        async def answer(number: int, question: Question) -> Group:
             prompt = Prompt(-1 - number, question.token_ids, question.row, -1 - number)
-            found = await asyncio.gather(*(answered(prompt, first) for first in parts))
-            samples = tuple(
-                replace(sample, completion=replace(sample.completion, member=member))
-                for member, sample in enumerate(chain.from_iterable(found))
-            )
-            return Group(prompt, samples, 0, -1)
+            parts = await asyncio.gather(*(answer_part(prompt, first) for first in first_members))
+            samples = []
+            for member, sample in enumerate(chain.from_iterable(parts)):
+                completion = replace(sample.completion, member=member)
+                samples.append(replace(sample, completion=completion))
+            return Group(prompt, tuple(samples), admitted_version=0, sequence_number=-1)
 
-        begun = time.monotonic()
+        begin = time.monotonic()
         with self.spans.measure("evaluation", "evaluate"):
-            groups = await asyncio.gather(*(group(number, one) for number, one in enumerate(questions)))
+            groups = await asyncio.gather(
+                *(answer(number, question) for number, question in enumerate(questions))
+            )
         stats = evaluation_stats(groups, config.eval_pass_reward)
-        return {"seconds": time.monotonic() - begun, **stats, "samples": readable_samples(groups)}
+        return {"seconds": time.monotonic() - begin, **stats, "samples": readable_samples(groups)}
+
+
+def _sampled_logprobs(
+    samples: Sequence[Sample],
+    logprobs_by_sequence: Sequence[np.ndarray],
+    prompt_lengths: Sequence[int],
+) -> list[np.ndarray]:
+    """Return for each sample the log-probs (T,) of its sampled tokens, those of its sequences end to end.
+
+    Args:
+        samples: Of a group; a sample may consist of several sequences.
+        logprobs_by_sequence: For each sequence the log-probs of all tokens behind its prompt.
+        prompt_lengths: Tokens of each sequence's prompt.
+    """
+    rows = zip(logprobs_by_sequence, prompt_lengths, strict=True)
+    logprobs_by_sample = []
+    for sample in samples:
+        parts = []
+        for sequence in sample.sequences:
+            logprobs, prompt_length = next(rows)
+            parts.append(sequence.sampled(logprobs, prompt_length))
+        logprobs_by_sample.append(np.concatenate(parts))
+    if next(rows, None) is not None:
+        raise ValueError(
+            f"{len(logprobs_by_sequence)} rows of log-probs are more than the samples' sequences"
+        )
+    return logprobs_by_sample

@@ -2,13 +2,17 @@
 
 With P groups per optimizer step and at most S steps of staleness, `capacity` groups (by default (S + 1) * P) are alive
 between their admission and the moment the weights trained on them are live in the engines (`StalenessBudget`).
-`slack` = (S + 1) * P - capacity is what is left of the bound: so many groups may be trained before their turn.
+`slack` = (S + 1) * P - capacity is the unused part of the bound: so many groups may be trained before they are due.
 
-Step k turns version k into k + 1 and takes P groups (`StepAssembler`). Group i is due in step (i + slack) // P and must
-not be trained later. Why that bounds the age: when version v is live, v * P groups have been released, so a group i that
-is admitted now has i < v * P + capacity: it is due in step v + S at the latest, and no token of it is older than v.
-Why no group comes too late: (k + 1) * P - slack groups are due in step k or before, and of the (k + 1) * P groups that
-are trained by its end at most `slack` are due later. Without slack, step k takes the groups k * P ... (k + 1) * P - 1.
+Step k turns policy version k into k + 1 and trains P groups (`StepAssembler`). Group i is due in step (i + slack) // P and
+must not be trained later.
+
+Why this bounds the age: when version v is live, v * P groups have been released. A group i that is admitted now has
+i < v * P + capacity, so it is due in step v + S at the latest, and no token of it is older than v.
+
+Why no group comes too late: (k + 1) * P - slack groups are due in step k or before. Of the (k + 1) * P groups that are
+trained by the end of step k, at most `slack` are due later. Without slack, step k trains the groups from k * P to
+(k + 1) * P - 1.
 """
 
 import asyncio
@@ -24,62 +28,78 @@ from async_grpo.types import Group
 
 
 class StalenessBudget:
-    """Counts the groups alive. `admit` waits for a free slot; `weights_live` frees the slots of a finished step.
+    """Counts the groups alive: `admit` waits for a free slot, `weights_live` frees the slots of a finished step.
 
-    `capacity`: how many may be alive, from P to (S + 1) * P; the fewer, the younger are the tokens on average.
+    Args:
+        groups_per_step: Groups that one optimizer step trains (P).
+        max_staleness: Steps by which a token may be older than the policy that is trained (S).
+        capacity: Groups that may be alive, from P to (S + 1) * P (None: the latter). The fewer, the younger the tokens are
+            on average.
     """
 
     def __init__(self, groups_per_step: int, max_staleness: int, capacity: int | None = None) -> None:
-        most = (max_staleness + 1) * groups_per_step
-        self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
-        self.capacity = capacity or most
-        self.slack = most - self.capacity
-        assert groups_per_step <= self.capacity <= most, (groups_per_step, capacity, most)
+        max_capacity = (max_staleness + 1) * groups_per_step
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.capacity = capacity or max_capacity
+        assert groups_per_step <= self.capacity <= max_capacity, (groups_per_step, capacity, max_capacity)
+        self.slack = max_capacity - self.capacity
         self.alive = 0
         self.live_version = 0
-        self._freed = asyncio.Condition()
+        self._slots_freed = asyncio.Condition()
 
     @property
     def free(self) -> int:
+        """Return the number of free slots."""
         return self.capacity - self.alive
 
     def restore(self, live_version: int, alive: int) -> None:
-        """Go on where so many groups were alive under that policy."""
-        self.live_version, self.alive = live_version, alive
+        """Continue a run in which so many groups were alive under that policy."""
+        self.live_version = live_version
+        self.alive = alive
 
     async def admit(self) -> int:
-        """Take one slot, waiting as long as it takes; returns the policy version that is live now."""
-        async with self._freed:
-            await self._freed.wait_for(lambda: self.free > 0)
+        """Take one slot, waiting as long as it takes, and return the policy version that is live then."""
+        async with self._slots_freed:
+            await self._slots_freed.wait_for(lambda: self.free > 0)
             self.alive += 1
             return self.live_version
 
     async def weights_live(self, version: int, groups: int) -> None:
-        """Policy `version`, trained on `groups` groups, now generates: their slots are free."""
-        async with self._freed:
-            assert self.live_version <= version and groups <= self.alive, (self.__dict__, version, groups)
+        """Free the slots of `groups` groups: policy `version`, which was trained on them, generates from now on."""
+        async with self._slots_freed:
+            assert self.live_version <= version, (self.live_version, version)
+            assert groups <= self.alive, (groups, self.alive)
             self.live_version = version
             self.alive -= groups
-            self._freed.notify_all()
+            self._slots_freed.notify_all()
 
 
 @dataclass(frozen=True)
 class StepComplete:
-    """All groups of `step` have been handed out."""
+    """The end of a step: all of its groups have been handed out."""
 
     step: int
     groups: list[Group]
 
 
-Event = list[MicroBatch] | StepComplete  # a round, a micro-batch for each rank; or the end of the step
+# A round of micro-batches, one for each rank, or the end of the step
+Event = list[MicroBatch] | StepComplete
 
 
 class StepAssembler:
     """Turns finished groups into optimizer steps of `groups_per_step` each, as fresh as the budget bounds.
 
-    A finished group that is due in the current step takes a place in it; one that is due later does so as long as fewer
-    than `slack` such groups have. So a waiting group, finished or not, always finds a place in time. The groups of a
-    step go to the packer as they come (`streams`), or all at once, in order of admission.
+    A finished group that is due in the current step gets a place in it. A group that is due later gets one as long as fewer
+    than `slack` such groups have one. So every group that waits, finished or not, finds a place in time.
+
+    The groups of a step go to the packer one by one as they finish (`streams`), or all at once in the order of admission.
+
+    Args:
+        budget: The staleness budget, whose numbers hold here too.
+        packer: Receives the samples that are trained on.
+        advantages: Turns the verdicts of groups into advantages.
+        whole_steps: Hand out a step only as a whole, so that its micro-batches do not depend on the order of finishing.
     """
 
     def __init__(
@@ -90,61 +110,98 @@ class StepAssembler:
         *,
         whole_steps: bool = False,
     ) -> None:
-        self.groups_per_step, self.max_staleness = budget.groups_per_step, budget.max_staleness
-        self.slack, self.packer, self.advantages = budget.slack, packer, advantages
+        self.groups_per_step = budget.groups_per_step
+        self.max_staleness = budget.max_staleness
+        self.slack = budget.slack
+        self.packer = packer
+        self.advantages = advantages
         self.streams = advantages.group_local and not whole_steps
-        self.step = 0  # the step being filled; it trains policy version `step`
+        self.step = 0  # the step that is being filled; it trains policy version `step`
         self._finished: list[Group] = []  # without a place, in the order of admission
-        self._placed: list[Group] = []  # of this step, for the rest of their minibatch
-        self._taken: list[Group] = []  # of this step, with their advantages
-        self._ahead: list[int] = []  # when the groups are due that have a place before their turn
+        self._placed: list[Group] = []  # with a place in this step, waiting for the rest of their minibatch
+        self._trained: list[Group] = []  # of this step, handed to the packer with their advantages
+        # The steps in which those groups are due that got a place before their turn
+        self._early_groups_due: list[int] = []
 
     def restore(self, step: int, admitted: int, alive: Collection[int]) -> None:
-        """Go on with `step`, where of the groups admitted so far those of these sequence numbers were not trained."""
-        self.step, first = step, max(0, step * self.groups_per_step - self.slack)
-        trained = (number for number in range(first, admitted) if number not in alive)
-        self._ahead = [due for due in map(self._due, trained) if due > step]
+        """Continue a run at `step`.
+
+        Args:
+            step: The step to be filled next.
+            admitted: Number of groups that were admitted so far.
+            alive: Sequence numbers of the groups among them that have not been trained.
+        """
+        self.step = step
+        # Every group before this one was due in an earlier step
+        first_possibly_early = max(0, step * self.groups_per_step - self.slack)
+        self._early_groups_due = []
+        for sequence_number in range(first_possibly_early, admitted):
+            due = self._due(sequence_number)
+            is_trained = sequence_number not in alive
+            if is_trained and due > step:
+                self._early_groups_due.append(due)
 
     def offer(self, group: Group) -> list[Event]:
-        """A group is complete. Returns the last rounds and the end of every step that it completes."""
-        number = group.sequence_number
-        assert self._due(number) >= self.step, f"group {number} comes after step {self.step} began"
+        """Take a finished group.
+
+        Returns:
+            The rounds and step ends that follow from it: none while its step is incomplete.
+
+        Raises:
+            StalenessViolated: A token is older than the bound allows.
+        """
+        assert self._due(group.sequence_number) >= self.step, (
+            f"group {group.sequence_number} comes after step {self.step} began"
+        )
         insort(self._finished, group, key=lambda finished: finished.sequence_number)
         events: list[Event] = []
         while self._finished and self._takes_place(self._finished[0]):
             self._placed.append(self._finished.pop(0))
-            if self.streams or len(self._placed) == self.groups_per_step:
+            is_whole = len(self._placed) == self.groups_per_step
+            if self.streams or is_whole:
                 events += self._train_placed()
         return events
 
     def _due(self, sequence_number: int) -> int:
-        """The last step that may train the group."""
+        """Return the last step that may train the group."""
         return (sequence_number + self.slack) // self.groups_per_step
 
     def _takes_place(self, group: Group) -> bool:
-        if (due := self._due(group.sequence_number)) > self.step:
-            if len(self._ahead) == self.slack:
+        """Give the group a place in the current step if it may have one, and return whether it has."""
+        due = self._due(group.sequence_number)
+        if due > self.step:
+            if len(self._early_groups_due) == self.slack:
                 return False
-            self._ahead.append(due)
+            self._early_groups_due.append(due)
         return True
 
     def _train_placed(self) -> list[Event]:
+        """Compute advantages of the placed groups and pack their samples; end the step if it is complete."""
         self._placed.sort(key=lambda group: group.sequence_number)
         for group in self._placed:
-            if not 0 <= self.step - group.oldest_version <= self.max_staleness:
-                raise StalenessViolated(
-                    f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of "
-                    f"version {group.oldest_version}, but step {self.step} allows {self.max_staleness} steps of staleness"
-                )
-        ready, self._placed = self.advantages(self._placed, self.step), []
-        self._taken += ready
-        for sample in (sample for group in ready for sample in group.samples):
-            if sample.advantages is not None:
+            self._refuse_stale(group)
+        groups = self.advantages(self._placed, self.step)
+        self._placed = []
+        self._trained += groups
+        for group in groups:
+            for sample in group.samples:
+                if sample.advantages is None:
+                    continue
                 for sequence in sample.sequences:
                     self.packer.add(sequence)
-        events: list[Event] = []
-        if len(self._taken) == self.groups_per_step:
-            events += [*self.packer.flush(), StepComplete(self.step, self._taken)]
-            self.step, self._taken = self.step + 1, []
-            self._ahead = [due for due in self._ahead if due > self.step]
+        if len(self._trained) < self.groups_per_step:
+            return []
+
+        events: list[Event] = [*self.packer.flush(), StepComplete(self.step, self._trained)]
+        self.step += 1
+        self._trained = []
+        self._early_groups_due = [due for due in self._early_groups_due if due > self.step]
         return events
+
+    def _refuse_stale(self, group: Group) -> None:
+        staleness = self.step - group.oldest_version
+        if not 0 <= staleness <= self.max_staleness:
+            raise StalenessViolated(
+                f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of "
+                f"version {group.oldest_version}, but step {self.step} allows {self.max_staleness} steps of staleness"
+            )

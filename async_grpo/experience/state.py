@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from async_grpo.errors import CheckpointBroken
 from async_grpo.processes.untrusted_files import is_regular, parse_json, read_bytes
 from async_grpo.types import (
-    OF_A_TOKEN,
+    COMPLETION_ARRAYS,
     Completion,
     FinishReason,
     Group,
@@ -34,7 +34,7 @@ MAX_STATE_BYTES = 4 << 30  # of experience.json, which holds the texts of all gr
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # What JSON, safetensors and the records' own checks raise for files that hold anything
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
+SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
 VERDICT, OUTCOME = TypeAdapter(Verdict | None), TypeAdapter(Outcome | None)
 
 
@@ -64,7 +64,7 @@ class ExperienceState:
         parts: dict[str, list[np.ndarray]] = {}
         for group in self.alive.values():
             for sample in group.samples if isinstance(group, Group) else ():
-                for owner, names in ((sample.completion, OF_A_TOKEN), (sample, SAMPLE_ARRAYS)):
+                for owner, names in ((sample.completion, COMPLETION_ARRAYS), (sample, SAVED_SAMPLE_ARRAYS)):
                     for name in names:  # all samples of a run have an array of that name, or none has
                         if (array := getattr(owner, name)) is not None:
                             parts.setdefault(name, []).append(array)
@@ -161,6 +161,6 @@ def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray
     assert verdict is not None  # only a group may lack its baseline's
     turns = (Turn(**turn | {"before": np.asarray(turn["before"], np.int32)}) for turn in row.pop("turns"))
     row |= {"turns": tuple(turns), "outcome": OUTCOME.validate_python(row["outcome"])}
-    of_completion: dict[str, Any] = {name: arrays.get(name) for name in OF_A_TOKEN}
-    of_sample: dict[str, Any] = {name: arrays.get(name) for name in SAMPLE_ARRAYS}
+    of_completion: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
+    of_sample: dict[str, Any] = {name: arrays.get(name) for name in SAVED_SAMPLE_ARRAYS}
     return Sample(prompt, Completion(**of_completion, **row, finish_reason=reason), verdict, **of_sample)

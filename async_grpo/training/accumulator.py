@@ -1,4 +1,4 @@
-"""Many micro-batches, one optimizer step whose gradient does not know how many there were: a sum, divided once."""
+"""One optimizer step from many micro-batches: their gradients are summed and divided once, whatever the packing."""
 
 import logging
 import math
@@ -29,7 +29,10 @@ ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "
 
 @dataclass
 class GradientAccumulator:
-    """`add` micro-batches, as many on every rank, then `finish` the step: collectives."""
+    """Adds up the gradient of many micro-batches and takes one optimizer step.
+
+    Both `add` and `finish` are collectives: every rank calls `add` equally often, then `finish`.
+    """
 
     policy: PolicyModel
     optimizer: Optimizer
@@ -37,153 +40,212 @@ class GradientAccumulator:
     objective: Objective
     ranks: Ranks
     config: OptimizerConfig
-    steps: int = 0  # taken
-    on_logprobs: Callable[[Tensor], None] = lambda logprobs: None  # (1, N), of each row, in order
+    steps: int = 0  # steps finished
+    on_logprobs: Callable[[Tensor], None] = lambda logprobs: (
+        None
+    )  # called with the log-probs (1, N) of each micro-batch
 
     def __post_init__(self) -> None:
-        self._left_out = 0  # steps, in a row so far
-        self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        self._copies = copies(self._parameters[0])  # of each part, whose squares all ranks add up
+        self._nonfinite_in_a_row = 0  # steps left out because their gradient was not finite
+        self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        self._num_copies = copies(self._parameters[0])  # ranks that hold the same shard; their squares add up
         self._waiting: list[BatchTensors] = []  # for the end of their step
         self._totals: dict[str, Tensor] = {}  # of this step, on the device
 
-    def add(self, batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch; or keep it for the end of its step."""
-        self.objective.check_inputs(batch)
-        row = BatchTensors(batch, self.policy.device)
+    def add(self, micro_batch: MicroBatch) -> None:
+        """Run forward and backward of a micro-batch, or keep it for the end of its step."""
+        self.objective.check_inputs(micro_batch)
+        batch = BatchTensors(micro_batch, self.policy.device)
         if self.objective.needs_whole_step:
-            self._waiting.append(row)
+            self._waiting.append(batch)
         else:
-            self._backward(row)
+            self._backward(batch)
 
-    def _backward(self, row: BatchTensors) -> None:
-        loss, totals = self.objective(self.policy, row)
+    def _backward(self, batch: BatchTensors) -> None:
+        loss, totals = self.objective(self.policy, batch)
         loss.backward()
-        self.on_logprobs(row.logprobs)
+        self.on_logprobs(batch.logprobs)
         for name, value in totals.items():
-            combine = torch.maximum if name.endswith("_max") else torch.add
-            before = self._totals.get(name)
-            self._totals[name] = value.double() if before is None else combine(before, value)
+            if name not in self._totals:
+                self._totals[name] = value.double()
+            elif name.endswith("_max"):
+                self._totals[name] = torch.maximum(self._totals[name], value)
+            else:
+                self._totals[name] = torch.add(self._totals[name], value)
 
     def finish(self) -> dict[str, float]:
-        """Scale, clip and apply the summed gradient; the step's metrics, the same on every rank.
+        """Scale, clip and apply the summed gradient.
 
-        Without one loss token nothing changes (`update_skipped` 1), nor where the gradient is not finite: then one of these
-        too many in a row is a NonFiniteGradient, on all ranks.
+        Nothing changes in a step without a loss token, or whose gradient is not finite (`update_skipped` is 1 then).
+
+        Returns:
+            The metrics of the step, the same on every rank.
+
+        Raises:
+            NonFiniteGradient: More than `--nonfinite-steps` steps in a row had no finite gradient; on all ranks.
         """
-        if not self._waiting and not self._totals:  # every sample of the step was left out
+        if not self._waiting and not self._totals:
+            # Every sample of the step was left out; the collectives need a micro-batch all the same
             self.add(dummy_micro_batch(token_id=0))
-        if rows := self._waiting:
-            add_step_terms(self.policy, self.objective, rows, self.ranks, self.steps)
-        for row in rows:
-            self._backward(row)
-        self._waiting, self.steps = [], self.steps + 1
+        if self._waiting:
+            add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
+            for batch in self._waiting:
+                self._backward(batch)
+            self._waiting = []
+        self.steps += 1
+
+        learning_rate = float(self.scheduler.get_last_lr()[0])
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         totals, histogram = self._reduce(gradients)
-        lr, unit = self.scheduler.get_last_lr()[0], self.objective.unit
-        count = totals[unit] if unit else float(totals["tokens"] > 0)
-        square, memory = totals.pop("gradient_square"), totals.pop("memory_max")
-        update = {"grad_norm": 0.0, "peak_memory_usage_GB": memory, "update_skipped": float(count == 0)}
-        if count:
-            update |= self._update(gradients, count, totals["backward_loss"], square)
+        gradient_square = totals.pop("gradient_square")
+        peak_memory_GB = totals.pop("memory_max")
+        count = self._loss_count(totals)
+        update = {"grad_norm": 0.0, "update_skipped": 1.0}
+        if count > 0:
+            update = self._update(gradients, count, totals["backward_loss"], gradient_square)
         self.optimizer.zero_grad(set_to_none=True)
-        report = _metrics(totals, histogram, count) | update
-        return report | {"lr": float(lr)}
+
+        report = _metrics(totals, histogram, count)
+        report |= update
+        report["peak_memory_usage_GB"] = peak_memory_GB
+        report["lr"] = learning_rate
+        return report
+
+    def _loss_count(self, totals: dict[str, float]) -> float:
+        """Return what the loss of the step is divided by; 0 if no token is trained on."""
+        if self.objective.unit:
+            return totals[self.objective.unit]
+        return 1.0 if totals["tokens"] > 0 else 0.0
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Tensor]:
-        """This step's totals, with the gradient's square and the memory, and histogram, over all ranks; forgets them."""
-        totals, self._totals = self._totals, {}
-        histogram = totals.pop("histogram")
-        totals["gradient_square"] = _squares(gradients).sum().to(histogram.device) / self._copies
-        totals["memory_max"] = histogram.new_tensor(self._peak_memory_GB())
-        maxima = [name for name in totals if name.endswith("_max")]
-        sums = [name for name in totals if name not in maxima]
-        row = torch.cat([torch.stack([totals[name] for name in sums]), histogram])
-        summed, highest = self.ranks.sum_and_max(row, torch.stack([totals[name] for name in maxima]))
-        values = summed[: len(sums)].tolist() + highest.tolist()
-        return dict(zip(sums + maxima, values, strict=True)), summed[len(sums) :]
+        """Return this step's totals and the histogram of ratios over all ranks, and start anew.
 
-    def _update(self, gradients: list[Tensor], count: float, loss: float, square: float) -> dict[str, float]:
-        scale = self.ranks.world_size / count  # FSDP averaged over ranks what has to be a sum
-        grad_norm = scale * math.sqrt(square)
-        # The loss too: a NaN log-ratio lies outside every clip, where the gradient is 0, and go unseen
-        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-            self._left_out += 1
-            error = NonFiniteGradient(
-                f"over {count:.0f} {self.objective.unit or 'step'} the loss sums to {loss} and the gradient norm is "
-                f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
-            )
-            if self._left_out > self.config.nonfinite_steps:
-                self.optimizer.zero_grad(set_to_none=True)
-                raise error
-            which = f"{self._left_out} of --nonfinite-steps {self.config.nonfinite_steps}"
-            log.error("%s; the run goes on, %s", error, which)
+        Among the totals are the gradient's square and the peak memory.
+        """
+        totals = self._totals
+        self._totals = {}
+        histogram = totals.pop("histogram")
+        totals["gradient_square"] = _squares(gradients).sum().to(histogram.device) / self._num_copies
+        totals["memory_max"] = histogram.new_tensor(self._peak_memory_GB())
+
+        max_names = [name for name in totals if name.endswith("_max")]
+        sum_names = [name for name in totals if not name.endswith("_max")]
+        own_sums = torch.stack([totals[name] for name in sum_names])
+        own_maxima = torch.stack([totals[name] for name in max_names])
+        sums, maxima = self.ranks.sum_and_max(torch.cat([own_sums, histogram]), own_maxima)
+
+        reduced = dict(zip(sum_names, sums[: len(sum_names)].tolist(), strict=True))
+        reduced |= dict(zip(max_names, maxima.tolist(), strict=True))
+        return reduced, sums[len(sum_names) :]
+
+    def _update(
+        self, gradients: list[Tensor], count: float, loss_sum: float, gradient_square: float
+    ) -> dict[str, float]:
+        """Take the optimizer step unless loss or gradient is not finite, and return its metrics."""
+        # FSDP averages gradients over ranks, where the sum is needed
+        scale = self.ranks.world_size / count
+        grad_norm = scale * math.sqrt(gradient_square)
+        # The loss as well: a NaN log-ratio lies outside every clip, where the gradient is 0, and would go unseen
+        if not (math.isfinite(grad_norm) and math.isfinite(loss_sum)):
+            self._leave_out(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
-        self._left_out = 0
+        self._nonfinite_in_a_row = 0
         clip = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
+
+        metrics = {"grad_norm": grad_norm, "update_skipped": 0.0}
+        if not self.config.update_stats:
+            self.optimizer.step()
+            self.scheduler.step()
+            return metrics
         shards = [local_shard(parameter.detach()) for parameter in self._parameters]
-        before = [shard.clone() for shard in shards] if self.config.update_stats else []
+        shards_before = [shard.clone() for shard in shards]
         self.optimizer.step()
         self.scheduler.step()
-        return {"grad_norm": grad_norm} | (self._moved(before, shards) if before else {})
+        return metrics | self._change_of_weights(shards_before, shards)
 
-    def _moved(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """model_norm (before the step), model_delta_norm, quantiles over tensors of |delta| / |weight|.
+    def _leave_out(self, grad_norm: float, count: float, loss_sum: float) -> None:
+        """Log a step that is not taken.
 
-        `before` becomes the difference, so that there is no third copy.
+        Raises:
+            NonFiniteGradient: Too many such steps came in a row.
         """
-        squares = _squares(before)
+        self._nonfinite_in_a_row += 1
+        error = NonFiniteGradient(
+            f"over {count:.0f} {self.objective.unit or 'step'} the loss sums to {loss_sum} and the gradient norm is "
+            f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
+        )
+        if self._nonfinite_in_a_row > self.config.nonfinite_steps:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise error
+        log.error(
+            "%s; the run goes on, %d of --nonfinite-steps %d",
+            error,
+            self._nonfinite_in_a_row,
+            self.config.nonfinite_steps,
+        )
+
+    def _change_of_weights(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
+        """Return model_norm (before the step), model_delta_norm, and quantiles over tensors of |delta| / |weight|.
+
+        `before` becomes the difference, so that memory holds no third copy.
+        """
+        squares_before = _squares(before)
         torch._foreach_sub_(before, after)
-        both = torch.cat([squares, _squares(before)]) / self._copies
-        model_norms, delta_norms = self.ranks.sum_and_max(both, both[:0])[0].sqrt().chunk(2)
-        moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
-        quantiles = torch.linspace(0, 1, 5, dtype=torch.float64)
-        ratios = torch.quantile((delta_norms / model_norms)[moved], quantiles).tolist()
-        names = ("min", "p25", "p50", "p75", "max")
-        return {
+        squares = torch.cat([squares_before, _squares(before)]) / self._num_copies
+        summed_squares, _ = self.ranks.sum_and_max(squares, squares[:0])
+        model_norms, delta_norms = summed_squares.sqrt().chunk(2)
+        # A value head begins at zero, and its first update cannot be compared with anything
+        has_size = model_norms > 0
+        probabilities = torch.linspace(0, 1, 5, dtype=torch.float64)
+        ratios = torch.quantile((delta_norms / model_norms)[has_size], probabilities).tolist()
+        metrics = {
             "model_norm": model_norms.norm().item(),
             "model_delta_norm": delta_norms.norm().item(),
-            **{f"update_ratio_{name}": ratio for name, ratio in zip(names, ratios, strict=True)},
         }
+        for name, ratio in zip(("min", "p25", "p50", "p75", "max"), ratios, strict=True):
+            metrics[f"update_ratio_{name}"] = ratio
+        return metrics
 
     def _peak_memory_GB(self) -> float:
-        """Of this rank: the GPU's allocator since the step before came to this point; on a CPU, the process."""
+        """Return this rank's peak memory: of the GPU's allocator since the last step, or of the process on a CPU."""
         device = self.ranks.device
         if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
+            peak_bytes = torch.cuda.max_memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / 1e9
+            peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak_bytes / 1e9
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """(len(tensors),) float64: the squared L2 norm of this rank's part of each tensor."""
-    local = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
-    return torch.stack(local).double().square()
+    """Return (len(tensors),) float64, the squared L2 norm of this rank's shard of each tensor."""
+    norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
+    return torch.stack(norms).double().square()
 
 
 def _metrics(totals: dict[str, float], histogram: Tensor, count: float) -> dict[str, float]:
-    """Token sums -> token means; the losses are divided by what divides their gradient."""
-    mismatch = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
-    report = mismatch_report(mismatch, histogram)
-    tokens, sequences = totals.pop("tokens"), totals.pop("sequences")
+    """Turn token sums into token means; the losses are divided by `count`, as their gradient is."""
+    totals = dict(totals)
+    mismatch_totals = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
+    num_tokens = totals.pop("tokens")
+    num_sequences = totals.pop("sequences")
     totals.pop("groups", None)
-    losses = {name: totals.pop(name) / (count or 1.0) for name in ("avg_loss", "backward_loss")}
-    means = dict.fromkeys(ALWAYS_REPORTED, 0.0) | {
-        name: total if name.endswith("_max") else total / max(1.0, tokens) for name, total in totals.items()
-    }
+
+    metrics = {}
+    for name in ("avg_loss", "backward_loss"):
+        metrics[name] = totals.pop(name) / (count or 1.0)
+    means = dict.fromkeys(ALWAYS_REPORTED, 0.0)
+    for name, total in totals.items():
+        means[name] = total if name.endswith("_max") else total / max(1.0, num_tokens)
+    metrics |= means
+    metrics |= mismatch_report(mismatch_totals, histogram)
     if "value_error" in means:
-        report["explained_variance"] = explained_variance(means)
-    compared = mismatch["mismatch_tokens_sum"]
-    return {
-        **losses,
-        **means,
-        **report,
-        "avg_pg_clip": means["clip_frac_low"] + means["clip_frac_high"],
-        "rejected_share": 1 - tokens / compared if compared else 0.0,
-        "num_non_masked_tokens": tokens,
-        "total_non_masked_tokens": tokens,
-        "num_non_masked_sequences": sequences,
-    }
+        metrics["explained_variance"] = explained_variance(means)
+    metrics["avg_pg_clip"] = means["clip_frac_low"] + means["clip_frac_high"]
+    num_compared = mismatch_totals["mismatch_tokens_sum"]
+    metrics["rejected_share"] = 1 - num_tokens / num_compared if num_compared else 0.0
+    metrics["num_non_masked_tokens"] = num_tokens
+    metrics["total_non_masked_tokens"] = num_tokens
+    metrics["num_non_masked_sequences"] = num_sequences
+    return metrics

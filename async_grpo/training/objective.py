@@ -1,10 +1,12 @@
-"""What one micro-batch adds to a step: an un-normalised loss, the counts that divide it, metric sums.
+"""The objective of one micro-batch: its loss before normalisation, the counts that divide it, and sums for the metrics.
 
-Everything is additive over micro-batches and ranks, so a step is the same whatever the packing. What can only be known
-of the whole step (`whole_step`) is written into the rows before.
+Everything is additive over micro-batches and ranks, so that a step does not depend on the packing. What can only be known
+of the whole step is written into `BatchTensors` beforehand (`whole_step`).
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,74 +23,110 @@ from async_grpo.modeling.policy import PolicyModel
 
 
 class BatchTensors:
-    """A micro-batch on the trainer's device: one packed row, (1, N) each."""
+    """A micro-batch on the trainer's device, as one packed row: (1, N) each, if nothing else is said.
 
-    # Of the whole step, None where the objective needs none; so may `advantages` and `group_tokens` be replaced
+    Where the objective needs the whole step (`whole_step`), the trainer fills the first four fields before the backward
+    pass, and may replace `advantages` and `group_tokens`.
+    """
+
     returns: Tensor | None = None
     old_values: Tensor | None = None
-    selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
-    weight_mean: float | None = None  # of the importance weights
-    # Under the weights that the step starts from, without gradient
+    selected: Tensor | None = None  # bool, the tokens that the losses clip_cov and kl_cov choose
+    weight_mean: float | None = None  # mean of the importance weights
+
+    # Without gradient, under the weights that the step starts from
     logprobs: Tensor
-    kept: Tensor  # the mask without what is rejected
+    kept: Tensor  # bool, the mask without rejected tokens
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
             return torch.tensor(values, device=device)[None]
 
-        trained = batch.loss_mask.copy()
-        trained[batch.cu_seqlens[:-1]] = False  # the first token of a sequence, which nothing predicts
-        ids = batch.sequence_ids()
+        def optional_row(values: np.ndarray | None) -> Tensor | None:
+            return None if values is None else row(values)
+
+        is_trained = batch.loss_mask.copy()
+        # Nothing predicts the first token of a sequence
+        first_tokens = batch.cu_seqlens[:-1]
+        is_trained[first_tokens] = False
+        sequence_ids = batch.sequence_ids()
+
         self.input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=device)  # (N,)
         self.cu_seqlens = torch.tensor(batch.cu_seqlens)  # (S + 1,)
-        self.mask = row(trained)
-        self.sequence_ids = row(ids)
-        self.group_ids = row(batch.group_ids[ids])
-        self.group_tokens = row(batch.group_tokens[ids])
+        self.mask = row(is_trained)
+        self.sequence_ids = row(sequence_ids)
+        self.group_ids = row(batch.group_ids[sequence_ids])
+        self.group_tokens = row(batch.group_tokens[sequence_ids])
         self.advantages = row(batch.advantages)
         self.behaviour_logprobs = row(batch.behaviour_logprobs)
-        self.ref_logprobs = None if batch.ref_logprobs is None else row(batch.ref_logprobs)
-        self.proximal_logprobs = None if batch.proximal_logprobs is None else row(batch.proximal_logprobs)
-        # (1, N) both, or None: the member of the group that each token is of, and its place in its trajectory's time
-        self.members = None if batch.members is None else row(batch.members[ids])
-        self.times = None if batch.times is None else row(batch.times)
+        self.ref_logprobs = optional_row(batch.ref_logprobs)
+        self.proximal_logprobs = optional_row(batch.proximal_logprobs)
+        # Each token's member of its group, and its place in the time of its trajectory
+        self.members = None if batch.members is None else row(batch.members[sequence_ids])
+        self.times = optional_row(batch.times)
 
 
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
-    The policy's log-probs are taken at the sampling temperature, as the engine's were. The ratio is taken against
-    `config.old_policy`; "current" is the policy itself: each step trains on its minibatch once, so the ratio is 1.
-    `max_completion_tokens`, for which even the longest prompt leaves room, is the scale of the aggregation
-    `constant_length`; 0: `--max-generation-tokens`. ConfigurationError: an option that loss or estimator does not have.
+    The policy's log-probs are taken at the sampling temperature, as the engine's were. The importance ratio is taken
+    against `config.old_policy`. "current" means the policy itself: each step trains on its minibatch once, so the ratio
+    is 1 and only its gradient counts.
+
+    Args:
+        config: The algorithm's options.
+        max_completion_tokens: Tokens for which even the longest prompt leaves room; the scale of the aggregation
+            `constant_length`. 0 stands for `--max-generation-tokens`.
+
+    Raises:
+        ConfigurationError: An option that the loss or the estimator does not have.
     """
 
     def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
-        self.config, self.loss, self.loss_settings = config, config.loss, config.loss_settings
-        scale = float(max_completion_tokens or config.max_generation_tokens)
-        self._aggregation = get_aggregation(config.loss_aggregation, scale)
-        # The count that divides the loss: "tokens", "sequences", "groups", or nothing
+        self.config = config
+        self.loss = config.loss
+        self.loss_settings = config.loss_settings
+        length_scale = float(max_completion_tokens or config.max_generation_tokens)
+        self._aggregation = get_aggregation(config.loss_aggregation, length_scale)
+        # What the loss is divided by: the number of "tokens", "sequences" or "groups", or nothing
         self.unit = self._aggregation.unit
-        estimator, settings = config.estimator, dict(config.estimator_settings)
-        # Whether the critic's advantages are whitened over the step: an option of the estimator
-        self.whitens = bool(settings.pop("whiten", estimator.options.get("whiten", False)))
+
+        estimator_settings = dict(config.estimator_settings)
+        whitens_by_default = config.estimator.options.get("whiten", False)
+        # Whether a critic's advantages are whitened over the step, an option of the estimator
+        self.whitens = bool(estimator_settings.pop("whiten", whitens_by_default))
+        self.has_critic = config.estimator.critic_returns is not None
         # (rewards, values, mask), (S, T) each, -> (advantages before any whitening, returns); None without a critic
-        returns = estimator.critic_returns
-        self.critic_returns = returns and partial(returns, **settings)
-        self.has_critic = returns is not None
-        # The options of `importance_weights` and `rejection_mask`, which have the same names there
-        importance, rejection = ("level", "mode", "low", "high"), ("statistic", "low", "high")
-        self._importance = {name: getattr(config, f"importance_{name}") for name in importance}
-        self._rejection = {name: getattr(config, f"rejection_{name}") for name in rejection}
-        # The tokens of a group, which weigh its loss, must be counted anew after rejection
+        self.critic_returns = None
+        if config.estimator.critic_returns is not None:
+            self.critic_returns = partial(config.estimator.critic_returns, **estimator_settings)
+
+        self._importance_options: dict[str, Any] = {
+            "level": config.importance_level,
+            "mode": config.importance_mode,
+            "low": config.importance_low,
+            "high": config.importance_high,
+        }
+        self._rejection_options: dict[str, Any] = {
+            "statistic": config.rejection_statistic,
+            "low": config.rejection_low,
+            "high": config.rejection_high,
+        }
+        self.has_importance_weights = config.importance_level != "none"
+        self.averages_weights = self.has_importance_weights and config.importance_normalize
+        # The tokens of a group weigh its loss, so they must be counted again after rejection
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
-        self.averages_weights = config.importance_level != "none" and config.importance_normalize
-        looks_ahead = self.critic_returns or self.loss.needs_selection or self.averages_weights
-        # Micro-batches must wait for the end of their step, and be looked at together first
-        self.needs_whole_step = bool(looks_ahead or self.rejects_from_groups)
+        # Whether micro-batches wait for the end of their step, to be looked at together first
+        self.needs_whole_step = (
+            self.has_critic or self.loss.needs_selection or self.averages_weights or self.rejects_from_groups
+        )
 
     def check_inputs(self, batch: MicroBatch) -> None:
-        """ConfigurationError: the batch lacks log-probs that the loss or the KL term needs."""
+        """Refuse a batch that lacks log-probs which the loss or the KL term needs.
+
+        Raises:
+            ConfigurationError: Names the worker that is missing.
+        """
         if batch.is_dummy:
             return
         if self.config.loss_kl_coef and batch.ref_logprobs is None:
@@ -102,87 +140,149 @@ class Objective:
                 "log-probs but the samples carry none; run a proximal logprob worker or choose another loss"
             )
 
-    def forward(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, ...]:
-        """(log-probs, entropies) and, with a critic, values; (1, N) each."""
-        outputs = policy(row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature)
+    def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Tensor, ...]:
+        """Return (log-probs, entropies) and, with a critic, values; (1, N) each."""
+        outputs = policy(batch.input_ids, batch.cu_seqlens, batch.mask[0], self.config.temperature)
         return tuple(output[None] for output in outputs)
 
-    def __call__(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
-        """One forward of `policy`: (loss, totals); all sums, still to be divided, but for names that end in `_max`."""
-        logprobs, entropy, *values = self.forward(policy, row)
-        row.logprobs = logprobs.detach()
-        mask = self.keep(logprobs, row)
+    def __call__(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of a micro-batch by one forward pass.
+
+        Returns:
+            The loss, and totals for the metrics. All are sums that are still to be divided by the counts among the totals;
+            names that end in `_max` are maxima.
+        """
+        logprobs, entropy, *values = self.forward(policy, batch)
+        batch.logprobs = logprobs.detach()
+        mask = self.keep(logprobs, batch)
+        entropy_of_trained = torch.where(mask, entropy, 0)
+        kl = self._kl_to_reference(logprobs, batch, mask)
+
+        token_losses, metrics = self._policy_loss(logprobs, batch, mask)
+        policy_loss = self._aggregate(token_losses, batch, mask)
+        if self.config.loss_kl_coef:
+            token_losses = token_losses + self.config.loss_kl_coef * kl
+        if self.config.entropy_coef:
+            # Only then is there a gradient through the whole vocabulary
+            token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
+        if self.has_critic:
+            value_losses, value_metrics = self._value_loss(values[0], batch, mask)
+            token_losses = token_losses + self.config.critic_coef * value_losses
+            metrics |= value_metrics
+            metrics["value_loss"] = value_losses
+        loss = self._aggregate(token_losses, batch, mask)
+
+        metrics["entropy"] = entropy_of_trained
+        metrics["avg_kl_div"] = kl
+        totals = _totals(metrics)
+        totals["avg_loss"] = policy_loss.detach()
+        totals["backward_loss"] = loss.detach()
+        totals |= count_units(mask, batch.sequence_ids, group_tokens=batch.group_tokens)
+        # The distance to the engine counts rejected tokens too
+        totals |= mismatch_sums(
+            logprobs,
+            batch.behaviour_logprobs,
+            batch.mask,
+            sequence_ids=batch.sequence_ids,
+        )
+        totals["histogram"] = ratio_histogram(logprobs, batch.behaviour_logprobs, batch.mask)
+        return loss, totals
+
+    def _policy_loss(
+        self, logprobs: Tensor, batch: BatchTensors, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the policy loss of each token (1, N), and the loss's own metrics (1, N)."""
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:
-            options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
+            options["proximal_logprobs"] = _or_zeros(batch.proximal_logprobs, logprobs)
         if self.loss.needs_selection:
-            options["selected"] = row.selected
-        if weighs := self.config.importance_level != "none":
-            options["importance_weights"] = self.weights(logprobs, row, mask)
-        old_logprobs = self.ratio_denominator_logprobs(logprobs, row)
-        per_token, metrics = self.loss(
-            logprobs, old_logprobs, row.advantages, mask, sequence_ids=row.sequence_ids, **options
-        )
-        metrics |= {"importance_weight": options["importance_weights"]} if weighs else {}
-        policy_loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
-        kl = torch.zeros_like(logprobs)
-        if row.ref_logprobs is not None:
-            own, reference = torch.where(mask, logprobs, 0), torch.where(mask, row.ref_logprobs, 0)
-            kl = kl_penalty(own, reference, self.config.kl_kind, clamp=self.config.kl_clamp)
-        if self.config.loss_kl_coef:
-            per_token = per_token + self.config.loss_kl_coef * kl
-        if self.config.entropy_coef:  # without it, no gradient of the whole vocabulary is computed
-            per_token = per_token - self.config.entropy_coef * torch.where(mask, entropy, 0)
-        if self.has_critic:
-            assert row.returns is not None and row.old_values is not None
-            before, clip = row.old_values, self.config.critic_clip
-            value_losses, value_metrics = value_loss(values[0], row.returns, before, mask, clip=clip)
-            per_token = per_token + self.config.critic_coef * value_losses
-            metrics |= value_metrics | {"value_loss": value_losses}
-        loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
-        metrics |= {"entropy": torch.where(mask, entropy, 0), "avg_kl_div": kl}
-        totals = {
-            name: (value.max() if name.endswith("_max") else value.sum()).detach()
-            for name, value in metrics.items()
-        }
-        totals |= {"avg_loss": policy_loss.detach(), "backward_loss": loss.detach()}
-        totals |= count_units(mask, row.sequence_ids, group_tokens=row.group_tokens)
-        totals |= mismatch_sums(logprobs, row.behaviour_logprobs, row.mask, sequence_ids=row.sequence_ids)
-        return loss, totals | {"histogram": ratio_histogram(logprobs, row.behaviour_logprobs, row.mask)}
-
-    def keep(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
-        """The part of the mask that is not rejected for its distance to the engine."""
-        if self.config.rejection_statistic is None:
-            return row.mask
-        corrected, behaviour = _corrected(logprobs, row), row.behaviour_logprobs
-        ids, how = row.sequence_ids, self._rejection
-        return rejection_mask(corrected, behaviour, row.mask, sequence_ids=ids, **how)
-
-    def weights(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
-        """Importance weights for the engine's policy; divided by `row.weight_mean` if it is known."""
-        return importance_weights(
-            _corrected(logprobs, row),
-            row.behaviour_logprobs,
+            options["selected"] = batch.selected
+        if self.has_importance_weights:
+            options["importance_weights"] = self.weights(logprobs, batch, mask)
+        token_losses, metrics = self.loss(
+            logprobs,
+            self.ratio_denominator_logprobs(logprobs, batch),
+            batch.advantages,
             mask,
-            sequence_ids=row.sequence_ids,
-            mean=row.weight_mean,
-            **self._importance,
+            sequence_ids=batch.sequence_ids,
+            **options,
+        )
+        if self.has_importance_weights:
+            metrics["importance_weight"] = options["importance_weights"]
+        return token_losses, metrics
+
+    def _kl_to_reference(self, logprobs: Tensor, batch: BatchTensors, mask: Tensor) -> Tensor:
+        """Return the KL penalty of each token (1, N), 0 without a reference and where the mask is False."""
+        if batch.ref_logprobs is None:
+            return torch.zeros_like(logprobs)
+        return kl_penalty(
+            torch.where(mask, logprobs, 0),
+            torch.where(mask, batch.ref_logprobs, 0),
+            self.config.kl_kind,
+            clamp=self.config.kl_clamp,
         )
 
-    def ratio_denominator_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
-        """What the ratio is taken against; for a loss with a proximal policy of its own, the engine's."""
+    def _value_loss(
+        self, values: Tensor, batch: BatchTensors, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the critic's loss of each token (1, N), and its metrics."""
+        assert batch.returns is not None and batch.old_values is not None, "whole_step computes them before"
+        return value_loss(values, batch.returns, batch.old_values, mask, clip=self.config.critic_clip)
+
+    def _aggregate(self, token_losses: Tensor, batch: BatchTensors, mask: Tensor) -> Tensor:
+        """Return the sum of the micro-batch's losses, still to be divided by the count of the step's units."""
+        return self._aggregation.total(token_losses, mask, batch.sequence_ids, batch.group_tokens)
+
+    def keep(self, logprobs: Tensor, batch: BatchTensors) -> Tensor:
+        """Return the mask (1, N) without the tokens that are rejected for their distance to the engine."""
+        if self.config.rejection_statistic is None:
+            return batch.mask
+        return rejection_mask(
+            _corrected_logprobs(logprobs, batch),
+            batch.behaviour_logprobs,
+            batch.mask,
+            sequence_ids=batch.sequence_ids,
+            **self._rejection_options,
+        )
+
+    def weights(self, logprobs: Tensor, batch: BatchTensors, mask: Tensor) -> Tensor:
+        """Return importance weights (1, N) for the engine's policy, divided by `batch.weight_mean` if it is known."""
+        return importance_weights(
+            _corrected_logprobs(logprobs, batch),
+            batch.behaviour_logprobs,
+            mask,
+            sequence_ids=batch.sequence_ids,
+            mean=batch.weight_mean,
+            **self._importance_options,
+        )
+
+    def ratio_denominator_logprobs(self, logprobs: Tensor, batch: BatchTensors) -> Tensor:
+        """Return the log-probs (1, N) of the old policy of the importance ratio.
+
+        A loss with a proximal policy of its own takes the ratio against the engine's policy.
+        """
         if self.config.old_policy == "current":
             return logprobs.detach()
         if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
-            return _or_zeros(row.proximal_logprobs, logprobs)
-        return row.behaviour_logprobs
+            return _or_zeros(batch.proximal_logprobs, logprobs)
+        return batch.behaviour_logprobs
+
+
+def _totals(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sum of each metric over the micro-batch, or its maximum if its name ends in `_max`."""
+    totals = {}
+    for name, values in metrics.items():
+        is_maximum = name.endswith("_max")
+        total = values.max() if is_maximum else values.sum()
+        totals[name] = total.detach()
+    return totals
 
 
 def _or_zeros(values: Tensor | None, like: Tensor) -> Tensor:
-    """Zeros for a dummy, which carries nothing."""
+    """Return the values, or zeros for a dummy micro-batch, which carries none."""
     return torch.zeros_like(like) if values is None else values
 
 
-def _corrected(logprobs: Tensor, row: BatchTensors) -> Tensor:
-    """The policy whose distance to the engine is corrected: the proximal one if there is one."""
-    return logprobs.detach() if row.proximal_logprobs is None else row.proximal_logprobs
+def _corrected_logprobs(logprobs: Tensor, batch: BatchTensors) -> Tensor:
+    """Return the log-probs of the policy whose distance to the engine is corrected: the proximal one if there is one."""
+    return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs

@@ -1,4 +1,4 @@
-"""The training loop: take what experience has, step, publish, write it down."""
+"""The training loop: take experience, step, publish the weights, write the metrics."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,16 +22,24 @@ TRAINED_NOTHING = (
     "reward counts; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance leave tokens out)"
 )
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
-AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it
-KINDS = dict(zip((*DURING_STEP, *AFTER_STEP), ("wait", "train", "sync", "evaluate", "save"), strict=True))
+AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; some ranks have no share in it
+SPAN_KINDS = {
+    "waiting_for_experience": "wait",
+    "computing": "train",
+    "publishing_weights": "sync",
+    "evaluating": "evaluate",
+    "checkpointing": "save",
+}
 WriteLine = Callable[[dict[str, Any]], None]
-Overlaps = Callable[[int], bool]  # steps done -> is the next one accumulated while the weights travel?
-AfterStep = Callable[[int], dict[str, float]]  # steps done -> metrics; on every rank, new weights live
+StepCondition = Callable[[int], bool]  # steps done -> bool
+AfterStep = Callable[
+    [int], dict[str, float]
+]  # steps done -> metrics; called on every rank when new weights are live
 
 
 @dataclass
 class Trainer:
-    """Runs `num_steps` optimizer steps on this rank; every rank runs the same calls in the same order."""
+    """Runs `num_steps` optimizer steps on this rank. Every rank runs the same calls in the same order."""
 
     policy: PolicyModel
     accumulator: GradientAccumulator
@@ -41,135 +49,171 @@ class Trainer:
     ranks: Ranks
     num_steps: int
     after_step: AfterStep = lambda step: {}
-    overlaps: Overlaps = lambda step: False
-    saves_after: Overlaps = lambda step: False  # a checkpoint of that step
+    overlaps: StepCondition = lambda step: False  # accumulate the next step while the weights travel
+    saves_after: StepCondition = lambda step: False  # save a checkpoint after that step
     checkpointer: Checkpointer | None = None
     write: WriteLine = lambda line: None  # only rank 0 writes
-    version: int = 0  # optimizer steps completed
-    samples: int = 0  # trained on
-    end_reason: str = ""  # why the run ends before its time
-    _proof: Proof = dict  # of the last weights published
+    version: int = 0  # optimizer steps completed, which is the policy version
+    samples: int = 0  # samples of the completed steps
+    end_reason: str = ""  # why the run ended early
+    _proof: Proof = (
+        dict  # waits for the proof that the last published weights landed, and returns its metrics
+    )
 
     def run(self) -> None:
-        """Publish the weights, train to `num_steps`, or until it is to end, and leave checkpoint and model."""
+        """Train `num_steps` steps, or until the run is asked to end, and leave a checkpoint and a model."""
         self._proof = self.publisher.publish(self.policy, self.version, self_test=True)
         self._proof()
         self.source.start()
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
-            end = self._accumulate_until_step_end(clock)
-            if end is None:
+            step_end = self._accumulate_until_step_end(clock)
+            if step_end is None:
                 return
-            with clock.measure("publishing_weights"):
-                metrics: dict[str, Any] = dict(self._proof())  # no step on top of weights that did not land
-            with clock.measure("computing"):
-                metrics |= self.accumulator.finish()
-            self.version += 1
-            self.samples += end.num_samples
-            with clock.measure("publishing_weights"):
-                self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
-                if not self.overlaps(self.version) or self.exporter.is_due(self.samples):
-                    metrics |= self._proof()  # what follows speaks of a proven policy
+            metrics = self._take_step(step_end, clock)
+            metrics |= self._publish(clock)
             clock.stop()
             with clock.measure("evaluating"):
                 metrics |= self.after_step(self.version)
             with clock.measure("checkpointing"):
                 self._save_if_due()
-            self._write_line(end, metrics | clock.report())
+            self._write_line(step_end, metrics | clock.report())
         self._finish()
 
-    def _finish(self) -> None:
-        wait = self.checkpointer.wait if self.checkpointer else bool
-        wait()  # or the last one would be left out for the sake of one before it
-        self._save()
-        self.exporter.save_final(self.policy, self.samples)
-        wait()
-
-    def _save_if_due(self) -> None:
-        if self.saves_after(self.version) and self.version < self.num_steps:
-            self._save()
-        self.exporter.save_if_due(self.policy, self.samples)
-
-    def _save(self, end_reason: str = "") -> None:
-        if self.checkpointer is None:
-            return
-        self._proof()  # the groups alive are those of a policy that is live
-        self.checkpointer.save(self.version, self.samples, end_reason)
-        if end_reason and not self.checkpointer.wait():
-            raise RunFailed(f"the run was to end ({end_reason}); its last checkpoint could not be written")
-
     def _accumulate_until_step_end(self, clock: "StepClock") -> StepEnd | None:
-        """The end of the step; None: the run ends before, and what it goes on with is saved."""
+        """Accumulate gradients up to the end of the step; None if the run ends before, with a checkpoint saved."""
         while True:
             with clock.measure("waiting_for_experience"):
                 message = self.source.next_message(self.ranks.rank)
             if isinstance(message, StepEnd):
                 return message
             if isinstance(message, WorkersJoined):
-                # The weights are the same throughout a step, and so are gradients
+                # Throughout a step the weights are the same, so the gradients stay valid
                 with clock.measure("publishing_weights"):
                     self.publisher.publish(self.policy, self.version, self_test=True)()
-                continue
-            if isinstance(message, SaveRequested):
-                # Within a step, too: its groups are alive until its weights are, and will be trained on again
+            elif isinstance(message, SaveRequested):
+                # Also within a step: its groups are alive until their weights are, and will be trained on again
                 with clock.measure("checkpointing"):
                     self._save(message.end_reason)
                 if message.end_reason:
                     self.end_reason = message.end_reason
                     return None
-                continue
-            with clock.measure("computing"):
-                self.accumulator.add(message)
+            else:
+                with clock.measure("computing"):
+                    self.accumulator.add(message)
 
-    def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
-        line = {
-            **end.stats,
-            **metrics,
-            "spans": [*end.stats.get("spans", []), *metrics["spans"]],
-            "alarms": end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped")),
-            "step": self.version,
-            "policy_version": self.version,
-            "samples_in_batch": end.num_samples,
-            "groups_in_batch": end.num_groups,
-            "total_samples_accumulated": self.samples,
-            "samples_per_second": end.num_samples / metrics["time_per_batch"],
-            "timestamp": time.time(),
-        }
-        if self.ranks.is_main:
-            self.write(line)
+    def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
+        """Apply the accumulated gradient, and return the metrics of the step."""
+        with clock.measure("publishing_weights"):
+            # No step is taken on top of weights that did not land
+            metrics: dict[str, Any] = dict(self._proof())
+        with clock.measure("computing"):
+            metrics |= self.accumulator.finish()
+        self.version += 1
+        self.samples += step_end.num_samples
+        return metrics
+
+    def _publish(self, clock: "StepClock") -> dict[str, Any]:
+        """Send the new weights; wait for their proof unless it may overlap with the next step, and return its metrics."""
+        with clock.measure("publishing_weights"):
+            self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
+            # An exported model is one whose weights are proven
+            may_wait = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
+            return {} if may_wait else dict(self._proof())
+
+    def _finish(self) -> None:
+        """Leave the last checkpoint and the final model."""
+        # While an earlier checkpoint is being written, the last one would be left out
+        self._wait_for_checkpoint()
+        self._save()
+        self.exporter.save_final(self.policy, self.samples)
+        self._wait_for_checkpoint()
+
+    def _wait_for_checkpoint(self) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+
+    def _save_if_due(self) -> None:
+        # `_finish` saves the last step
+        if self.saves_after(self.version) and self.version < self.num_steps:
+            self._save()
+        self.exporter.save_if_due(self.policy, self.samples)
+
+    def _save(self, end_reason: str = "") -> None:
+        """Save a checkpoint; with a reason to end, wait until it is written.
+
+        Raises:
+            RunFailed: The run is to end, and its last checkpoint could not be written.
+        """
+        if self.checkpointer is None:
+            return
+        # The groups that are alive belong to a live policy
+        self._proof()
+        self.checkpointer.save(self.version, self.samples, end_reason)
+        if end_reason and not self.checkpointer.wait():
+            raise RunFailed(f"the run was to end ({end_reason}); its last checkpoint could not be written")
+
+    def _write_line(self, step_end: StepEnd, metrics: dict[str, Any]) -> None:
+        """Write the metrics line of the step, on rank 0."""
+        if not self.ranks.is_main:
+            return
+        alarms = list(step_end.stats.get("alarms", []))
+        if metrics.get("update_skipped"):
+            alarms.append(TRAINED_NOTHING)
+        self.write(
+            {
+                **step_end.stats,
+                **metrics,
+                "spans": [*step_end.stats.get("spans", []), *metrics["spans"]],
+                "alarms": alarms,
+                "step": self.version,
+                "policy_version": self.version,
+                "samples_in_batch": step_end.num_samples,
+                "groups_in_batch": step_end.num_groups,
+                "total_samples_accumulated": self.samples,
+                "samples_per_second": step_end.num_samples / metrics["time_per_batch"],
+                "timestamp": time.time(),
+            }
+        )
 
 
 class StepClock:
-    """Where the seconds of a step go on this rank, by cause; its intervals are in Unix time, as other processes' are."""
+    """Measures where the seconds of a step go on this rank. Spans are in Unix time, as those of other processes are."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._started, self._time_per_batch = ranks, time.perf_counter(), 0.0
+        self._ranks = ranks
+        self._started = time.perf_counter()
+        self._time_per_batch = 0.0
         self._seconds = dict.fromkeys((*DURING_STEP, *AFTER_STEP), 0.0)
         self._spans: list[Span] = []
 
     @contextmanager
     def measure(self, cause: str) -> Iterator[None]:
-        """Add the time of the `with` block, the device's work in it included, to `cause`."""
-        wall, start = time.time(), time.perf_counter()
+        """Add the time of the `with` block, including the device's work in it, to `cause`."""
+        begin_unix = time.time()
+        begin = time.perf_counter()
         with waiting("rank", f"rank {self._ranks.rank}", cause):
             yield
             self._ranks.synchronize()
-        elapsed = time.perf_counter() - start
+        elapsed = time.perf_counter() - begin
         self._seconds[cause] += elapsed
-        self._spans.append((f"trainer {self._ranks.rank}", KINDS[cause], wall, wall + elapsed))
+        track = f"trainer {self._ranks.rank}"
+        self._spans.append((track, SPAN_KINDS[cause], begin_unix, begin_unix + elapsed))
 
     def stop(self) -> None:
-        """The step is done: its weights are live, or on their way. What follows is measured apart."""
+        """End `time_per_batch`: the new weights are live, or on their way. What follows is measured separately."""
         self._time_per_batch = time.perf_counter() - self._started
 
     def report(self) -> dict[str, Any]:
-        """A collective: means over the ranks; of what follows the step, the longest of any rank."""
-        own = list(self._seconds.values())
-        sums, longest = self._ranks.sum_and_max(own[: len(DURING_STEP)], own[len(DURING_STEP) :])
-        means = (sums / self._ranks.world_size).tolist()
-        seconds = dict(zip(self._seconds, (*means, *longest.tolist()), strict=True))
-        return {
-            **{f"seconds_{cause}": value for cause, value in seconds.items()},
-            "time_per_batch": self._time_per_batch,
-            "spans": self._spans,
-        }
+        """Return seconds by cause: the mean over ranks within the step, the longest of any rank after it. A collective."""
+        during_step = [self._seconds[cause] for cause in DURING_STEP]
+        after_step = [self._seconds[cause] for cause in AFTER_STEP]
+        sums, maxima = self._ranks.sum_and_max(during_step, after_step)
+        report: dict[str, Any] = {}
+        for cause, total in zip(DURING_STEP, sums.tolist(), strict=True):
+            report[f"seconds_{cause}"] = total / self._ranks.world_size
+        for cause, longest in zip(AFTER_STEP, maxima.tolist(), strict=True):
+            report[f"seconds_{cause}"] = longest
+        report["time_per_batch"] = self._time_per_batch
+        report["spans"] = self._spans
+        return report

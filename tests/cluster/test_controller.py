@@ -79,7 +79,7 @@ def package(version: int) -> WeightPackage:
 
 
 async def lacking(controller: RunController) -> str:
-    return (await controller.lacks())[0]
+    return (await controller.missing_parts()).description
 
 
 async def is_waiting(task: asyncio.Task) -> bool:
@@ -187,7 +187,7 @@ async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
 async def test_the_reference_is_never_sent_weights_and_works_at_once(controller):
     await controller.register(worker("r0", kind="reference"), "handle")
     assert await synced_to(controller) == set()
-    lease = await controller._workers["reference"].registry.acquire(1, 1)
+    lease = await controller._workers_by_kind["reference"].registry.acquire(1, 1)
     assert lease.worker_id == "r0"
 
 

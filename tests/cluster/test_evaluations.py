@@ -136,7 +136,7 @@ async def test_where_nothing_is_trained_every_engine_works_as_soon_as_it_joins(t
         return len([one async for one in controller._generation.generate(prompt, 8)])
 
     async def join(name: str) -> None:
-        assert not await controller._workers["generation"].register(worker(name), "handle")
+        assert not await controller._workers_by_kind["generation"].register(worker(name), "handle")
         link_to(controller, name).completing.set()
 
     first = asyncio.create_task(ask(0))

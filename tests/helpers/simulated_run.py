@@ -130,7 +130,7 @@ class SimulatedRun(SimulatedFleet):
         await self._check_end(is_complete)
 
     async def _train(self) -> None:
-        while (await self.controller.lacks())[0]:
+        while (await self.controller.missing_parts()).description:
             await asyncio.sleep(0.2)
         questions = [Question(np.array([50 + n], np.int32), {"input": "", "answer": ""}) for n in range(7)]
         step, folder = self.checkpoint or (0, None)
@@ -287,7 +287,7 @@ class SimulatedRun(SimulatedFleet):
                 assert batcher.budget.alive == 0 == len(batcher._alive)
                 drawn = batcher.cursor.state()["drawn"]
                 check_trained(self.schedule, self.trained, drawn, self.set_aside)
-        for kind, workers in self.controller._workers.items():
+        for kind, workers in self.controller._workers_by_kind.items():
             given = {m.info.worker_id: (m.sequences, m.tokens) for m in workers.registry._members.values()}
             assert set(given.values()) <= {(0, 0)}, f"of {kind} workers is still taken: {given}"
             for worker_id in list(workers.by_id):

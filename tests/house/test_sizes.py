@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "async_grpo"
 @pytest.mark.parametrize(
     "room", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda room: room.name
 )
-def test_no_file_is_longer_than_300_lines_and_no_function_longer_than_60(room):
+def test_no_file_is_longer_than_400_lines_and_no_function_longer_than_60(room):
     for path in room.glob("*.py"):
         text = path.read_text()
-        assert len(text.splitlines()) <= 300, path
+        assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
