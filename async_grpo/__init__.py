@@ -11,6 +11,8 @@ brings in neither torch nor Ray.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.options.version import VERSION
+
 if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
     from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from async_grpo.algorithm.aggregation import aggregate_loss as aggregate_loss
@@ -28,14 +30,14 @@ if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
     from async_grpo.experience.worker_registry import WorkerRegistry as WorkerRegistry
     from async_grpo.inference.generation_worker import GenerationWorker as GenerationWorker
     from async_grpo.inference.logprob_worker import LogprobWorker as LogprobWorker
-    from async_grpo.launch.local_run import LocalConfig as LocalConfig
+    from async_grpo.launch.local_config import LocalConfig as LocalConfig
     from async_grpo.launch.local_run import run_locally as run_locally
     from async_grpo.rewards.pool import VerifierPool as VerifierPool
     from async_grpo.types import AdapterResult as AdapterResult
     from async_grpo.types import RewardStatus as RewardStatus
     from async_grpo.types import Verdict as Verdict
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _MODULES = {
     "algorithm.advantages": ("ADVANTAGE_ESTIMATORS",),
@@ -49,7 +51,8 @@ _MODULES = {
     "experience.batcher": ("ExperienceBatcher",),
     "experience.worker_registry": ("WorkerRegistry",),
     "inference.generation_worker": ("GenerationWorker",),
-    "launch.local_run": ("LocalConfig", "run_locally"),
+    "launch.local_config": ("LocalConfig",),
+    "launch.local_run": ("run_locally",),
     "inference.logprob_worker": ("LogprobWorker",),
     "rewards.pool": ("VerifierPool",),
     "types": ("AdapterResult", "RewardStatus", "Verdict"),

@@ -1,72 +1,20 @@
 """The console script `async-grpo`: a whole run, the demo, its parts, and tools, each from one command."""
 
 import sys
-from dataclasses import fields
-from importlib import import_module
-from types import ModuleType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
-from async_grpo import __version__
-from async_grpo.config.run import FACTS
 from async_grpo.data import create_count_down, create_gsm8k
-from async_grpo.options.command_line import run_command, set_up_logging
-
-
-class Command(NamedTuple):
-    """What a command is for, where it lives, and its dataclass of options; without one it parses its arguments itself."""
-
-    help: str
-    module: str
-    config: str | None = None
-    run: str = "main"
-
-
-HELP = {
-    "run": "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
-    "demo": "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
-    "train": "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.launch.trainer.",
-    "worker": "Run one generation or logprob worker on a Ray cluster that runs already.",
-    "verify": "Try rewards on a file of completions: scores, latencies, failures, disagreements. "
-    "Exit code 1 if a reward failed on any row, 2 if the file or an option is wrong.",
-    "cache": "Show what a verdict cache holds, and prune it.",
-    "doctor": "Try all that can be tried before a run: doctor [run.toml] [options of run]. "
-    "Exit code 2 if one could not work.",
-    "status": "Show what a run does now: steps, pace, who waits for what, rewards, evaluations, alarms.",
-    "why": "Show who holds up a run that stands still, or how a run ended.",
-    "watch": "Show a run on a page for the browser, live and after its end: watch RUN [--port 8765].",
-    "samples": "Look at a run's samples: one page to open in a browser, samples RUN -o samples.html.",
-    "export": "Write the model of a checkpoint in the Hugging Face format.",
-    "eval": "Evaluate a checkpoint or a model on its own: eval PATH --data NAME=FILE --reward-fns countdown.",
-    "replay": "Train again from what a run with --record was trained on: replay RUN [--from-step K] [options].",
-    "plot": "Draw the metrics of runs, or list them: plot FILE..., plot compare|forecast|staleness|timeline|info RUN...",
-}
-PLACES = {  # module, dataclass of options, function
-    "run": ("launch.local_run", "LocalConfig", "run_locally"),
-    "demo": ("launch.demo", "DemoConfig", "demo"),
-    "train": ("launch.trainer", "RunConfig", "run"),
-    "worker": ("launch.worker", "WorkerConfig", "run"),
-    "verify": ("launch.verify", "VerifyConfig", "verify"),
-    "cache": ("launch.cache", "CacheConfig", "inspect_cache"),
-    "doctor": ("launch.doctor", "DoctorConfig", "doctor"),
-    "status": ("observe.status", "StatusConfig", "status"),
-    "why": ("observe.why", "WhyConfig", "why"),
-    "watch": ("observe.watch", "WatchConfig", "watch"),
-    "samples": ("observe.samples", "SamplesConfig", "write_samples_page"),
-    "export": ("launch.export", "ExportConfig", "export"),
-    "eval": ("launch.evaluate", "EvalConfig", "evaluate"),
-    "replay": ("launch.replay", "ReplayConfig", "replay"),
-    "plot": ("observe.plot",),
-}
-COMMANDS = {name: Command(HELP[name], f"async_grpo.{at}", *own) for name, (at, *own) in PLACES.items()}
+from async_grpo.launch.commands import COMMANDS, run_program
+from async_grpo.options.version import VERSION
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: the program's own), and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
-        print(f"async-grpo {__version__}")
+        print(f"async-grpo {VERSION}")
         raise SystemExit
     if arguments and arguments[0] in COMMANDS:
         run_program(arguments[0], arguments[1:])
@@ -87,49 +35,6 @@ def main(argv: list[str] | None = None) -> None:
     data.command("gsm8k")(create_gsm8k.main)
     app.add_typer(data, name="data")
     app(args=arguments, prog_name="async-grpo")
-
-
-def run_program(name: str, argv: list[str] | None = None) -> None:
-    """Run the command of that name with `argv` (default: the program's own), and exit."""
-    command, program = COMMANDS[name], f"async-grpo {name}"
-    module = _imported(command.module)
-    if command.config is None:
-        getattr(module, command.run)(argv, program)
-        return
-
-    def run(config: Any) -> None:
-        set_up_logging(getattr(config, "logging_level", "INFO"))
-        getattr(module, command.run)(config)
-
-    told: Any = {"help": command.help, "retired": getattr(module, "RETIRED", None), "program": program}
-    run_command(config_class(name), run, argv=argv, foreign=foreign_keys, **told)
-
-
-def config_class(name: str) -> Any:
-    """The dataclass that the command's options are made from."""
-    command = COMMANDS[name]
-    return getattr(_imported(command.module), str(command.config))
-
-
-def foreign_keys() -> set[str]:
-    """What a configuration file may hold for other programs than the one that reads it."""
-    found = {*FACTS}
-    for field in (field for name in ("run", "worker") for field in fields(config_class(name))):
-        found |= {field.name, field.metadata["also"]}
-    return found
-
-
-def _imported(name: str) -> ModuleType:
-    """The module; exits with the cause in one line where a library below it is missing or broken."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        broken = "torchvision" in str(cause)  # built for another torch, and nothing here needs it
-        way_out = "pip uninstall torchvision torchaudio torchcodec" if broken else "see README.md"
-        raise SystemExit(f"error: {name} cannot be imported: {cause}: {way_out}") from error
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class Engines(Protocol):
 class Engine(Protocol):
     """One inference engine: completes prompts, and changes its weights while it does so. Lives in one event loop.
 
-    `--engine` chooses it: a name of `generation.config.ENGINES`, or FILE.py:NAME of a class of one's own.
+    `--engine` chooses it: a name of `inference.config.ENGINES`, or FILE.py:NAME of a class of one's own.
     """
 
     kv_cache_tokens: int  # that it can hold at once: the registry balances by them

@@ -79,13 +79,13 @@ def bare(worker: Any) -> Ask:
     """One request a member, in the form of prompt that vLLM takes without a thread, as ours does."""
     from vllm.inputs import tokens_input
 
-    from async_grpo.inference.requests import Request
+    from async_grpo.inference.requests import EngineRequest
 
     numbers = itertools.count()
 
     async def request(prompt: np.ndarray) -> int:
         inputs = tokens_input(prompt.tolist())
-        params = Request.of(worker.settings, prompt, 0, 0).params
+        params = EngineRequest.of(worker.settings, prompt, 0, 0).params
         async for output in worker.engine.generate(inputs, params, f"bare-{next(numbers)}"):
             final = output
         return len(final.outputs[0].token_ids)

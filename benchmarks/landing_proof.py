@@ -208,10 +208,10 @@ class Proof:
         return self.engine.run(answer_canary(self.engine.worker, package.canary_texts), 300)
 
     def _send(self, tensors: dict[str, torch.Tensor]) -> Any:
-        from async_grpo.weights.package import pack
+        from async_grpo.weights.package import pack_weights
 
         self.loaded = None
-        image = pack(tensors, self.wire_dtype)[0]
+        image = pack_weights(tensors, self.wire_dtype)[0]
         return self.engine.run(self.engine.worker.update(-2, [memoryview(image)]), 300)
 
     def commit(self, package: Any, landed: list[str]) -> None:

@@ -27,19 +27,19 @@ import numpy as np
 
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
-from async_grpo.environments.policy import Policy, own_messages
 from async_grpo.environments.programs import Play, UseTools
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient, own_messages
 from async_grpo.experience.rollouts import reward_sample
 from async_grpo.experience.step_metrics import readable_samples, step_stats
 from async_grpo.metrics.writer import as_json
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.rewards.builtin import countdown, text
 from async_grpo.rewards.http.endpoint import BadReply
-from async_grpo.rewards.isolation.lines import Lines, encode
-from async_grpo.rewards.judges.judge_replies import by_pattern, by_schema, choices_of, text_of
+from async_grpo.rewards.isolation.lines import Lines, encode_line
+from async_grpo.rewards.judges.judge_replies import by_pattern, by_schema, reply_choices, text_of
 from async_grpo.types import (
     Completion,
     FinishReason,
@@ -194,7 +194,7 @@ class Answers:
     """In place of `EnvironmentProcesses`: each call is answered by a line of JSON, read as a process's are."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
-        self._line = encode({"answers": [answer]}) + b"\n"
+        self._line = encode_line({"answers": [answer]}) + b"\n"
         self.seconds = 0.0
 
     @asynccontextmanager
@@ -202,7 +202,7 @@ class Answers:
         yield self
 
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
-        encode({"call": name, "arguments": arguments})
+        encode_line({"call": name, "arguments": arguments})
         (message,) = Lines().feed(self._line)
         return dict(message["answers"][0])
 
@@ -280,7 +280,7 @@ class Fuzz:
 
     async def request(self, path: str, body: bytes) -> None:
         await begin_to_measure()
-        endpoint = Endpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         policy = self.policy("hm")
         key, _ = endpoint.open(policy)
@@ -299,10 +299,10 @@ class Fuzz:
 
     # What comes back from elsewhere
 
-    def policy(self, *says: str, row: dict[str, Any] | None = None) -> Policy:
+    def policy(self, *says: str, row: dict[str, Any] | None = None) -> TrajectoryClient:
         prompt = prompt_of(row or {})
-        recorder = Recorder(self.chat, own_messages(prompt.row))
-        return Policy(Says(self.chat, *says), recorder, prompt, 0, LIMITS)  # type: ignore[arg-type]
+        recorder = TrajectoryRecorder(self.chat, own_messages(prompt.row))
+        return TrajectoryClient(Says(self.chat, *says), recorder, prompt, 0, LIMITS)  # type: ignore[arg-type]
 
     async def play(self, program: Any, *says: str, row: dict[str, Any] | None = None) -> None:
         await begin_to_measure()
@@ -350,7 +350,7 @@ class Fuzz:
         said = f"Score: 1 {self.text()}"
         body = json.dumps({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
         await begin_to_measure()
-        (choice,) = choices_of(json.loads(body), 1)
+        (choice,) = reply_choices(json.loads(body), 1)
         reply = text_of(choice)
         with suppress(BadReply):
             by_pattern(reply, r"Score:\s*(\d+)")
@@ -363,7 +363,7 @@ class Fuzz:
         for reward in (countdown.score, text.format):
             with suppress(KeyError, TypeError, ValueError):
                 reward(sample)
-        encode(sample)
+        encode_line(sample)
         verdict = Verdict(RewardStatus.OK, 1.0)
         scored = Sample(prompt, completion, verdict, completion.logprobs, None, len(completion))
         group = Group(prompt, (dataclasses.replace(scored, advantages=None),), 0, 0)

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.inference.config import kv_cache_bytes
-from async_grpo.launch.local_run import LocalConfig
+from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.plan import limits, roles
 
 TOKENS = 16_384  # of a micro-batch

@@ -33,7 +33,7 @@ from async_grpo.data import TINY_MODEL
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.played import Played
-from async_grpo.environments.policy import Policy
+from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.experience.config import NO_FACTS, BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.messages import SharedRunSettings, StepEnd, WorkerInfo
@@ -124,7 +124,7 @@ async def train(delays: Delays, staleness: int, steps: int, places: int) -> tupl
     """Mean seconds of a step, and engines' mean load over trajectories' mean number; the first two steps are left out."""
     Link.live, Link.busy, Link.delays, alive = 0, Gauge(), delays, Gauge()
 
-    async def rollout(prompt: Prompt, policy: Policy) -> Completion:
+    async def rollout(prompt: Prompt, policy: TrajectoryClient) -> Completion:
         tokens, member = prompt.token_ids, policy._session.member
         alive.add(+1)
         for turn in range(delays.turns):

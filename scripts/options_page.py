@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from async_grpo.__main__ import COMMANDS, config_class
+from async_grpo.launch.commands import COMMANDS, config_class
 from async_grpo.options.command_line import fields_in_order, help_of, panel_of
 from async_grpo.options.fields import dashed
 

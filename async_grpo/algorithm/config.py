@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from async_grpo.algorithm.advantages import Estimator
     from async_grpo.algorithm.losses import PolicyLoss
 
-KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-REJECTION_STATISTICS = (
-    *("token_k1", "token_k2", "token_k3"),
-    *("sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3"),
-    *("sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k2", "sequence_max_k3"),
-)
 RANGES = {  # of the options of that name, whichever estimator or loss has them; a ratio is never below 0
     "estimator-options": {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE},
     "loss-options": {
@@ -85,7 +79,11 @@ class AlgorithmConfig(Section):
         range=NOT_NEGATIVE,
         everyday=True,
     )
-    kl_kind: str = _algorithm("k3", "Estimator of that KL; a + at the end: gradient of k2.", choices=KL_KINDS)
+    kl_kind: str = _algorithm(
+        "k3",
+        "Estimator of that KL; a + at the end: gradient of k2.",
+        choices="async_grpo.algorithm.kl:KL_KINDS",
+    )
     kl_clamp: float | None = _algorithm(None, "Hold each token's KL within +- this.", range=POSITIVE)
     kl_in_reward: bool = _algorithm(False, "Take the KL off the reward instead of adding it to the loss.")
 
@@ -102,7 +100,9 @@ class AlgorithmConfig(Section):
     importance_high: float = off_policy(2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True)
     importance_normalize: bool = off_policy(False, "Divide the weights by their mean over the step.")
     rejection_statistic: str | None = off_policy(
-        None, "Leave tokens or sequences out of the loss by this mismatch.", choices=REJECTION_STATISTICS
+        None,
+        "Leave tokens or sequences out of the loss by this mismatch.",
+        choices="async_grpo.algorithm.off_policy:REJECTION_STATISTICS",
     )
     rejection_low: float | None = off_policy(None, "Lowest accepted value.", unbounded=True)
     rejection_high: float | None = off_policy(None, "Highest accepted value.", unbounded=True)

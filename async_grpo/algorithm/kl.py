@@ -15,19 +15,30 @@ from torch import Tensor
 from async_grpo.options.fields import refuse
 
 
+def _k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def _k2(difference: Tensor) -> Tensor:
+    return difference.square() / 2
+
+
 def _k3(difference: Tensor) -> Tensor:
     # exp overflows at 88.7 in float32, 709.8 in float64: held a tenth below, so that a sum is finite too
     log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
     return torch.expm1(log_ratio) - log_ratio
 
 
-_BASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda difference: difference,
-    "k2": lambda difference: difference.square() / 2,
+KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {  # functions of logprobs - ref_logprobs
+    "k1": _k1,
+    "k2": _k2,
     "k3": _k3,
     "abs": torch.abs,
+    "k1+": _k1,
+    "k2+": _k2,
+    "k3+": _k3,
+    "abs+": torch.abs,
 }
-KL_KINDS = _BASES | {f"{name}+": value for name, value in _BASES.items()}  # of logprobs - ref_logprobs
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: float | None = None) -> Tensor:

@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import compact_ids, sequence_sums
-from async_grpo.algorithm.config import REJECTION_STATISTICS
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.options.fields import refuse
 
 LOG_RATIO_LIMIT = 20.0  # x of a token and the sum of a sequence are held there: e^20 = 4.9e8
+REJECTION_STATISTICS: dict[str, tuple[str, str]] = {  # name -> what is judged, and the estimator
+    "token_k1": ("token", "k1"),
+    "token_k2": ("token", "k2"),
+    "token_k3": ("token", "k3"),
+    "sequence_sum_k1": ("sequence_sum", "k1"),
+    "sequence_sum_k2": ("sequence_sum", "k2"),
+    "sequence_sum_k3": ("sequence_sum", "k3"),
+    "sequence_mean_k1": ("sequence_mean", "k1"),
+    "sequence_mean_k2": ("sequence_mean", "k2"),
+    "sequence_mean_k3": ("sequence_mean", "k3"),
+    "sequence_max_k2": ("sequence_max", "k2"),
+    "sequence_max_k3": ("sequence_max", "k3"),
+}
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask")
 
@@ -140,7 +152,7 @@ def rejection_mask(
         f"rejection by {statistic} cannot keep [{low}, {high}]; give 0 <= low <= high, at least one of them, and high > 0",
     )
     mask = mask.bool()
-    scope, kind = statistic.rsplit("_", 1)
+    scope, kind = REJECTION_STATISTICS[statistic]
     x = held(log_ratio(logprobs, behaviour_logprobs, mask))
     values = x if kind == "k1" else KL_KINDS[kind](-x)
     if scope != "token":

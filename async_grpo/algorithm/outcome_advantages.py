@@ -12,7 +12,7 @@ from torch import Tensor
 from async_grpo.algorithm.statistics import Groups, over, power_of_two_near, whitened
 
 
-def score(rewards: Tensor) -> Tensor:
+def sample_scores(rewards: Tensor) -> Tensor:
     """s_i, (B, 1)."""
     return rewards.sum(dim=1, keepdim=True)
 
@@ -24,7 +24,7 @@ def grpo(rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6) ->
     >>> ADVANTAGE_ESTIMATORS["grpo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
     """
-    return groups.standardised(score(rewards), groups.participates, eps)
+    return groups.standardised(sample_scores(rewards), groups.participates, eps)
 
 
 def dr_grpo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
@@ -36,7 +36,7 @@ def dr_grpo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     >>> ADVANTAGE_ESTIMATORS["dr_grpo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 0.5000, -0.5000, -0.5000,  0.5000])
     """
-    return groups.centred(score(rewards), groups.participates)
+    return groups.centred(sample_scores(rewards), groups.participates)
 
 
 def rloo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
@@ -62,7 +62,7 @@ def opo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     >>> ADVANTAGE_ESTIMATORS["opo"](rewards, mask, torch.zeros(2, dtype=int)).tolist()
     [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
     """
-    return groups.centred(score(rewards), groups.participates, used.double().sum(dim=1, keepdim=True))
+    return groups.centred(sample_scores(rewards), groups.participates, used.double().sum(dim=1, keepdim=True))
 
 
 def gpg(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
@@ -74,7 +74,7 @@ def gpg(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     >>> ADVANTAGE_ESTIMATORS["gpg"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 3., -1., -1., -1.])
     """
-    scored = ((score(rewards) != 0) & groups.participates).sum().clamp(min=1)
+    scored = ((sample_scores(rewards) != 0) & groups.participates).sum().clamp(min=1)
     return dr_grpo(rewards, used, groups) * groups.participates.sum() / scored
 
 
@@ -90,7 +90,7 @@ def grpo_passk(
     >>> ADVANTAGE_ESTIMATORS["grpo_passk"](scores, torch.ones(3, 1), torch.zeros(3, dtype=int), normalize=False).flatten()
     tensor([0., 2., 0.])
     """
-    scores, participates = score(rewards), groups.participates
+    scores, participates = sample_scores(rewards), groups.participates
     on_top = participates & (scores == -groups.lowest(-scores, participates))
     leads = on_top & (groups.total(on_top) == 1)
     lead = torch.where(leads, scores + groups.lowest(-scores, participates & ~on_top), 0)
@@ -115,7 +115,7 @@ def grpo_batch_std(
     >>> estimator(scores, torch.ones(4, 1), torch.tensor([0, 0, 1, 1]), centred=False).flatten()
     tensor([ 1.0000, -1.0000,  0.0000,  0.0000])
     """
-    scores = score(rewards)
+    scores = sample_scores(rewards)
     above = groups.centred(scores, groups.participates)
     pool = (above if centred else scores)[groups.participates]
     deviation = torch.zeros_like(pool[0])

@@ -48,7 +48,7 @@ def make_trainer(
     digests_read: dict[str, str] | None = None,
     publisher: WeightPublisher | None = None,
 ) -> Trainer:
-    """The trainer of one rank. Rank 0 alone reaches engines, and the experience to save; `digests_read`: `inputs`."""
+    """The trainer of one rank. Rank 0 alone reaches engines, and the experience to save; `digests_read`: `data_digests`."""
     own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
     policy = _policy(config, settings, ranks)

@@ -22,7 +22,7 @@ from async_grpo.environments.make import make_played, source_of
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.experience.dataset import Question
 from async_grpo.messages import Message, MicroBatch
-from async_grpo.metrics.console import means_of, waiting
+from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
 from async_grpo.processes.untrusted_files import read_bytes
@@ -106,7 +106,7 @@ class RemoteExperience:
         if self._evaluation is None:
             return
         step, asked = self._evaluation
-        with waiting(f"waiting for the evaluation at step {step}") if wait_until else nullcontext():
+        with show_waiting(f"waiting for the evaluation at step {step}") if wait_until else nullcontext():
             while not ray.wait([asked], timeout=0)[0]:
                 if time.monotonic() >= wait_until or self.told_to_end.wait(0.1):
                     if wait_until:

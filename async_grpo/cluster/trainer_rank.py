@@ -28,11 +28,11 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.cluster.remote_experience import RemoteExperience, start_batcher
 from async_grpo.cluster.weight_sync import RayEngines, check_object_store
 from async_grpo.config.preflight import Prepared
-from async_grpo.config.resume import as_options, inputs
+from async_grpo.config.resume import as_options, data_digests
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, RunInterrupted, WorkerLost
 from async_grpo.messages import SharedRunSettings
-from async_grpo.metrics.console import waiting
+from async_grpo.metrics.console import show_waiting
 from async_grpo.metrics.trackers import parse_trackers, trackers_of
 from async_grpo.metrics.watchdog import Watchdog
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, rewind
@@ -88,7 +88,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
 
     engines = RayEngines(controller, config.sync_timeout_s)
     made = config, prepared.settings, ranks, experience, engines, experience.after_step
-    trainer = make_trainer(*made, save_experience, inputs(config))
+    trainer = make_trainer(*made, save_experience, data_digests(config))
     if get_transport(prepared.settings.transport).fills_object_store:
         itemsize = torch_dtype(prepared.settings.dtype).itemsize
         check_object_store(itemsize * sum(weight.numel() for _, weight in named_weights(trainer.policy)))
@@ -101,7 +101,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     with (
         closing(trackers_of(*told, as_options(config))) as trackers,
         closing(MetricsWriter(config.output_path, config.num_steps, samples_file, trackers.log)) as metrics,
-        waiting(joined, until=lambda: trainer.version > max(0, done)),
+        show_waiting(joined, until=lambda: trainer.version > max(0, done)),
     ):
         trainer.write = metrics.write
         trainer.run()

@@ -49,7 +49,7 @@ def dispatch(config: WorkerConfig) -> None:
     try:
         while True:
             try:
-                _work_for(Run.find(config, patience_s), worker)
+                _work_for(RunHandle.find(config, patience_s), worker)
             except _TrainerDied as died:
                 if not config.rejoin_s:
                     raise
@@ -62,7 +62,7 @@ def dispatch(config: WorkerConfig) -> None:
         worker.end()
 
 
-class Run:
+class RunHandle:
     """A run as one start of its trainer opened it, for a worker of that kind."""
 
     def __init__(self, controller: Any, kind: str) -> None:
@@ -71,7 +71,7 @@ class Run:
         self.settings: SharedRunSettings = self.unless_closed(controller.settings.remote())
 
     @classmethod
-    def find(cls, config: WorkerConfig, patience_s: float) -> "Run":
+    def find(cls, config: WorkerConfig, patience_s: float) -> "RunHandle":
         """The run of the worker's name, once a trainer has opened it; ConfigurationError: it needs no such worker."""
         kind = GENERATION if config.mode == GENERATION else config.role
         run = cls(find_controller(config.run_name, patience_s), kind)
@@ -114,7 +114,7 @@ class Worker:
         self.answers = False  # and will close in order
         self._processes: list[psutil.Process] = []
 
-    def load(self, run: Run) -> tuple[int, int]:
+    def load(self, run: RunHandle) -> tuple[int, int]:
         """Load the model, unless it is loaded and serves this run, too; returns what it offers.
 
         ConfigurationError: it is not the trainer's.
@@ -174,7 +174,7 @@ def _make_actor(config: WorkerConfig) -> Any:
     return actor
 
 
-def _work_for(run: Run, worker: Worker) -> None:
+def _work_for(run: RunHandle, worker: Worker) -> None:
     """Until the run ends or its trainer dies; a worker that dies is started again."""
     config, restarts = worker.config, 0
     while True:
@@ -196,7 +196,7 @@ def _work_for(run: Run, worker: Worker) -> None:
             worker.begin()
 
 
-def _be_member(run: Run, worker: Worker) -> None:
+def _be_member(run: RunHandle, worker: Worker) -> None:
     """Load the worker, let it join, and wait for the end of the run, for a death (_WorkerDied), or until it is drained."""
     config, worker_id = worker.config, f"{run.kind}-{uuid.uuid4().hex[:6]}"
     doing, reason = "could not start", "the run is over"
@@ -233,7 +233,7 @@ def _be_member(run: Run, worker: Worker) -> None:
 class _Drain:
     """Handles SIGTERM: the first has the worker drained, the next one ends this program."""
 
-    def __init__(self, run: Run, worker_id: str, within_s: float) -> None:
+    def __init__(self, run: RunHandle, worker_id: str, within_s: float) -> None:
         self.came = False
         self._run, self._asked = run, (run.kind, worker_id, within_s)
 

@@ -4,16 +4,14 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.config.recipes import RECIPES
+from async_grpo.config.run_options import RunOptions
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
 from async_grpo.weights.config import get_transport
-
-if TYPE_CHECKING:
-    from async_grpo.config.run import RunConfig
 
 # The options that a rule speaks of, and what its message says after their values
 Broken = Iterator[tuple[str, str]]
@@ -46,7 +44,7 @@ def _told(config: Any, flags: str, why: str) -> str:
     return " ".join([*(f"--{dashed(name)} {getattr(config, name)}" for name in flags.split()), why])
 
 
-def broken_values(c: "RunConfig") -> Broken:
+def broken_values(c: RunOptions) -> Broken:
     """What can be seen to be wrong without looking anything up."""
     preset, defaults = RECIPES.get(c.recipe or "", {}), type(c).__dataclass_fields__
     if preset and not _changed(c, (key for key in preset if preset[key] != defaults[key].default)):
@@ -89,7 +87,7 @@ def broken_values(c: "RunConfig") -> Broken:
     yield from _idle_values(c)
 
 
-def _broken_rejection(c: "RunConfig") -> Broken:
+def _broken_rejection(c: RunOptions) -> Broken:
     flags = "rejection_statistic rejection_low rejection_high"
     if c.rejection_statistic is None:
         why = "without --rejection-statistic: give one, or leave the bounds out"
@@ -105,7 +103,7 @@ def _broken_rejection(c: "RunConfig") -> Broken:
         yield flags, why
 
 
-def _idle_values(c: "RunConfig") -> Broken:
+def _idle_values(c: RunOptions) -> Broken:
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
     weighs, importance = c.importance_level != "none", "importance_mode importance_low importance_high"
     for used, flags, why in (
@@ -128,13 +126,13 @@ def _idle_values(c: "RunConfig") -> Broken:
         _warn(c, idle(c, "num_warmup_steps", "with --lr-scheduler constant: use constant_with_warmup"))
 
 
-def check_methods(config: "RunConfig") -> None:
+def check_methods(config: RunOptions) -> None:
     """Raise ConfigurationError for settings that the run's estimator, loss, schedule or transport cannot use."""
     _ = config.estimator_settings, config.loss_settings  # raise for what is no option of theirs
     refuse_broken(config, _broken_methods(config))
 
 
-def _broken_methods(c: "RunConfig") -> Broken:
+def _broken_methods(c: RunOptions) -> Broken:
     estimator = c.estimator
     if not estimator.needs_critic:
         flags = "critic_coef critic_clip critic_learning_rate critic_trunk_gradient"
@@ -159,7 +157,7 @@ def _broken_methods(c: "RunConfig") -> Broken:
         yield "weight_transport old_policy policy_loss", f"do not go together: {why}"
 
 
-def _broken_loss(c: "RunConfig") -> Broken:
+def _broken_loss(c: RunOptions) -> Broken:
     loss, current, weighs = c.loss, c.old_policy == "current", c.importance_level != "none"
     if not loss.uses_ratio and not (c.old_policy == "proximal" and (weighs or c.rejection_statistic)):
         why = f"with --policy-loss {c.policy_loss}, which has no ratio: leave it out"

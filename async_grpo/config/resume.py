@@ -61,7 +61,7 @@ def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
         _refuse_to_begin_over(config)
         return None
     refuse_changes(config, found[0], found[1].options)
-    if found[1].inputs != (now := inputs(config)):
+    if found[1].inputs != (now := data_digests(config)):
         what = ", ".join(name for name in now if now[name] != found[1].inputs.get(name))
         other = f"the file of --{dashed(what)} is not the one that the run of {found[0]} read"
         raise ConfigurationError(f"{other}; {WAY_OUT}")
@@ -140,7 +140,7 @@ def as_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def inputs(config: RunConfig) -> dict[str, str]:
+def data_digests(config: RunConfig) -> dict[str, str]:
     """By which it is known that data are the same: the sha256 of their file."""
     if config.data_path == ROWS:  # then the environment's name and options tell
         return {"data_path": f"{config.environment} {config.environment_options}"}

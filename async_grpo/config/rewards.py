@@ -7,11 +7,10 @@ from typing import Any
 
 from async_grpo.config.compatibility import Broken, idle, refuse_broken
 from async_grpo.config.run import RunConfig
-from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import OUTCOME, OVERLONG, RunFacts
 from async_grpo.rewards.adapter.decorators import best_reward_of, check_options, traits_of
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, registry_file, resolve
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.middleware import PRICE
 

@@ -18,10 +18,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.open_trajectory import Trajectory
-from async_grpo.environments.policy import Policy, row_of
+from async_grpo.environments.trajectory_client import TrajectoryClient, row_of
 from async_grpo.options.redaction import redacted, register_secrets
+from async_grpo.options.source_file import PACKAGE_ROOT
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.isolation.adapter_process import child_environment
 from async_grpo.types import Completion, Prompt
@@ -31,7 +32,6 @@ MAX_PROCESSES = 256  # of one agent
 ENDS_WITHIN_S = 10.0
 KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
 READ_OUTPUT = 2**16  # bytes of it in which secrets are looked for
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -42,7 +42,7 @@ class AgentFailed(RuntimeError):
 class _Agent:
     """What both kinds of programs below have: the endpoint, and a command with variables for its environment."""
 
-    def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str] | None) -> None:
+    def __init__(self, endpoint: AgentEndpoint, command: str, variables: Mapping[str, str] | None) -> None:
         self._endpoint, self._command, self._variables = endpoint, command, variables
         register_secrets((variables or {}).values())
 
@@ -85,7 +85,7 @@ class _Agent:
 class RunAgent(_Agent):
     """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
 
-    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+    async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
         key, trajectory = self._endpoint.open(policy)
 
         def so_far() -> Completion:  # what it makes of a limit is no answer to its task
@@ -114,7 +114,7 @@ class AwaitAgent(_Agent):
 
     _watching: asyncio.Task[None] | None = None
 
-    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+    async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
         key, trajectory = self._endpoint.open(policy)
         try:
             self._endpoint.offer(key)
@@ -151,7 +151,7 @@ class AwaitAgent(_Agent):
         await self._endpoint.close()
 
 
-def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
+def _reported(policy: TrajectoryClient, trajectory: Trajectory) -> Completion:
     result = trajectory.result
     assert result is not None
     if result.failure:
@@ -175,7 +175,7 @@ def last_words(output: str) -> str:
 def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
     """Without this package on the path: an agent may be of another interpreter, that our packages do not fit."""
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [path for path in paths if Path(path).resolve() != PACKAGE_ROOT]
+    kept = [path for path in paths if Path(path).resolve() != PACKAGE_ROOT.resolve()]
     return {**variables, "PYTHONPATH": os.pathsep.join(kept)}
 
 

@@ -219,7 +219,7 @@ def before_any(stop: Sequence[str], text: str) -> str:
     return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
 
 
-def key_of(message: Message) -> str:
+def message_key(message: Message) -> str:
     """Return that by which a message of the policy is known again, whatever else a client has put into it."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     described = [

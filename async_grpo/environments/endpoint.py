@@ -27,15 +27,22 @@ from async_grpo.environments.openai_api import (
     MODEL,
     ChatRequest,
     CompletionRequest,
-    Request,
+    OpenAIRequest,
     Result,
     as_template,
     body_of,
     events_of,
     streamed,
 )
-from async_grpo.environments.policy import Context, Policy, Reply, SharedContext, Whole, row_of
-from async_grpo.environments.request_body import parsed, read_body
+from async_grpo.environments.request_body import parsed_body, read_body
+from async_grpo.environments.trajectory_client import (
+    Context,
+    Reply,
+    SharedContext,
+    TrajectoryClient,
+    Whole,
+    row_of,
+)
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
@@ -48,7 +55,7 @@ MAX_FAULT_CHARACTERS = 300  # of a name that a request has made up, and of what 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
 
 
-class Endpoint:
+class AgentEndpoint:
     """Listens on `host` (loopback, unless told otherwise) from `start` to `close`. Each open trajectory has a key.
 
     told: file that is to hold address and key of the run, for agents that are started elsewhere.
@@ -114,7 +121,7 @@ class Endpoint:
         if self._told is not None:
             self._told.unlink(missing_ok=True)
 
-    def open(self, policy: Policy) -> tuple[str, Trajectory]:
+    def open(self, policy: TrajectoryClient) -> tuple[str, Trajectory]:
         """A key for the trajectory of that policy."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._open[key] = trajectory = Trajectory(policy)
@@ -186,9 +193,9 @@ class Endpoint:
         return await self._answer(request, asked, prompt, len(body))
 
     async def _answer(
-        self, request: web.Request, asked: Request, context: Context, size: int, **more: Any
+        self, request: web.Request, asked: OpenAIRequest, context: Context, size: int, **more: Any
     ) -> web.StreamResponse:
-        policy: Policy = request[TRAJECTORY].policy
+        policy: TrajectoryClient = request[TRAJECTORY].policy
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
         max_tokens = min(limits, default=None)
@@ -224,25 +231,27 @@ class Endpoint:
 
 
 def _context_tokens(request: web.Request) -> int:
-    policy: Policy = request[TRAJECTORY].policy
+    policy: TrajectoryClient = request[TRAJECTORY].policy
     return policy.limits.tokens
 
 
 def _chat_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the request, and its messages as the chat template takes them."""
-    asked = ChatRequest.model_validate(parsed(body))
+    asked = ChatRequest.model_validate(parsed_body(body))
     return asked, [as_template(message) for message in asked.messages]
 
 
 def _completion_of(body: bytes, context_tokens: int) -> CompletionRequest:
-    return CompletionRequest.model_validate(parsed(body, max_token_ids=context_tokens))
+    return CompletionRequest.model_validate(parsed_body(body, max_token_ids=context_tokens))
 
 
 def _result_of(body: bytes) -> Result:
-    return Result.model_validate(parsed(body))
+    return Result.model_validate(parsed_body(body))
 
 
-async def _response(request: web.Request, asked: Request, replies: Sequence[Reply]) -> web.StreamResponse:
+async def _response(
+    request: web.Request, asked: OpenAIRequest, replies: Sequence[Reply]
+) -> web.StreamResponse:
     """Return the replies as the request wants them: whole, or streamed."""
     answer = body_of(asked, replies)
     sizes = [len(reply.text) for reply in replies]

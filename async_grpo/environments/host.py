@@ -36,8 +36,8 @@ CAPACITY = 64  # calls at a time, of what is async
 MAX_ANSWER = 65_536  # characters of a tool's
 
 
-def hosted(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
-    """See `isolation.child.hosted`."""
+def hosted_environment(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
+    """See `isolation.child.hosted_reward`."""
     found = SourceFile(**greeting["source"]).object()
     of_class = kind_of(found) == "environment"
     called = (found.reset, found.step, getattr(found, "close", None)) if of_class else found

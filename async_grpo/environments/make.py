@@ -1,18 +1,14 @@
 """What `--environment` names, and the `Generation` that has it play."""
 
-import json
-import shlex
-import subprocess
-import sys
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_grpo.environments.agents import AwaitAgent, RunAgent, for_agents
+from async_grpo.environments.adapters import ADAPTERS, adapter_of, argument_of
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
-from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.host import kind_of
 from async_grpo.environments.played import Played
 from async_grpo.environments.processes import EnvironmentProcess, EnvironmentProcesses
@@ -20,25 +16,18 @@ from async_grpo.environments.programs import Play, UseTools
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
-from async_grpo.options.fields import nearest, refuse
+from async_grpo.options.fields import nearest
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.processes.http_server import MAX_CONNECTIONS
 from async_grpo.protocols import Generation
-from async_grpo.rewards.isolation.adapter_process import child_environment
 
-HERE, ELSEWHERE = Path(__file__).parent, "endpoint"
-PROCESSES, AGENTS, ROWS_WITHIN_S = 4, 64, 600.0  # the first two by default
+HERE = Path(__file__).parent
+PROCESSES, AGENTS = 4, 64  # by default
 CONNECTIONS_PER_AGENT = 8  # to the endpoint, at once
-ENVIRONMENTS: dict[str, str] = {
+ENVIRONMENTS: dict[str, str] = {  # games of ours; the folder of another run may name them
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
 }
-ECOSYSTEM = {  # and what is to be installed
-    "reasoning_gym": ("ecosystem/reasoning_gym.py:ReasoningGym", "reasoning-gym"),
-    "textarena": ("ecosystem/textarena.py:TextArena", "textarena"),
-    "openenv": ("ecosystem/openenv.py:OpenEnv", "openenv-core"),
-}
-PREFIXES = {"agent": "COMMAND", "verifiers": "NAME"} | dict.fromkeys(ECOSYSTEM, "NAME")
 
 
 def source_of(name: str) -> SourceFile | None:
@@ -46,31 +35,39 @@ def source_of(name: str) -> SourceFile | None:
 
     ConfigurationError: it cannot be read, or nothing in it can play.
     """
-    prefix, _, inside = name.partition(":")
-    unnamed = prefix in PREFIXES and not inside.strip()
-    refuse(unnamed, f"--environment {name!r}: say which one, {prefix}:{PREFIXES.get(prefix)}")
-    if name == ELSEWHERE or prefix in ("agent", "verifiers"):
+    adapter = adapter_of(name)
+    if adapter is not None and adapter.agents is not None:
         return None
-    own, package = ECOSYSTEM.get(prefix, (ENVIRONMENTS.get(name), ""))
-    if own is None and not is_file(name):
-        prefixed = [f"{one}:{behind}" for one, behind in PREFIXES.items()]
-        known = [*ENVIRONMENTS, *prefixed, "FILE.py:NAME", ELSEWHERE]
+    shipped = adapter.source if adapter is not None else ENVIRONMENTS.get(name)
+    if shipped is None and not is_file(name):
+        known = _known_names()
         names = f"{', '.join(known)}{nearest(name, known)}"
         raise ConfigurationError(f"--environment {name!r} is unknown; known: {names}")
-    source = read_once(name if own is None else str(HERE / own))
+    source = read_once(name if shipped is None else str(HERE / shipped))
     try:
         kind_of(source.object())
     except ConfigurationError as error:
-        refuse(bool(package), f"--environment {name}: {error}; is it installed? pip install {package}")
+        if adapter is not None:
+            cure = f"is it installed? pip install {adapter.package}"
+            raise ConfigurationError(f"--environment {name}: {error}; {cure}") from error
         raise
     return source
 
 
+def _known_names() -> list[str]:
+    """Return what `--environment` may be, for a message: what has an argument before FILE.py:NAME."""
+    with_argument = [f"{name}:{adapter.argument}" for name, adapter in ADAPTERS.items() if adapter.argument]
+    without = [name for name, adapter in ADAPTERS.items() if not adapter.argument]
+    return [*ENVIRONMENTS, *with_argument, "FILE.py:NAME", *without]
+
+
 def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
     """What the environment's constructor is given."""
-    prefix, _, inside = (config.environment or "").partition(":")
-    named = {"environment": inside} if prefix in ECOSYSTEM else {}
-    return config.environment_settings | named
+    name = config.environment or ""
+    adapter = adapter_of(name)
+    if adapter is None or not adapter.source:
+        return config.environment_settings
+    return config.environment_settings | {"environment": argument_of(name)}
 
 
 def rows_of(
@@ -81,40 +78,14 @@ def rows_of(
     ConfigurationError: it makes none.
     """
     name = config.environment or ""
-    if name.startswith("verifiers:"):
-        return _verifiers_rows(config, split, variables)
+    adapter = adapter_of(name)
+    if adapter is not None and adapter.rows is not None:
+        return adapter.rows(config, split, variables)
     source = source_of(name) if name else None
     make = getattr(source.object(), "rows", None) if source else None
     if make is None:
         raise ConfigurationError(f"--environment {name} makes no rows (--data-path {ROWS}): give a file")
     return make(split, **settings_of(config))
-
-
-def _verifiers_command(config: EnvironmentConfig, mode: str, *more: str) -> list[str]:
-    options: dict[str, Any] = {}
-    for dotted, value in config.environment_settings.items():
-        *path, last = dotted.split(".")
-        reduce(lambda inside, part: inside.setdefault(part, {}), path, options)[last] = value
-    program = str(HERE / "ecosystem" / "verifiers_program" / "verifiers_agent.py")
-    python, name = str(options.pop("python", sys.executable)), str(config.environment).partition(":")[2]
-    return [python, program, mode, name, json.dumps(options), *more]
-
-
-def _verifiers_rows(
-    config: EnvironmentConfig, split: str, variables: Mapping[str, str] | None
-) -> list[dict[str, Any]]:
-    command = _verifiers_command(config, "rows", split)
-    try:
-        # As it plays later: what it finds now, it must find then
-        told: Any = {"env": for_agents(child_environment(variables)), "capture_output": True, "text": True}
-        ended = subprocess.run(command, timeout=ROWS_WITHIN_S, **told)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigurationError(f"--environment {config.environment}: {error}") from error
-    if ended.returncode:
-        hint = "; --environment-options python=PATH names the interpreter that verifiers is installed in"
-        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ConfigurationError(f"--environment {config.environment}: {last}{hint}")
-    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def make_played(
@@ -137,17 +108,7 @@ def make_played(
     )
     chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens)
     if source is None:
-        prefix, _, command = str(config.environment).partition(":")
-        told = folder / "endpoint.json" if folder and prefix == ELSEWHERE else None
-        at_once = config.environment_processes or AGENTS
-        connections = max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once)
-        endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told, connections)
-        if prefix == "agent":
-            one = RunAgent(endpoint, command, variables)
-            return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)
-        command = shlex.join(_verifiers_command(config, "play")) if command else ""
-        agent = AwaitAgent(endpoint, command, variables)
-        return Played(generation, agent, chat, limits, at_once=at_once, needs=agent)
+        return _played_by_agents(config, chat, limits, generation, folder, variables)
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
@@ -156,3 +117,21 @@ def make_played(
     processes = EnvironmentProcesses(make, count, config.environment_timeout_s)
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
     return Played(generation, program, chat, limits, needs=processes)
+
+
+def _played_by_agents(
+    config: EnvironmentConfig,
+    chat: Chat,
+    limits: TrajectoryLimits,
+    generation: Generation,
+    folder: Path | None,
+    variables: Mapping[str, str] | None,
+) -> Played:
+    adapter = adapter_of(str(config.environment))
+    assert adapter is not None and adapter.agents is not None, f"{config.environment} has a source"
+    address_file = folder / "endpoint.json" if folder and adapter.publishes_endpoint else None
+    at_once = config.environment_processes or AGENTS
+    connections = max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once)
+    endpoint = AgentEndpoint(config.endpoint_host, config.endpoint_port, address_file, connections)
+    program, needs = adapter.agents(config, endpoint, variables)
+    return Played(generation, program, chat, limits, at_once=at_once, needs=needs)

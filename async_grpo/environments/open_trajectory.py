@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 
 from async_grpo.environments.openai_api import Result
-from async_grpo.environments.policy import Policy, Reply
+from async_grpo.environments.trajectory_client import Reply, TrajectoryClient
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
@@ -12,7 +12,7 @@ from async_grpo.options.fields import refuse
 class Trajectory:
     """An open trajectory: its policy, and what was reported of it."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: TrajectoryClient) -> None:
         self.policy = policy
         self.result: Result | None = None
         self.claimed, self.reported = asyncio.Event(), asyncio.Event()

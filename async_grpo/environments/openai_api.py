@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, Field, FiniteFloat
 
-from async_grpo.environments.policy import Reply
+from async_grpo.environments.trajectory_client import Reply
 from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
 from async_grpo.processes.http_server import ANSWER_WITHIN_S
 from async_grpo.processes.offload import offloaded
@@ -31,7 +31,7 @@ Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-class Request(BaseModel):
+class OpenAIRequest(BaseModel):
     """What both kinds of requests may say; all else is ignored.
 
     Lists fail at their first fault: collecting those of a long list would take as long as a long conversation.
@@ -70,7 +70,7 @@ class ChatMessage(BaseModel, extra="allow"):
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
 
-class ChatRequest(Request):
+class ChatRequest(OpenAIRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     # Nothing can be forced: what is drawn is drawn as it is trained
@@ -78,7 +78,7 @@ class ChatRequest(Request):
     response_format: Plain | None = None
 
 
-class CompletionRequest(Request):
+class CompletionRequest(OpenAIRequest):
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
     echo: Literal[False] | None = None
 
@@ -101,7 +101,7 @@ def as_template(message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-def body_of(asked: Request, replies: Sequence[Reply]) -> dict[str, Any]:
+def body_of(asked: OpenAIRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     is_chat, tokens = isinstance(asked, ChatRequest), sum(len(reply.completion) for reply in replies)
     choices = []
     for index, reply in enumerate(replies):
@@ -125,7 +125,7 @@ def body_of(asked: Request, replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def events_of(asked: Request, answer: dict[str, Any]) -> list[dict[str, Any]]:
+def events_of(asked: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the answer in the pieces that clients of a stream expect."""
     frame = {key: value for key, value in answer.items() if key not in ("usage", "choices")}
     is_chat = isinstance(asked, ChatRequest)

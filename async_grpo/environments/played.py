@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.policy import Policy, own_messages
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient, own_messages
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
 
 # A rollout: plays one trajectory about the prompt, and returns `policy.trajectory(...)`
-Program = Callable[[Prompt, Policy], Awaitable[Completion]]
+Program = Callable[[Prompt, TrajectoryClient], Awaitable[Completion]]
 
 
 class Needs(Protocol):
@@ -61,8 +61,8 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
         async with self._places:
-            recorder = Recorder(self._chat, own_messages(prompt.row))
-            policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
+            recorder = TrajectoryRecorder(self._chat, own_messages(prompt.row))
+            policy = TrajectoryClient(self._generation, recorder, prompt, member, self._limits, sampling)
             try:
                 try:
                     async with asyncio.timeout(self._limits.seconds) as limit:
@@ -80,7 +80,7 @@ class Played:
                     raise policy.failure from error
                 return policy.trajectory(failure=f"{type(error).__name__}: {error}")
 
-    def _checked(self, policy: Policy, returned: Any) -> Completion:
+    def _checked(self, policy: TrajectoryClient, returned: Any) -> Completion:
         if policy.failure is not None:  # the program has made something else of it
             raise policy.failure
         if not isinstance(returned, Completion) or returned.outcome is None:

@@ -18,7 +18,7 @@ class EnvironmentFailed(RuntimeError):
 class EnvironmentProcess(AdapterProcess):
     """One process. It serves calls in order, those of async environments all at once."""
 
-    host = "async_grpo.environments.host"
+    host = "async_grpo.environments.host:hosted_environment"
     trajectories = stuck = 0  # that play in it; that have ended in the middle of a step which goes on
 
     async def ask(self, call: str, of: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:

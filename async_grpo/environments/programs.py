@@ -3,8 +3,8 @@
 import hashlib
 from typing import Any
 
-from async_grpo.environments.policy import Foreign, Policy, messages_of, row_of
 from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses
+from async_grpo.environments.trajectory_client import Foreign, TrajectoryClient, messages_of, row_of
 from async_grpo.types import Completion, Prompt
 
 
@@ -14,7 +14,7 @@ class Play:
     def __init__(self, processes: EnvironmentProcesses, seed: int) -> None:
         self._processes, self._seed = processes, seed
 
-    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+    async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
         rewards, states, messages = list[float](), list[str](), list[dict[str, Any]]()
         async with self._processes.place() as place:
             told = await place.call("reset", row_of(prompt), task_seed(self._seed, prompt))
@@ -46,7 +46,7 @@ class UseTools:
         self._processes = processes
         self._schemas: list[dict[str, Any]] | None = None
 
-    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+    async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
         messages = messages_of(prompt.row) or [{"role": "user", "content": prompt.row["input"]}]
         calls = errors = 0
         async with self._processes.place() as place:

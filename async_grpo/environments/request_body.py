@@ -46,7 +46,7 @@ async def read_body(request: web.Request, context_tokens: int) -> bytes:
     return bytes(body)
 
 
-def parsed(body: bytes, *, max_token_ids: int = 0) -> Any:
+def parsed_body(body: bytes, *, max_token_ids: int = 0) -> Any:
     """Return the JSON of a body.
 
     HTTPBadRequest: it is no JSON in UTF-8, is nested deeper than `parse_json` allows, or has more than MAX_VALUES values

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.environments.chat import Chat, Message, before_any, key_of, message_of
+from async_grpo.environments.chat import Chat, Message, before_any, message_key, message_of
 from async_grpo.environments.control_tokens import Rendered
 from async_grpo.processes.offload import offloaded
 from async_grpo.types import Completion, FinishReason, Outcome, Turn
@@ -70,7 +70,7 @@ class Ask:
         return len(self.goes_on.turns[0][1].before) if self.goes_on else len(self.token_ids)
 
 
-class Recorder:
+class TrajectoryRecorder:
     """The sequences of one trajectory. `ask_*` finds how a turn goes on, `add` notes what was sampled.
 
     Args:
@@ -205,7 +205,7 @@ class Recorder:
 
     def _as_sampled(self, message: Message) -> Message:
         """Return the message as it was sampled, if it is one of the policy's; else the same object."""
-        raw = self._raw.get(key_of(message)) if message.get("role") == "assistant" else None
+        raw = self._raw.get(message_key(message)) if message.get("role") == "assistant" else None
         return message if raw is None else {"role": "assistant", "content": raw}
 
     def _is_own(self, message: Message) -> bool:
@@ -217,4 +217,4 @@ def _handed_out(text: str, stop: Sequence[str], turn: int | None) -> tuple[dict[
     """Return the message that was said, with calls of tools if the turn has a number; and its key."""
     said = before_any(stop, text)
     message = {"role": "assistant", "content": said} if turn is None else message_of(said, turn)
-    return message, key_of(message)
+    return message, message_key(message)

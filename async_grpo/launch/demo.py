@@ -17,7 +17,8 @@ from async_grpo.data import (
     GUESS_TRAIN,
     TINY_MODEL,
 )
-from async_grpo.launch.local_run import LocalConfig, check, start
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import check, start
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.observe.samples import SamplesConfig, write_samples_page

@@ -26,7 +26,8 @@ from async_grpo.config.resume import goes_on
 from async_grpo.errors import EXIT_USAGE
 from async_grpo.launch import plan as quick
 from async_grpo.launch import process_variables
-from async_grpo.launch.local_run import LocalConfig, check
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import check
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option

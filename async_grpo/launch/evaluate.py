@@ -12,16 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.config.run import MemberConfig, RunConfig
+from async_grpo.config.run import RunConfig
+from async_grpo.config.run_options import MemberConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
-from async_grpo.launch.local_run import LocalConfig, check, parameters, start
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import check, parameters, start
 from async_grpo.launch.process_variables import gpus
-from async_grpo.metrics.console import means_of, waiting
+from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import (
@@ -202,7 +204,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
     controller = open_run(config, replace(prepared.settings, trains=False))
     answer(start_batcher(controller, prepared), config.start_timeout_s)
     await_workers(controller, config)
-    with waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
+    with show_waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
         found = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
     columns = []
     for name, result in found.items():
@@ -221,6 +223,6 @@ def ask_and_score(config: EvaluatorConfig) -> None:
 
 
 if __name__ == "__main__":
-    from async_grpo.__main__ import foreign_keys
+    from async_grpo.launch.commands import foreign_keys
 
     run_command(EvaluatorConfig, ask_and_score, help="See `async-grpo eval`.", foreign=foreign_keys)

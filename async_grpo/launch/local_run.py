@@ -9,24 +9,23 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.resume import goes_on
-from async_grpo.config.run import RunConfig, write_params
+from async_grpo.config.run import write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
-from async_grpo.inference.config import EngineOptions, engine_class
+from async_grpo.inference.config import engine_class
 from async_grpo.launch import plan as quick
 from async_grpo.launch import process_variables
-from async_grpo.launch.judge_servers import LocalJudge, broken_judge, serving
+from async_grpo.launch.judge_servers import serving
+from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
-from async_grpo.metrics.console import show_times, waiting
+from async_grpo.metrics.console import show_times, show_waiting
 from async_grpo.metrics.writer import PARAMS_FILE, claim
-from async_grpo.options.fields import POSITIVE, dashed, option, refuse
+from async_grpo.options.fields import dashed, refuse
 from async_grpo.options.source_file import is_file
-from async_grpo.processes.look import ask
+from async_grpo.processes.look import request_look
 from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
@@ -37,32 +36,6 @@ if TYPE_CHECKING:
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalConfig(LocalJudge, EngineOptions, RunConfig):
-    """A `RunConfig` and what the workers beside it need."""
-
-    nproc_per_node: int = option(1, "Trainer ranks.", "Local", range=POSITIVE, everyday=True)
-    generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE, everyday=True)
-    ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
-    dry_run: bool = option(False, "Only print what would be done; write and start nothing.", "Local")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        group, room = self.samples_per_question, self.max_sequences
-        engine = f"an engine of {room} sequences (--max-num-seqs + --overhead-seqs)"
-        refuse(group > room, f"a group of {group} (--samples-per-question) does not fit {engine}")
-        refuse_broken(self, broken_judge(self, gpus()))
-        of_ray = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
-        of_ray *= not self.ray_address  # a cluster that is joined has GPUs of its own
-        needed, here = self.nproc_per_node + of_ray + self.judge_gpus_alone, len(gpus())
-        refuse(
-            0 < here < needed,
-            f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers {of_ray}, "
-            f"judges {self.judge_gpus_alone}), {here} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU",
-        )
-        refuse(not self.reward_fns, "name the rewards of the run: --reward-fns countdown,format")
 
 
 def run_locally(config: LocalConfig) -> None:
@@ -158,14 +131,14 @@ def _run(
     variables |= process_variables.torchrun_environment(scratch)
     variables |= process_variables.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start(name, command, variables, console=True)
-    signal.signal(signal.SIGUSR1, lambda *_: ask(trainer.process.pid))
+    signal.signal(signal.SIGUSR1, lambda *_: request_look(trainer.process.pid))
     if ray is not None:  # the others import their libraries meanwhile
-        with waiting("waiting for Ray"):
+        with show_waiting("waiting for Ray"):
             supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
         ray_is_up.touch()
     begun, what = time.time(), "waiting for their libraries to load"
     try:
-        with waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
+        with show_waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
             code = supervisor.wait(trainer)
     except KeyboardInterrupt as interrupt:
         if instead:

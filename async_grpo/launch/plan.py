@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from async_grpo.inference.config import GIB, cpu_kv_cache, kv_cache_bytes
+from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.lines import duration, metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
@@ -23,7 +24,6 @@ from async_grpo.training.checkpoint_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
-    from async_grpo.launch.local_run import LocalConfig
 
 OK, WARNING, ERROR = "ok", "warning", "error"  # an error: no run could work so
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
@@ -49,7 +49,7 @@ def show(findings: Iterable[Finding]) -> None:
         Console().print(Text.assemble((f"{level:<8}", STYLES[level]), said), soft_wrap=True)
 
 
-def resources(config: "LocalConfig", prepared: "Prepared") -> list[Finding]:
+def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
     """What `run` looks at, too. ConfigurationError: the model's weights are not whole."""
     total = parameters_of(Path(config.model_name_or_path))
     return [*limits(2 * total), disk(config, total), *memory(config, prepared, total)]
@@ -78,7 +78,7 @@ def limits(package: int = 0) -> Iterator[Finding]:
     yield Finding("shared memory", level, said, "docker run --shm-size=16g, or --ipc=host")
 
 
-def disk(config: "LocalConfig", total: int) -> Finding:
+def disk(config: LocalConfig, total: int) -> Finding:
     """Room for the checkpoints that are kept, one in the making, and the models."""
     place, checkpoint, model = nearest_folder(config.output_path), 12 * total, 2 * total
     models = math.ceil(config.num_steps * config.samples_per_step / config.min_samples_per_checkpoint)
@@ -106,7 +106,7 @@ def cards() -> list[list[str]]:
     return [line.split(", ") for line in said.splitlines()]
 
 
-def roles(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[tuple[str, int, int, float]]:
+def roles(config: LocalConfig, prepared: "Prepared", total: int) -> Iterator[tuple[str, int, int, float]]:
     """All but the rewards' processes: name, how many, GPUs of each, and bytes of each (allocators lose some more).
 
     The formulas stand in docs/operations.md, "Before a week is spent"; `total`: the model's parameters.
@@ -135,7 +135,7 @@ def roles(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[t
     yield "rank 0's machine", 1, 0, (2 * b + 12) * total + ranks * offloaded
 
 
-def memory(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[Finding]:
+def memory(config: LocalConfig, prepared: "Prepared", total: int) -> Iterator[Finding]:
     """Each role against what is there. Never an error: it is an estimate."""
     free, rest, card = psutil.virtual_memory().available, 0, 0
     cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, --cpu-offload, or more ranks or engines"
@@ -156,7 +156,7 @@ def memory(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[
     yield Finding("machine's memory", WARNING if rest > free else OK, said, cure)
 
 
-def plan(config: "LocalConfig", prepared: "Prepared") -> Iterator[Finding]:
+def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     """What `run` would do."""
     settings, step = prepared.settings, prepared.resumed.step if prepared.resumed else 0
     size, left, alive = config.samples_per_step, config.num_steps - step, settings.samples_in_flight

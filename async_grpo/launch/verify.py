@@ -17,14 +17,19 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments, required
-from async_grpo.rewards.bench.completions import CompletionRow, check_adapter, read_rows, score_rows
+from async_grpo.rewards.adapter.registry_source import registry_file
+from async_grpo.rewards.bench.completions import (
+    CompletionRow,
+    check_adapter,
+    read_completion_rows,
+    score_rows,
+)
 from async_grpo.rewards.bench.report import Report, one_line
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
+from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.standalone import LocalWorkers
 from async_grpo.types import Verdict
 
 WIDTH = 100  # of what is no terminal
@@ -80,7 +85,7 @@ def verify(config: VerifyConfig) -> None:
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses(judge_urls=config.judge_urls, http_scorer_urls=config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
-    rows = read_rows(config.file)
+    rows = read_completion_rows(config.file)
     texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}
     for path, text in texts.items():
         if modules := modules_beside(path, text):

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from async_grpo.__main__ import run_program
 from async_grpo.config.run import WorkerConfig
+from async_grpo.launch.commands import run_program
 from async_grpo.options.command_line import set_up_logging
 
 RETIRED = {

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def waiting(
+def show_waiting(
     what: str, every_s: float | None = None, until: Callable[[], bool] = lambda: False
 ) -> Iterator[Callable[[], None]]:
     """Say what is awaited, and every so often for how long so far: until the block ends, what it yields is called, or

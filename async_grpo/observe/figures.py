@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.observe.reader import Run
+from async_grpo.observe.reader import RunMetrics
 from async_grpo.options.fields import refuse
 
 if TYPE_CHECKING:
@@ -91,7 +91,12 @@ def subplots(figure: "Figure", titles: Sequence[str], x_label: str, caption: str
 
 
 def draw(
-    figure: "Figure", runs: list[Run], variables: list[str], x_key: str, window: int | None, legend: bool
+    figure: "Figure",
+    runs: list[RunMetrics],
+    variables: list[str],
+    x_key: str,
+    window: int | None,
+    legend: bool,
 ) -> None:
     """A subplot for each variable, and one legend above all; of a moving average, the raw line is faded."""
     from matplotlib.lines import Line2D

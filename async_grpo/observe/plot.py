@@ -21,7 +21,7 @@ from async_grpo.metrics.writer import TIMELINE_FILE
 from async_grpo.observe import figures
 from async_grpo.observe.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.observe.forecast import fits, interval
-from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, Run, curve, load_runs, read_run
+from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, RunMetrics, curve, load_runs, read_run
 from async_grpo.options.fields import refuse
 
 DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
@@ -99,7 +99,7 @@ def compare(
 ) -> None:
     """Draw several runs, or means of several seeds, over steps, samples, tokens, seconds or GPU-hours."""
     globs, keys = [name.partition("=")[::2] for name in names or ()], y.split(",")
-    groups: dict[str, list[Run]] = {name: [] for name, _ in globs}
+    groups: dict[str, list[RunMetrics]] = {name: [] for name, _ in globs}
     for path, run in zip(runs, load_runs(runs), strict=True):
         fitting = [name for name, glob in globs if fnmatch(str(path), glob)]
         groups.setdefault((fitting or [run.name])[0], []).append(run)
@@ -221,7 +221,7 @@ def info(files: Runs) -> None:
         print(f"not plottable (no numbers): {', '.join(unknown)}")
 
 
-def compared(runs: list[Run]) -> Table:
+def compared(runs: list[RunMetrics]) -> Table:
     """A column per run: the options that are not the same, marked by a star, and the last number of every key."""
     told = [run.options for run in runs if run.options]
     options = dict.fromkeys(key for of in told for key in of if not key.startswith("settings."))

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
+class RunMetrics:
     """One metrics file."""
 
     source: str  # names it in messages
@@ -101,7 +101,7 @@ def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def read_run(path: Path, name: str | None = None, source: str | None = None) -> Run:
+def read_run(path: Path, name: str | None = None, source: str | None = None) -> RunMetrics:
     """Read a metrics file, or that of a run's folder; the last line may be unfinished: the run is still writing it.
 
     Raises ConfigurationError for an unreadable or empty file and for a malformed line.
@@ -122,7 +122,7 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
     except OSError as error:
         raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
     refuse(not steps, f"{source} holds no finished step; has the run logged its first step yet?")
-    return Run(source, name or path.name, steps, file.parent)
+    return RunMetrics(source, name or path.name, steps, file.parent)
 
 
 def _step(line: bytes | None, source: str, number: int) -> dict[str, object]:
@@ -143,7 +143,9 @@ def _step(line: bytes | None, source: str, number: int) -> dict[str, object]:
     return _flat(step)
 
 
-def load_runs(files: list[Path], names: list[str] | None = None, remote: str | None = None) -> list[Run]:
+def load_runs(
+    files: list[Path], names: list[str] | None = None, remote: str | None = None
+) -> list[RunMetrics]:
     """Read all files, from the machine `remote` ("[user@]host") if given. `names`: one per file, or none."""
     if not names:
         places = [file.absolute() for file in files]
@@ -177,7 +179,7 @@ def fetch(remote: str, path: str, target: Path) -> Path:
     raise RunFailed(f"scp could not fetch {remote}:{path} {why}")
 
 
-def curve(run: Run, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
+def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
     """(2, T): `progress`, rising, and `key`, where both are finite numbers. An evaluation stands where it began."""
     x_T, y_T = progress(run, unit, gpus), run.column(key)
     if key.startswith("eval_"):  # its line is that of the step in which it ended
@@ -189,7 +191,7 @@ def curve(run: Run, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
     return found_2T[:, np.argsort(found_2T[0], kind="stable")]
 
 
-def progress(run: Run, unit: str, gpus: int | None = None) -> np.ndarray:
+def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
     """(T,): how far the run had come after each step, in one of `UNITS`.
 
     Tokens: that the engines generated. Seconds: without the time that the run lay dead between two steps. `gpus`: default
@@ -207,7 +209,7 @@ def progress(run: Run, unit: str, gpus: int | None = None) -> np.ndarray:
     return seconds_T if unit == "seconds" else seconds_T / 3600 * (gpus or gpus_of(run))
 
 
-def gpus_of(run: Run) -> int:
+def gpus_of(run: RunMetrics) -> int:
     """That it was given: to ranks, engines, logprob workers and judges."""
     told, needed = run.options, ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")
     silent = any(key not in told for key in needed)

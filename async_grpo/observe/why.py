@@ -13,7 +13,7 @@ from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, holder, options_of
 from async_grpo.observe.status import headline
 from async_grpo.options.fields import Section, required
-from async_grpo.processes.look import ask, look
+from async_grpo.processes.look import look, request_look
 from async_grpo.processes.untrusted_files import files_inside, printable
 
 ANSWER_S, LOG_LINES, ERRORS = 60.0, 2000, 3
@@ -38,7 +38,7 @@ def why(config: WhyConfig) -> None:
             print("\n".join([path.name, *errors[-ERRORS:]]) if errors else f"{path.name}: no error")
     elif not stalls_of(folder):
         # A number in a file could be that of any process, which a signal may disturb
-        asked = _holds(pid, folder / LOCK_FILE) and ask(pid)
+        asked = _holds(pid, folder / LOCK_FILE) and request_look(pid)
         give_up = time.monotonic() + ANSWER_S
         while asked and not stalls_of(folder) and holder(folder) and time.monotonic() < give_up:
             time.sleep(0.2)

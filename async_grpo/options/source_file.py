@@ -10,9 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from async_grpo import __version__
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.version import VERSION
 
+PACKAGE_ROOT = Path(__file__).parents[2]  # the folder that a process needs on its path to import `async_grpo`
 Entry = TypeVar("Entry")
 
 
@@ -100,7 +101,7 @@ def text_digest(text: str) -> str:
 def library_version() -> str:
     """The version, and a digest of the sources that this process found: a checkout changes under one version."""
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return f"{__version__} ({text_digest(''.join(map(read_source, sources)))[:8]})"
+    return f"{VERSION} ({text_digest(''.join(map(read_source, sources)))[:8]})"
 
 
 def is_file(name: str) -> bool:

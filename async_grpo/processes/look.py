@@ -85,7 +85,7 @@ def _stack(process: psutil.Process) -> str:
     return done.stdout or done.stderr
 
 
-def ask(pid: int) -> bool:
+def request_look(pid: int) -> bool:
     """Send SIGUSR1 to the first of the process and those below it that awaits it; it would end any other. False: none."""
     for one in (pid, *descendants(pid)):
         with suppress(OSError):  # it has ended

@@ -2,7 +2,8 @@
 
     pool, adapter_queue    VerifierPool: one queue per adapter and phase
     verifier_worker        what a queue asks of a worker, has given to each, and counts
-    standalone             workers on this machine alone; the pool as a reward function for TRL
+    local_workers          workers on this machine alone
+    standalone             the pool as a reward function for TRL
     combine                the results of several adapters -> one verdict
     middleware             every call asks the cache and the budget first
     config                 the options of all that

@@ -11,7 +11,8 @@ from async_grpo.processes.waits import waiting
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
-from async_grpo.rewards.standalone import LocalWorkers, TRLReward
+from async_grpo.rewards.local_workers import LocalWorkers
+from async_grpo.rewards.standalone import TRLReward
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, Verdict
 

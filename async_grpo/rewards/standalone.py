@@ -1,63 +1,31 @@
-"""A pool without a run: its workers on this machine, and the pool as a reward function for TRL's trainers."""
+"""A pool without a run, as a reward function for TRL's trainers."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from async_grpo.data import registry_file
-from async_grpo.rewards.adapter.decorators import check_options
-from async_grpo.rewards.adapter.registry_source import (
-    RewardRegistrySource,
-    display_name,
-    parse_names,
-    resolve,
-)
-from async_grpo.rewards.http.rate_limiter import Limiter
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess, named_environment
-from async_grpo.rewards.judge_worker import JudgeWorker
-from async_grpo.rewards.judges.remote_judge import JudgeAddresses
-from async_grpo.rewards.verifier_worker import VerifierWorker
-
-if TYPE_CHECKING:
-    from async_grpo.rewards.pool import VerifierPool
+from async_grpo.types import Verdict
 
 Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
 
 
-class LocalWorkers:
-    """`make` is `make_worker` of a VerifierPool: processes for rewards, and clients in this process for judges.
-    Arguments and errors are those of `VerifierPool.from_registry`."""
+class ScoringPool(Protocol):
+    """What `TRLReward` calls of a `VerifierPool`, whose module imports this one."""
 
-    def __init__(
-        self,
-        names: str | Sequence[str],
-        registry: str | Path | None = None,
-        options: Mapping[str, Any] | None = None,
-        reward_env: str | Sequence[str] = (),
-        judge_addresses: JudgeAddresses | None = None,
-    ) -> None:
-        named = parse_names(names)
-        self.source = RewardRegistrySource.from_file(registry_file(registry)).with_files(named)
-        if options or not named:
-            check_options(resolve(self.source, named), options or {})
-        self.adapters = tuple(map(display_name, named))
-        self._environment = named_environment(parse_names(reward_env))
-        self.judges: set[str] = set()  # of those that were made a worker
-        self._options, self._rate_limiter = options, Limiter()
-        self._judge_addresses = judge_addresses or JudgeAddresses()
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
 
-    async def make(self, adapter: str) -> VerifierWorker:
-        # The registry file is first imported in a process of its own, whatever it does
-        process = AdapterProcess(self.source, adapter, self._options, environment=self._environment)
-        if not (await process.start()).traits.is_judge:
-            return process
-        await process.close()
-        self.judges.add(adapter)
-        judge: Any = self._judge_addresses.with_address(resolve(self.source, [adapter])[adapter])
-        return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")
+    async def start(self) -> None: ...
+
+    async def verify(self, sample: dict[str, Any]) -> Verdict: ...
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]
+    ) -> list[Verdict]: ...
+
+    async def close(self) -> None: ...
 
 
 class TRLReward(AbstractContextManager["TRLReward"]):
@@ -78,7 +46,7 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         pool: not started, or started in the running event loop.
     """
 
-    def __init__(self, pool: "VerifierPool") -> None:
+    def __init__(self, pool: ScoringPool) -> None:
         self.__name__ = "+".join(pool.adapters)  # by which TRL logs it
         self._pool, self._loop = pool, _running_loop()
         self._runner: asyncio.Runner | None = None  # of a pool that is nobody else's

@@ -153,7 +153,7 @@ class Checkpointer:
         return not self.ranks.max([float(failed)])[0]
 
     def load(self, folder: Path) -> None:
-        """Give policy, optimizer and schedule the state of a checkpoint that `verify` found to be whole.
+        """Give policy, optimizer and schedule the state of a checkpoint that `verify_checkpoint` found to be whole.
 
         CheckpointBroken: it is of another model or optimizer, or its shards cannot be read.
         """

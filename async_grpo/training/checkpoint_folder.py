@@ -28,8 +28,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from async_grpo import __version__
 from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.options.version import VERSION
 from async_grpo.processes.untrusted_files import open_inside, parse_json, read_text
 
 FORMAT = 1
@@ -65,7 +65,7 @@ class Manifest:
 
 def versions() -> dict[str, str]:
     """Of this code and of the libraries that a run's numbers come of."""
-    found = {"async-grpo": __version__}
+    found = {"async-grpo": VERSION}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
@@ -153,7 +153,7 @@ def _problem_of(manifest: Manifest) -> str:
     return ""
 
 
-def verify(folder: Path) -> Manifest:
+def verify_checkpoint(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint that holds the files of its manifest, each as it was written.
 
     Raises:
@@ -234,7 +234,7 @@ def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
     """
     for folder in checkpoints_of(output_dir):
         try:
-            return folder, verify(folder)
+            return folder, verify_checkpoint(folder)
         except UnexpectedFile as error:
             raise ConfigurationError(
                 f"{error}, and start again (an older checkpoint is not used in its place)"
@@ -249,7 +249,7 @@ def named(folder: Path, flag: str = "", others: str = "") -> tuple[Path, Manifes
     `others`: what else may be named."""
     if not (folder / "checkpoints").is_dir():
         try:
-            return folder, verify(folder)
+            return folder, verify_checkpoint(folder)
         except CheckpointBroken as error:
             raise ConfigurationError(f"{flag}{error}: name another checkpoint{others}") from error
     if (found := newest(folder)) is None:

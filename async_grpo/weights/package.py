@@ -61,7 +61,7 @@ def record(tensor: torch.Tensor) -> TensorRecord:
 
 
 @torch.no_grad()
-def pack(
+def pack_weights(
     weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """A safetensors image (n,) uint8 of `weights`, and its tensors, which share its memory.

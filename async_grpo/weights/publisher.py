@@ -22,7 +22,7 @@ from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, canary_miss, pack, prove_landed, record
+from async_grpo.weights.package import SELF_TEST, canary_miss, pack_weights, prove_landed, record
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
     ORIGINALS_BYTES,
@@ -255,7 +255,7 @@ class Publisher:
                 room = self.chunk_bytes
             chunks[-1][name] = weight
             room -= weight.numel() * self.wire_dtype.itemsize
-        packed = [pack(chunk, self.wire_dtype) for chunk in chunks]
+        packed = [pack_weights(chunk, self.wire_dtype) for chunk in chunks]
 
         def deliver() -> tuple[WeightPackage, Mapping[str, Receipt]]:
             manifest: dict[str, TensorRecord] = {}

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.algorithm.config import REJECTION_STATISTICS as STATISTICS
 from async_grpo.algorithm.off_policy import (
     FINEST_LOG_RATIO,
     LEVELS,
@@ -22,6 +21,7 @@ from async_grpo.algorithm.off_policy import (
     rejection_mask,
     weight_totals,
 )
+from async_grpo.algorithm.off_policy import REJECTION_STATISTICS as STATISTICS
 from async_grpo.errors import ConfigurationError
 
 QS = [0.0, 0.01, 0.25, 0.5, 0.9, 0.99, 1.0]

@@ -177,11 +177,11 @@ def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle
     closing.join(10)
     assert not closing.is_alive()
     with pytest.raises(worker_program._Ended, match="all steps are done"):  # one that is still loading
-        worker_program.Run(run, "generation").unless_closed(handle.exchange.remote("x", [], True), 30)
+        worker_program.RunHandle(run, "generation").unless_closed(handle.exchange.remote("x", [], True), 30)
 
 
 def test_the_controller_s_death_is_named(run, handle):
-    told = worker_program.Run(run, "generation")
+    told = worker_program.RunHandle(run, "generation")
     ray.kill(run)
     with pytest.raises(WorkerLost, match="the run's controller died"):
         for _ in range(300):  # the order takes its way
@@ -193,7 +193,7 @@ def test_the_controller_s_death_is_named(run, handle):
 
 def test_a_worker_with_another_model_is_refused_by_its_actor_and_the_trainer_hears_of_it(run):
     told = worker_program.Worker(WorkerConfig(mode="generation", engine="fake", model_path=str(MODEL)))
-    opened = worker_program.Run(run, "generation")
+    opened = worker_program.RunHandle(run, "generation")
     opened.settings = replace(SETTINGS, model_fingerprint="of another model")
     refusal = "has another architecture or vocabulary than the model"
     with pytest.raises(ConfigurationError, match=f"^--model_path .* {refusal}"):

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from async_grpo import errors
-from async_grpo.__main__ import foreign_keys
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.run import RunConfig, WorkerConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.inference.config import EngineOptions
-from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
+from async_grpo.launch.commands import foreign_keys
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import trainer_command, worker_commands
 from async_grpo.options.command_line import normalized, run_command
 from async_grpo.options.fields import choices_of, option
 from async_grpo.training.optimizer import LR_SCHEDULES

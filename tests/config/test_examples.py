@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_grpo.__main__ import config_class, foreign_keys, main
+from async_grpo.__main__ import main
 from async_grpo.data import FOLDER, TINY_MODEL
 from async_grpo.errors import EXIT_INTERRUPTED, EXIT_USAGE
-from async_grpo.launch.local_run import LocalConfig, check
+from async_grpo.launch.commands import config_class, foreign_keys
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import check
 from async_grpo.options.command_line import run_command
 from async_grpo.rewards.builtin.code import score
 from async_grpo.rewards.judges import JudgeAddresses

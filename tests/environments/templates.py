@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.policy import Policy
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.types import Completion, FinishReason, Prompt
 
 MODEL = Path(__file__).parents[2] / "sample-data" / "tiny-model"
@@ -115,7 +115,9 @@ async def converse(chat: Chat, dice: random.Random) -> tuple[Talkative, Completi
     """A client talks with the policy: users, tools, thoughts; it sometimes tries again, or tidies what it was told."""
     generation = Talkative(chat, dice)
     prompt = Prompt(0, np.empty(0, np.int32), {"input": ""})
-    policy = Policy(generation, Recorder(chat), prompt, 0, TrajectoryLimits(100, 10**6, None, 60))
+    policy = TrajectoryClient(
+        generation, TrajectoryRecorder(chat), prompt, 0, TrajectoryLimits(100, 10**6, None, 60)
+    )
     messages = [{"role": "user", "content": generation._words()}]
     raw: list[tuple[dict, str]] = []  # what was handed out, and what was sampled for it
     if dice.random() < 0.5:

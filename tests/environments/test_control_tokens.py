@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut
-from async_grpo.environments.policy import Foreign, Policy, Whole, own_messages
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import Foreign, TrajectoryClient, Whole, own_messages
 from async_grpo.types import Prompt
 
 # The control tokens of well-known families, and how their templates write a turn
@@ -156,10 +156,12 @@ def limits() -> TrajectoryLimits:
     return TrajectoryLimits(99, 10**6, None, 60)
 
 
-def policy_of(chat: Chat, row: dict | None = None, says="hm") -> tuple[Policy, OneSession]:
+def policy_of(chat: Chat, row: dict | None = None, says="hm") -> tuple[TrajectoryClient, OneSession]:
     generation = OneSession(lambda: says)
     prompt = Prompt(0, np.array([5], np.int32), row or {"input": ""})
-    return Policy(generation, Recorder(chat, own_messages(prompt.row)), prompt, 0, limits()), generation
+    return TrajectoryClient(
+        generation, TrajectoryRecorder(chat, own_messages(prompt.row)), prompt, 0, limits()
+    ), generation
 
 
 def seen_by_engine(chat: Chat, context, row: dict | None = None, **options) -> list[int]:

@@ -22,11 +22,11 @@ from test_token_exactness import check
 
 from async_grpo.environments import played
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
-from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.environments.open_trajectory import Trajectory
-from async_grpo.environments.policy import Policy
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.types import Prompt
 
@@ -211,14 +211,17 @@ class Server:
 
     def __init__(self, count: int = 1, generation=None, turns: int = 1000) -> None:
         self.generation = generation or OneSession(lambda: "hm")
-        self.endpoint, self.count, self.turns = Endpoint(), count, turns
+        self.endpoint, self.count, self.turns = AgentEndpoint(), count, turns
 
     async def __aenter__(self):
         await self.endpoint.start()
         chat = chat_of("appends")
         limits = TrajectoryLimits(self.turns, 4000, None, 60, 300)
         prompts = [Prompt(0, np.empty(0, np.int32), {"input": f"row {n}"}) for n in range(self.count)]
-        self.policies = [Policy(self.generation, Recorder(chat), prompt, 0, limits) for prompt in prompts]
+        self.policies = [
+            TrajectoryClient(self.generation, TrajectoryRecorder(chat), prompt, 0, limits)
+            for prompt in prompts
+        ]
         self.keys, self.trajectories = zip(*map(self.endpoint.open, self.policies), strict=True)
         self.session = aiohttp.ClientSession()
         return self
@@ -612,7 +615,7 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"--endpoint-port {port} cannot be listened on"):
-            run(Endpoint(port=port).start())
+            run(AgentEndpoint(port=port).start())
 
 
 def test_agents_that_are_started_elsewhere_take_trajectories_and_report_them(tmp_path):

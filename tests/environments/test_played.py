@@ -17,8 +17,8 @@ from async_grpo.environments.chat import Chat, TrajectoryOver, message_of
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.environments.played import Played
-from async_grpo.environments.policy import Whole
 from async_grpo.environments.programs import task_seed
+from async_grpo.environments.trajectory_client import Whole
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.experience.config import NO_FACTS, BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question

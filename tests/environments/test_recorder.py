@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.environments.trajectory import Ask, Recorder
+from async_grpo.environments.trajectory import Ask, TrajectoryRecorder
 from async_grpo.testing import completion
 from async_grpo.types import Completion, Outcome, Prompt, RewardStatus, Sample, Verdict
 
@@ -39,20 +39,20 @@ def tokens(text: str) -> np.ndarray:
     return Letters().encode(text)
 
 
-def asks_text(recorder: Recorder, text: str) -> Ask:
+def asks_text(recorder: TrajectoryRecorder, text: str) -> Ask:
     return asyncio.run(recorder.ask_text(Rendered(text)))
 
 
-def asks_tokens(recorder: Recorder, text: str) -> Ask:
+def asks_tokens(recorder: TrajectoryRecorder, text: str) -> Ask:
     return asyncio.run(recorder.ask_tokens(tokens(text)))
 
 
-def adds(recorder: Recorder, ask: Ask, turn: Completion) -> None:
+def adds(recorder: TrajectoryRecorder, ask: Ask, turn: Completion) -> None:
     asyncio.run(recorder.add(ask, turn))
 
 
 def test_a_turn_goes_on_from_the_longest_of_the_histories_that_it_begins_with():
-    recorder = Recorder(Letters())
+    recorder = TrajectoryRecorder(Letters())
     first = asks_tokens(recorder, "a")
     second = asks_tokens(recorder, "a")  # before the first has ended
     adds(recorder, first, sampled(ord("b")))
@@ -63,7 +63,7 @@ def test_a_turn_goes_on_from_the_longest_of_the_histories_that_it_begins_with():
 
 
 def test_a_turn_that_turns_off_keeps_the_tokens_of_the_longest_history_that_fits():
-    recorder = Recorder(Letters())
+    recorder = TrajectoryRecorder(Letters())
     first = asks_text(recorder, "ab")
     second = asks_text(recorder, "ab")  # before the first has ended
     adds(recorder, first, sampled(1000))
@@ -77,7 +77,7 @@ def test_a_turn_that_turns_off_keeps_the_tokens_of_the_longest_history_that_fits
 
 
 def test_two_turns_that_were_asked_after_the_same_end_are_recorded_as_they_were_seen():
-    recorder = Recorder(Letters())
+    recorder = TrajectoryRecorder(Letters())
     adds(recorder, asks_text(recorder, "ab"), sampled(1000))
     asks = [asks_text(recorder, "abCDef"), asks_text(recorder, "abCDef")]
     for ask, token in zip(asks, (1001, 1002), strict=True):

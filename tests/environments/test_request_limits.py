@@ -13,7 +13,7 @@ from test_played import OneSession, run
 
 from async_grpo.environments import openai_api, request_body
 from async_grpo.environments.chat import message_of, take_out_calls
-from async_grpo.environments.request_body import count_values, max_body_bytes, parsed
+from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
 from async_grpo.processes.http_server import ConnectionGate, OneLinePerFault
 
@@ -114,15 +114,15 @@ def test_what_would_take_long_to_parse_is_refused_before(monkeypatch):
         b"[" * 200_000,
     ):
         with pytest.raises(aiohttp.web.HTTPBadRequest) as refused:
-            parsed(body)
+            parsed_body(body)
         assert str(request_body.MAX_VALUES) in str(refused.value.text)
 
 
 def test_a_prompt_may_have_as_many_token_ids_as_the_context_beside_all_else():
     body = json.dumps({"prompt": [1] * (request_body.MAX_VALUES + 500)}).encode()
-    assert len(parsed(body, max_token_ids=1000)["prompt"]) == request_body.MAX_VALUES + 500
+    assert len(parsed_body(body, max_token_ids=1000)["prompt"]) == request_body.MAX_VALUES + 500
     with pytest.raises(aiohttp.web.HTTPBadRequest):
-        parsed(body, max_token_ids=100)
+        parsed_body(body, max_token_ids=100)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_our_own_faults_are_logged_whole_and_those_of_one_place_with_growing_pau
     monkeypatch.setattr(http_server.time, "monotonic", lambda: clock[0])
     log_filter = OneLinePerFault()
     places = (
-        ("aiohttp.server", lambda: parsed(None)),
+        ("aiohttp.server", lambda: parsed_body(None)),
         ("aiohttp.server", lambda: message_of(None)),
         ("asyncio", lambda: ConnectionGate(None)()),
     )

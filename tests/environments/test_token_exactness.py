@@ -12,8 +12,8 @@ from tiny_policy import random_sequence
 from transformers import AutoTokenizer
 
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.policy import Policy
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.experience.packing import pack
 from async_grpo.types import Completion, FinishReason, Prompt, RewardStatus, Sample, Turn, Verdict
 
@@ -61,9 +61,9 @@ def test_what_is_packed_is_what_the_engine_saw_and_sampled(template):
 async def talk(template: str, said: list[str], answers: list[str]) -> tuple[Talkative, list[Sample]]:
     chat = chat_of(template)
     generation = Talkative(chat, random.Random(0))
-    policy = Policy(
+    policy = TrajectoryClient(
         generation,
-        Recorder(chat),
+        TrajectoryRecorder(chat),
         Prompt(0, np.empty(0, np.int32), {}),
         0,
         TrajectoryLimits(9, 999, None, 60),
@@ -114,7 +114,9 @@ def test_turns_that_ask_beside_each_other_after_one_history_both_count():
         chat = chat_of("appends")
         generation = Talkative(chat, random.Random(1))
         prompt = Prompt(0, np.empty(0, np.int32), {})
-        policy = Policy(generation, Recorder(chat), prompt, 0, TrajectoryLimits(9, 999, None, 60))
+        policy = TrajectoryClient(
+            generation, TrajectoryRecorder(chat), prompt, 0, TrajectoryLimits(9, 999, None, 60)
+        )
         messages = [{"role": "user", "content": "a"}]
         messages.append((await policy.complete(messages)).message)
         messages.append({"role": "user", "content": "b"})

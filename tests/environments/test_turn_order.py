@@ -7,8 +7,8 @@ import numpy as np
 from templates import Talkative, chat_of
 
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.policy import Policy
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.types import Prompt
 
 REWARDS = {"one": 10.0, "two": 20.0, "three": 30.0}
@@ -21,7 +21,9 @@ async def two_conversations():
     generation = Talkative(chat, random.Random(0))
     generation._dice.random = lambda: 0.5  # nothing is cut
     limits = TrajectoryLimits(9, 999, None, 60)
-    policy = Policy(generation, Recorder(chat), Prompt(0, np.empty(0, np.int32), {}), 0, limits)
+    policy = TrajectoryClient(
+        generation, TrajectoryRecorder(chat), Prompt(0, np.empty(0, np.int32), {}), 0, limits
+    )
 
     async def says(answer, messages):
         generation._says = lambda: answer

@@ -8,12 +8,12 @@ import pytest
 
 from async_grpo.environments.agents import RunAgent
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.openai_api import ChatRequest, body_of
 from async_grpo.environments.played import Played
-from async_grpo.environments.policy import Policy, Reply
 from async_grpo.environments.processes import EnvironmentProcesses
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import Reply, TrajectoryClient
 from async_grpo.errors import WorkerLost
 from async_grpo.testing import completion
 from async_grpo.types import Prompt, Sampling
@@ -103,8 +103,11 @@ def test_every_turn_is_drawn_as_the_evaluation_says_or_as_the_run_does(temperatu
 
 def test_when_who_plays_them_is_gone_later_trajectories_have_failed_too():
     async def story():
-        endpoint = Endpoint()
-        policies = [Policy(Engine(), Recorder(Silent()), PROMPT, member, LIMITS) for member in range(2)]
+        endpoint = AgentEndpoint()
+        policies = [
+            TrajectoryClient(Engine(), TrajectoryRecorder(Silent()), PROMPT, member, LIMITS)
+            for member in range(2)
+        ]
         _, before = endpoint.open(policies[0])
         endpoint.fail("who plays them ended with exit status 1")
         _, after = endpoint.open(policies[1])
@@ -126,7 +129,7 @@ def test_an_agent_talks_to_the_run_with_its_own_key_whatever_variables_are_hande
     theirs = {"OPENAI_API_KEY": "theirs", "OPENAI_BASE_URL": "https://elsewhere", "MORE": "1"}
 
     async def story():
-        agent = RunAgent(Endpoint(), "true", theirs)
+        agent = RunAgent(AgentEndpoint(), "true", theirs)
         with pytest.raises(OSError, match="no process"):
             async with agent._running("sk-own"):
                 pass

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig, RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
@@ -233,7 +233,7 @@ async def asks_and_adds(recorder, context, turn):
 
 
 def test_the_recorder_numbers_the_turns_as_they_came():
-    recorder = Recorder(Mock(decode=lambda ids, before: ""))
+    recorder = TrajectoryRecorder(Mock(decode=lambda ids, before: ""))
     first, second = np.array([1], np.int32), np.array([2], np.int32)
     for place in range(4):
         context = (first, second)[place % 2]

@@ -6,7 +6,7 @@ import pytest
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
-from async_grpo.rewards.sandbox.run import Run, Sandbox
+from async_grpo.rewards.sandbox.run import Sandbox, SandboxRun
 
 SANDBOX = Sandbox(cpu_s=5, wall_s=20, memory_bytes=2**29)
 IMPATIENT = Sandbox(cpu_s=5, wall_s=1.5, memory_bytes=2**29)  # for attacks that end by a time-out anyway
@@ -22,7 +22,7 @@ needs_seccomp = pytest.mark.skipif("seccomp" not in STANDING, reason="no seccomp
 needs_landlock = pytest.mark.skipif("landlock" not in STANDING, reason="no Landlock here")
 
 
-def program(code: str, stdin: str = "", sandbox: Sandbox = SANDBOX) -> Run:
+def program(code: str, stdin: str = "", sandbox: Sandbox = SANDBOX) -> SandboxRun:
     return sandbox.run_program(textwrap.dedent(code), stdin)
 
 

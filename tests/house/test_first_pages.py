@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.__main__ import COMMANDS, config_class, main
+from async_grpo.__main__ import main
 from async_grpo.data import FOLDER, TINY_MODEL
 from async_grpo.experience.dataset import questions_of, read_rows
+from async_grpo.launch.commands import COMMANDS, config_class
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

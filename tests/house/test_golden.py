@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.__main__ import COMMANDS
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.data.reward_registry import REWARD_ADAPTERS, RewardType
+from async_grpo.launch.commands import COMMANDS
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_before_the_house.json").read_text())
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import async_grpo
-from async_grpo.__main__ import COMMANDS, main
+from async_grpo.__main__ import main
 from async_grpo.launch import local_run, process_variables, trainer
+from async_grpo.launch.commands import COMMANDS
 from async_grpo.metrics.writer import ConsoleHandler
 from async_grpo.options.command_line import set_up_logging
 
@@ -48,7 +49,7 @@ def test_a_broken_torchvision_is_named_with_the_way_out(monkeypatch):
             "operator torchvision::nms does not exist"
         )
 
-    monkeypatch.setattr("async_grpo.__main__.import_module", fail)
+    monkeypatch.setattr("async_grpo.launch.commands.import_module", fail)
     with pytest.raises(SystemExit, match="torchvision::nms does not exist: pip uninstall torchvision"):
         main(["demo"])
 

@@ -15,7 +15,7 @@ from async_grpo.config.preflight import prepare
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.experience.dataset import Question
 from async_grpo.launch import doctor, local_run, plan
-from async_grpo.launch.local_run import LocalConfig
+from async_grpo.launch.local_config import LocalConfig
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.rewards.judges import LLMJudge

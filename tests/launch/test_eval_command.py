@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from async_grpo.__main__ import COMMANDS, config_class, main
+from async_grpo.__main__ import main
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
+from async_grpo.launch.commands import COMMANDS, config_class
 from async_grpo.launch.evaluate import EvalConfig, EvaluatorConfig, evaluate
 from async_grpo.training.checkpoint_folder import Manifest, complete, partial_folder
 

@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 
 from async_grpo.__main__ import main
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.bench.completions import LABEL, CompletionRow, read_rows, sample_of, score_rows
+from async_grpo.rewards.bench.completions import (
+    LABEL,
+    CompletionRow,
+    read_completion_rows,
+    sample_of,
+    score_rows,
+)
 from async_grpo.rewards.bench.report import MAX_EXAMPLES, Report, histogram
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 from tests.helpers.hostile_server import HostileServer, reply
@@ -114,7 +120,7 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
         {"completion": "without a prompt"},
         {"completion": "without a prompt"},
     )
-    rows = read_rows(path)
+    rows = read_completion_rows(path)
     assert [(row.line, row.label) for row in rows[:3]] == [(1, 1.0), (2, 0.25), (4, None)]
     one, two, four, five, six = (sample_of(row.columns) for row in rows)
     assert five["group_id"] != six["group_id"]
@@ -142,7 +148,7 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
 def test_a_bad_row_is_named_by_file_and_line(files, row, message):
     path = files({"completion": "a"}, row)
     with pytest.raises(ConfigurationError, match=f"{path}, .*{message}"):
-        read_rows(path)
+        read_completion_rows(path)
 
 
 # --- counting, against plain loops ---

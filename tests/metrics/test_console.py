@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from async_grpo.metrics.console import means_of, show_times, waiting
+from async_grpo.metrics.console import means_of, show_times, show_waiting
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def said(monkeypatch):
 
 def test_what_is_awaited_is_said_at_once_then_with_the_seconds_so_far_and_no_more_once_it_is_there(said):
     lines, again = said
-    with waiting("engines load", every_s=0.01) as there:
+    with show_waiting("engines load", every_s=0.01) as there:
         assert lines == ["engines load"]
         assert again.wait(10) and "engines load (0 s so far)" in lines
         there()
@@ -42,7 +42,7 @@ def test_what_is_awaited_is_said_at_once_then_with_the_seconds_so_far_and_no_mor
 
 def test_what_says_itself_that_it_is_there_is_spoken_of_no_more(said):
     lines, again = said
-    with waiting("the first word", every_s=0.01, until=again.is_set):
+    with show_waiting("the first word", every_s=0.01, until=again.is_set):
         for thread in [thread for thread in threading.enumerate() if thread.name == "waiting"]:
             thread.join(10)
             assert not thread.is_alive()
@@ -51,7 +51,7 @@ def test_what_says_itself_that_it_is_there_is_spoken_of_no_more(said):
 
 def test_nothing_is_said_after_what_was_waited_for_failed(said):
     _, again = said
-    with pytest.raises(OSError, match="gone"), waiting("engines load", every_s=0.01):
+    with pytest.raises(OSError, match="gone"), show_waiting("engines load", every_s=0.01):
         assert again.wait(10)
         raise OSError("gone")
     for thread in threading.enumerate():

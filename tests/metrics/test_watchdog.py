@@ -16,7 +16,7 @@ from async_grpo.__main__ import main
 from async_grpo.errors import DeadlineExceeded
 from async_grpo.metrics import watchdog as module
 from async_grpo.metrics.watchdog import Watchdog, stalls_of
-from async_grpo.processes.look import ask, look
+from async_grpo.processes.look import look, request_look
 from async_grpo.processes.waits import situation, waiting
 
 DEADLINE_S = 30.0
@@ -81,15 +81,15 @@ def test_a_stall_is_written_down_once_by_itself(tmp_path, program):
 
 def test_a_process_whose_main_thread_never_runs_again_still_answers_sigusr1(tmp_path, program):
     run = program(RUN, tmp_path, 3600.0)
-    until(lambda: ask(run.pid), "its handler")
+    until(lambda: request_look(run.pid), "its handler")
     assert until(lambda: stalls_of(tmp_path), "an answer") and run.poll() is None
 
 
 def test_who_has_no_handler_is_not_sent_the_signal_that_would_end_it(program):
     run = program("import time; time.sleep(60)")
     time.sleep(0.2)
-    assert not ask(run.pid) and run.poll() is None
-    assert not ask(2**22 - 1)  # nobody
+    assert not request_look(run.pid) and run.poll() is None
+    assert not request_look(2**22 - 1)  # nobody
 
 
 class Asked:
@@ -234,7 +234,7 @@ def why(folder, capsys) -> str:
 def test_a_run_that_lives_is_asked(tmp_path, program, capsys):
     folder_of_a_run(tmp_path, os.getpid())
     run = program(RUN, tmp_path, 3600.0)
-    until(lambda: ask(run.pid), "its handler")
+    until(lambda: request_look(run.pid), "its handler")
     until(lambda: stalls_of(tmp_path), "an answer")
     (earlier,) = stalls_of(tmp_path)
     earlier.rename(tmp_path / "moved")

@@ -18,7 +18,7 @@ from async_grpo.observe import figures
 from async_grpo.observe import reader as metrics_files
 from async_grpo.observe.figures import draw
 from async_grpo.observe.plot import DEFAULT_VARIABLES, app, plot
-from async_grpo.observe.reader import DEFAULT_X_KEY, Run, fetch, load_runs, read_run
+from async_grpo.observe.reader import DEFAULT_X_KEY, RunMetrics, fetch, load_runs, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -44,7 +44,9 @@ def cli(*args: object, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
 
-def drawn(runs: list[Run], variables: list[str], window: int | None = None, legend: bool = False) -> Figure:
+def drawn(
+    runs: list[RunMetrics], variables: list[str], window: int | None = None, legend: bool = False
+) -> Figure:
     figure = Figure()
     draw(figure, runs, variables, "x", window, legend)
     return figure
@@ -173,7 +175,7 @@ def test_what_is_no_number_makes_a_gap_and_an_absent_key_does_not() -> None:
     values = [1, None, 2, float("nan"), 3, True, 4, "text", 5, float("inf"), 6, 10**400, 7, -1e308]
     steps: list[dict[str, object]] = [{"x": i, "y": value} for i, value in enumerate(values)]
     steps[2:2] = [{"x": 99}]
-    x_T, y_T = Run("a", "a", steps).series("x", "y")
+    x_T, y_T = RunMetrics("a", "a", steps).series("x", "y")
     assert x_T.tolist() == list(range(14))
     np.testing.assert_array_equal(y_T[::2], [1, 2, 3, 4, 5, 6, 7])
     assert np.isnan(y_T[1::2]).all()
@@ -181,7 +183,7 @@ def test_what_is_no_number_makes_a_gap_and_an_absent_key_does_not() -> None:
 
 def test_a_lone_number_is_marked_and_smoothing_draws_the_average_over_the_faded_line() -> None:
     steps: list[dict[str, object]] = [{"x": i, "y": y} for i, y in enumerate([1, None, 0, 3, 9, None, 4])]
-    (axes,) = drawn([Run("a", "a", steps)], ["y"], window=3).axes
+    (axes,) = drawn([RunMetrics("a", "a", steps)], ["y"], window=3).axes
     raw, smooth = axes.lines
     assert raw.get_markevery() == [0, 6] and raw.get_alpha() < 0.5 and smooth.get_alpha() is None
     np.testing.assert_array_equal(raw.get_ydata(), [1, np.nan, 0, 3, 9, np.nan, 4])
@@ -198,7 +200,7 @@ def test_a_legend_appears_for_several_runs_or_given_names(metrics, tmp_path, nam
 
 @pytest.mark.parametrize("count", [2, 14])
 def test_every_run_keeps_one_colour_of_its_own(count: int) -> None:
-    runs = [Run(str(i), str(i), [{"x": 1, "y": i, "z": i}]) for i in range(count)]
+    runs = [RunMetrics(str(i), str(i), [{"x": 1, "y": i, "z": i}]) for i in range(count)]
     figure = drawn(runs, ["y", "z"], window=2, legend=True)
     first, second = ([tuple(line.get_color()) for line in axes.lines] for axes in figure.axes)
     legend = [tuple(line.get_color()) for line in figure.legends[0].get_lines()]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from async_grpo.processes.look import ask
+from async_grpo.processes.look import request_look
 
 PROGRAM = """
 import hashlib, sys
@@ -61,4 +61,4 @@ def test_where_there_is_nothing_left_to_save_it_ends_unasked(start):
 
 def test_who_cannot_look_is_not_taken_for_one_that_answers_sigusr1(start):
     process = start()  # as every rank but rank 0
-    assert not ask(process.pid)
+    assert not request_look(process.pid)

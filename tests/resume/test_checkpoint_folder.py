@@ -18,7 +18,7 @@ from async_grpo.training.checkpoint_folder import (
     partial_folder,
     prune,
     set_aside_newer,
-    verify,
+    verify_checkpoint,
 )
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, c
     assert newest(tmp_path)[0] == damaged
     DAMAGES[damage](damaged)
     with pytest.raises(CheckpointBroken, match="step_000000002"):
-        verify(damaged)
+        verify_checkpoint(damaged)
     with caplog.at_level(logging.ERROR, "async_grpo"):
         folder, manifest = newest(tmp_path)
     assert folder == before and manifest.step == 1 and manifest.samples == 8
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_format_says_which_version_wrote_it(tmp_path):
     with pytest.raises(
         CheckpointBroken, match="has format 7.* reads 1: resume with the version that wrote it .9.1."
     ):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 def test_what_is_not_whole_is_never_seen_and_is_discarded(tmp_path):
@@ -164,4 +164,4 @@ def test_a_step_that_is_saved_again_has_a_newer_checkpoint(tmp_path):
     saved = [write(tmp_path, step) for step in (1, 1, 1, 2)]
     assert checkpoints_of(tmp_path) == saved[::-1] and newest(tmp_path)[0].name == "step_000000002"
     set_aside_newer(tmp_path, 1)
-    assert newest(tmp_path)[0].name == "step_000000001.003" and verify(saved[2]).step == 1
+    assert newest(tmp_path)[0].name == "step_000000001.003" and verify_checkpoint(saved[2]).step == 1

@@ -10,7 +10,7 @@ from test_checkpoint_folder import write
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.training.best_checkpoint import keep_best
-from async_grpo.training.checkpoint_folder import checkpoints_of, prune, verify
+from async_grpo.training.checkpoint_folder import checkpoints_of, prune, verify_checkpoint
 
 
 def evaluated(folder, rewards, file="held"):
@@ -21,7 +21,7 @@ def evaluated(folder, rewards, file="held"):
 
 
 def steps_of(folder):
-    return sorted(verify(path).step for path in checkpoints_of(folder))
+    return sorted(verify_checkpoint(path).step for path in checkpoints_of(folder))
 
 
 def names(*steps):
@@ -42,7 +42,7 @@ def test_the_best_stays_however_old_and_the_link_leads_to_it(tmp_path):
     prune(tmp_path, 1, stay)
     assert steps_of(tmp_path) == [10, 31]
     assert os.readlink(tmp_path / "checkpoints" / "best") == "step_000000010"
-    assert verify(tmp_path / "checkpoints" / "best").step == 10
+    assert verify_checkpoint(tmp_path / "checkpoints" / "best").step == 10
 
 
 def test_of_equal_ones_the_newest_and_what_could_not_be_scored_is_never_the_best(tmp_path):
@@ -98,7 +98,7 @@ def test_every_step_that_is_evaluated_is_saved_and_the_best_is_there_at_the_end(
     assert len(lines) == 6
     assert seen == {2, 4}  # step 6 is the end, and is saved after its line
     assert steps_of(chain.config.output_path) == [4, 6]
-    assert verify(chain.config.output_path / "checkpoints" / "best").step == 4
+    assert verify_checkpoint(chain.config.output_path / "checkpoints" / "best").step == 4
 
 
 @pytest.mark.parametrize(

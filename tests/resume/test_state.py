@@ -21,7 +21,7 @@ from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training import checkpoint
 from async_grpo.training.checkpoint import FILES, Checkpointer
-from async_grpo.training.checkpoint_folder import checkpoints_of, newest, verify
+from async_grpo.training.checkpoint_folder import checkpoints_of, newest, verify_checkpoint
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
@@ -203,7 +203,7 @@ def test_optimizer_schedule_weights_and_gradients_go_on_whatever_the_ranks(tmp_p
         on_two_ranks(save_by_ranks, tmp_path, world_size=saves)
         found, found_gradients = trained(ranks, tmp_path, 9, resume=True)
     folder, _ = newest(tmp_path)
-    assert verify(folder).world_size == saves
+    assert verify_checkpoint(folder).world_size == saves
     assert len(list((folder / "training").glob("*.safetensors"))) == saves * (FILES if saves == 2 else 1)
     # The last elements of a shard are computed one by one, the others in vectors: a third ends elsewhere than a half
     rtol, atol = (0.0, 0.0) if resumes == 1 else (1e-6, 1e-7)
@@ -246,4 +246,4 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_good_checkpoint_stays(tmp_p
     assert "could not be written; the run goes on, the last one stays" in caplog.text
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000001"]
     checkpointer.save(3, 24)
-    assert checkpointer.wait() and verify(checkpoints_of(tmp_path)[0]).step == 3
+    assert checkpointer.wait() and verify_checkpoint(checkpoints_of(tmp_path)[0]).step == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_chain import chain_config
 
-from async_grpo.config.resume import FIXED, as_options, find_checkpoint, goes_on, inputs
+from async_grpo.config.resume import FIXED, as_options, data_digests, find_checkpoint, goes_on
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
@@ -27,7 +27,7 @@ def save(config: RunConfig, step: int, **changes) -> Path:
     (partial / "experience.json").write_text("{}")
     told = {"step": step, "samples": step * 8, "world_size": 1, "versions": versions()}
     return complete(
-        partial, Manifest(**told | {"options": as_options(config), "inputs": inputs(config)} | changes)
+        partial, Manifest(**told | {"options": as_options(config), "inputs": data_digests(config)} | changes)
     )
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.data import registry_file
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, registry_file
 from async_grpo.rewards.builtin import countdown, text
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.inline import BOUNDED, InlineReward

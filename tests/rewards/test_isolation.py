@@ -275,7 +275,7 @@ async def test_no_descriptor_and_no_zombie_is_left_behind():
 
 
 def test_a_message_is_a_line_of_json_whatever_the_pieces_it_comes_in_and_has_an_end():
-    message = child.encode({"a": "\n"}) + b"\n" + child.encode({"b": 2}) + b"\n"
+    message = child.encode_line({"a": "\n"}) + b"\n" + child.encode_line({"b": 2}) + b"\n"
     for size in range(1, len(message)):
         lines = child.Lines(max_bytes=10)
         pieces = [message[start : start + size] for start in range(0, len(message), size)]

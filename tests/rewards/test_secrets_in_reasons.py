@@ -163,11 +163,11 @@ async def test_the_key_of_a_judge_is_hidden_whatever_its_variable_is_called(monk
 
 
 def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
-    from async_grpo.environments.policy import Policy
+    from async_grpo.environments.trajectory_client import TrajectoryClient
 
     monkeypatch.setenv("MY_SERVICE", KEY)
     register_secrets([KEY])
-    policy = object.__new__(Policy)
+    policy = object.__new__(TrajectoryClient)
     policy.recorder = type(
         "Recorder", (), {"num_turns": 0, "finish": lambda self, member, outcome, cut: outcome}
     )()

@@ -26,7 +26,7 @@ from async_grpo.launch import evaluate
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.checkpoint import Checkpointer
-from async_grpo.training.checkpoint_folder import checkpoints_of, verify
+from async_grpo.training.checkpoint_folder import checkpoints_of, verify_checkpoint
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.optimizer import build_policy_optimizer
@@ -240,10 +240,10 @@ def test_the_checkpoint_itself_is_exported_with_its_own_weights(hostile, tmp_pat
 
 def test_a_checkpoint_without_sizes_as_an_older_version_wrote_it_is_whole(hostile):
     resealed(hostile.checkpoint, lambda content: content.pop("sizes"))
-    assert verify(hostile.checkpoint).step == 7
+    assert verify_checkpoint(hostile.checkpoint).step == 7
     hostile.shard.write_bytes(hostile.shard.read_bytes() + b"\0")
     with pytest.raises(CheckpointBroken, match="sha256 differs"):
-        verify(hostile.checkpoint)
+        verify_checkpoint(hostile.checkpoint)
 
 
 # What the manifest names

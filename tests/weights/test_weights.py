@@ -14,7 +14,7 @@ from torch import nn
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
-from async_grpo.weights.package import SELF_TEST, check_received, pack, record, tensor_digest, unpack
+from async_grpo.weights.package import SELF_TEST, check_received, pack_weights, record, tensor_digest, unpack
 from async_grpo.weights.publisher import Canary, Publisher
 
 
@@ -52,7 +52,9 @@ def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
 )
 def test_a_chunk_is_read_by_safetensors_and_its_records_are_those_of_what_is_read(shapes, dtype):
     tensors = {f"layers.{n}.weight": torch.randn(shape) for n, shape in enumerate(shapes)}
-    image, packed = pack({name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}, dtype)
+    image, packed = pack_weights(
+        {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}, dtype
+    )
     read, manifest = unpack([image])
     assert manifest == {name: record(tensor) for name, tensor in packed.items()}
     assert read.keys() == tensors.keys()

@@ -1,6 +1,6 @@
 """A calculator for countdown: the policy may try expressions before it answers. The reward is `countdown`."""
 
-from async_grpo.rewards.builtin.countdown import NOT_ARITHMETIC, parse, value_of
+from async_grpo.rewards.builtin.countdown import NOT_ARITHMETIC, parse_arithmetic, value_of
 
 
 def calc(e: str) -> str:
@@ -10,7 +10,7 @@ def calc(e: str) -> str:
     ('27', '1/3', '?', '?')
     """
     try:
-        return str(value_of(parse(e)))
+        return str(value_of(parse_arithmetic(e)))
     except NOT_ARITHMETIC:
         return "?"
 

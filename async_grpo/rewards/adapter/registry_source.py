@@ -17,6 +17,21 @@ from async_grpo.options.fields import nearest
 from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source
 from async_grpo.rewards.adapter.decorators import traits_of
 
+REGISTRY_FILE = "reward_registry.py"
+SHIPPED_REGISTRY = Path(__file__).parents[2] / "data" / REGISTRY_FILE
+
+
+def registry_file(given: str | Path | None = None) -> Path:
+    """The registry file of a command: the one given, or `reward_registry.py` of the working folder, or the shipped one.
+
+    >>> registry_file("rewards/mine.py")
+    PosixPath('rewards/mine.py')
+    """
+    if given:
+        return Path(given)
+    here = Path(REGISTRY_FILE)
+    return here if here.is_file() else SHIPPED_REGISTRY
+
 
 @dataclass(frozen=True)
 class RewardRegistrySource(ShippedModule):

@@ -50,7 +50,7 @@ class CompletionRow:
     label: float | None = None
 
 
-def read_rows(path: str | Path) -> list[CompletionRow]:
+def read_completion_rows(path: str | Path) -> list[CompletionRow]:
     """All rows of the file. Raises ConfigurationError: it cannot be read or holds no rows, or a bad one at a named line."""
     rows, number, groups = [], 0, dict[str | int, int]()
     try:

@@ -34,7 +34,7 @@ NOT_ARITHMETIC = (ValueError, ArithmeticError, SyntaxError, RecursionError, Memo
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def parse(expression: str) -> ast.expr:
+def parse_arithmetic(expression: str) -> ast.expr:
     """The syntax tree of the stripped `expression`. Raises one of `NOT_ARITHMETIC`, the last two for depth."""
     text = expression.strip()
     if len(text) > MAX_CHARACTERS or not _TEXT.fullmatch(text):
@@ -58,7 +58,7 @@ def value_of(node: ast.expr) -> Fraction:
 def solves(expression: str, nums: list[int], target: Fraction) -> bool:
     """Whether the expression uses each of `nums` exactly once and has exactly the value `target`."""
     try:
-        tree = parse(expression)
+        tree = parse_arithmetic(expression)
         written = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         return written == Counter(nums) and value_of(tree) == target
     except NOT_ARITHMETIC:

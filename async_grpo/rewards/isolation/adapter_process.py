@@ -5,18 +5,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Self
 
-import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.options.redaction import register_secrets
-from async_grpo.options.source_file import SourceFile
+from async_grpo.options.source_file import PACKAGE_ROOT, SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.isolation.child_process import ChildProcess
-from async_grpo.rewards.isolation.lines import encode
+from async_grpo.rewards.isolation.lines import encode_line
 from async_grpo.rewards.verifier_worker import ProcessDied, fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -42,7 +40,7 @@ class AdapterProcess:
         memory_limit_bytes: address space of each process (RLIMIT_AS).
     """
 
-    host = "async_grpo.rewards.isolation.child"  # the module that serves it there
+    host = "async_grpo.rewards.isolation.child:hosted_reward"  # the function that makes what serves it there
     max_processes = 128  # the process and all that it starts; beyond that they are ended
     max_message_bytes = 16 * 2**20  # of one sample or one reply
     start_timeout_s = 60.0  # to start, import the registry file and warm up, on no sample's time
@@ -86,7 +84,7 @@ class AdapterProcess:
             limits = self.max_message_bytes, self.max_processes
             child = self._child = ChildProcess(self.adapter, *limits, self._environment)
             await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=child.channel)
-            greeting = encode(self._greeting | {"max_message_bytes": self.max_message_bytes})
+            greeting = encode_line(self._greeting | {"max_message_bytes": self.max_message_bytes})
             try:
                 reply = await child.ask("greeting", greeting, self.start_timeout_s, 0.0)
             except TimeoutError:
@@ -132,7 +130,7 @@ class AdapterProcess:
     async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """The process's answers to what is sent, so many, or why there are none."""
         try:
-            body = encode(content, self.max_message_bytes * max(1, count))
+            body = encode_line(content, self.max_message_bytes * max(1, count))
             await self.start()
             assert self._child is not None, "`start` has made one"
             return (await self._child.ask(what, body, timeout_s, self.grace_s))["answers"]
@@ -148,7 +146,7 @@ class AdapterProcess:
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The allow-listed variables and the extra ones, one thread per library, and this package on the path."""
     forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
-    package_root = str(Path(async_grpo.__file__).parents[1])
+    package_root = str(PACKAGE_ROOT)
     path = os.pathsep.join(filter(None, [package_root, forwarded.get("PYTHONPATH")]))
     return forwarded | FIXED_VARIABLES | dict(extra or {}) | {"PYTHONPATH": path}
 

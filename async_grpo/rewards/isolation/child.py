@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.options.redaction import redact_output, register_secrets
@@ -32,7 +32,7 @@ from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
-from async_grpo.rewards.isolation.lines import Lines, Message, encode
+from async_grpo.rewards.isolation.lines import Lines, Message, encode_line
 
 if TYPE_CHECKING:
     import asyncio
@@ -55,7 +55,7 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
         run: Callable[..., None] = run_plain
         try:
             _limit_resources(greeting["memory_limit_bytes"])
-            is_async, make = import_module(greeting["host"]).hosted(greeting)
+            is_async, make = resolve_name(greeting["host"])(greeting)
             if is_async:
                 from asyncio import run
         except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
@@ -71,7 +71,7 @@ def _hide(secret_variables: Sequence[str]) -> None:
         redact_output()
 
 
-def hosted(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:
+def hosted_reward(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:
     """Whether it needs an event loop, and what makes it there."""
     name = greeting["adapter"]
     adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
@@ -120,7 +120,7 @@ class Server:
         await reward.call("close")
 
     def send(self, message: Message) -> None:
-        self._channel.sendall(encode(message, self._max_bytes) + b"\n")
+        self._channel.sendall(encode_line(message, self._max_bytes) + b"\n")
 
     def _receive(self) -> bool:
         """Read what has come. False when nothing will come any more."""
@@ -193,7 +193,7 @@ class Server:
 
 
 class Host(Protocol):
-    """What serves requests in such a process: a reward, or something else (`greeting["host"]` names its module)."""
+    """What serves requests in such a process: a reward, or something else (`greeting["host"]` names what makes it)."""
 
     traits: AdapterTraits
 

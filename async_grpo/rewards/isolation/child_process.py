@@ -15,7 +15,7 @@ from typing import Any, cast
 from async_grpo.errors import WorkerLost
 from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.adapter.decorators import AdapterTraits
-from async_grpo.rewards.isolation.lines import Lines, encode
+from async_grpo.rewards.isolation.lines import Lines, encode_line
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
@@ -23,13 +23,13 @@ REAP_S = 10.0  # for a killed process to end
 _MAIN = "import sys; from async_grpo.rewards.isolation.child import main; main(*map(int, sys.argv[1:]))"
 
 
-class Request:
+class ChildRequest:
     """A message to the process. Its reply comes, or is an error, whether or not its caller still waits."""
 
     def __init__(self, number: int, timeout_s: float, limit: asyncio.Timeout) -> None:
         self.number, self.timeout_s, self.limit = number, timeout_s, limit
         self.reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self.together: Sequence[Request] = ()  # it and those that the same call serves, once it is begun
+        self.together: Sequence[ChildRequest] = ()  # it and those that the same call serves, once it is begun
         self.given_up = False  # by its caller
 
 
@@ -49,7 +49,7 @@ class ChildProcess(asyncio.Protocol):
         self._adapter = adapter
         self._lines = Lines(max_message_bytes)
         self._numbers = itertools.count()
-        self._requests: dict[int, Request] = {}  # not answered yet, in their order
+        self._requests: dict[int, ChildRequest] = {}  # not answered yet, in their order
         self._transport: asyncio.Transport | None = None
         self._burial: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()  # it was collected, and all that it started
@@ -80,7 +80,7 @@ class ChildProcess(asyncio.Protocol):
         head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), what.encode())
         try:
             async with asyncio.timeout(None) as limit:
-                request = self._requests[number] = Request(number, timeout_s, limit)
+                request = self._requests[number] = ChildRequest(number, timeout_s, limit)
                 self._write(head + body + b"}")
                 if self.traits.is_async and not self.traits.is_batch:
                     self._begin([request])
@@ -135,8 +135,8 @@ class ChildProcess(asyncio.Protocol):
         if self._transport is not None and not self.lost:
             self._transport.write(message + b"\n")
 
-    def _withdraw(self, request: Request) -> None:
-        self._write(encode({"cancel": request.number}))
+    def _withdraw(self, request: ChildRequest) -> None:
+        self._write(encode_line({"cancel": request.number}))
 
     def _begin_next(self) -> None:
         """The first request is being served, where they are served in order."""
@@ -145,7 +145,7 @@ class ChildProcess(asyncio.Protocol):
             if first is not None and not first.together:
                 self._begin([first])
 
-    def _begin(self, requests: Sequence[Request]) -> None:
+    def _begin(self, requests: Sequence[ChildRequest]) -> None:
         for request in requests:
             request.together = requests
             if not (request.given_up or request.reply.done()):
@@ -153,12 +153,12 @@ class ChildProcess(asyncio.Protocol):
         if all(request.given_up for request in requests):  # withdrawn too late: no caller keeps their time
             asyncio.get_running_loop().call_later(requests[0].timeout_s, self._interrupt, requests)
 
-    def _interrupt(self, requests: Sequence[Request]) -> None:
+    def _interrupt(self, requests: Sequence[ChildRequest]) -> None:
         """End the process, unless it has let go of these."""
         if not all(request.reply.done() for request in requests):
             self._kill(CallInterrupted(f"the process of {self._adapter!r} was ended for another sample"))
 
-    async def _abandon(self, request: Request, grace_s: float) -> None:
+    async def _abandon(self, request: ChildRequest, grace_s: float) -> None:
         """One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
         does not let go of it in time, or cannot be told, does it cost the process. A batch goes on while somebody waits
         for another sample of it."""

@@ -8,7 +8,7 @@ from typing import Any
 Message = dict[str, Any]
 
 
-def encode(message: Any, max_bytes: int = sys.maxsize) -> bytes:
+def encode_line(message: Any, max_bytes: int = sys.maxsize) -> bytes:
     """As JSON, which holds no line end. Raises ValueError if it is too large, or TypeError for what JSON cannot hold."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > max_bytes:

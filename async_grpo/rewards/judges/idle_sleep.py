@@ -19,7 +19,7 @@ _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 log = logging.getLogger(__name__)
 
 
-def ask(url: str, method: str = "GET") -> dict[str, Any]:
+def server_reply(url: str, method: str = "GET") -> dict[str, Any]:
     """What one of our vLLM servers replies; blocks. Raises one of UNABLE."""
     request = urllib.request.Request(url, method=method)
     with _NO_PROXY.open(request, timeout=ANSWER_S if method == "GET" else MOVE_S) as reply:
@@ -28,9 +28,9 @@ def ask(url: str, method: str = "GET") -> dict[str, Any]:
 
 def set_sleeping(url: str, asleep: bool) -> None:
     """Let it sleep (level 1: the weights wait in main memory) or wake; blocks. Raises one of UNABLE."""
-    if ask(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
-        ask(url + ("/sleep?level=1" if asleep else "/wake_up"), "POST")
-        if ask(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
+    if server_reply(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
+        server_reply(url + ("/sleep?level=1" if asleep else "/wake_up"), "POST")
+        if server_reply(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
             raise ValueError("it says that it obeys, and does not")
 
 
@@ -81,7 +81,9 @@ class IdleSleep:
 
     async def _set(self, *, asleep: bool) -> None:
         moves = (asyncio.to_thread(set_sleeping, url, asleep) for url in self._urls)
-        async with asyncio.timeout(MOVE_S + 2 * ANSWER_S):  # those of `ask` begin anew with each byte
+        async with asyncio.timeout(
+            MOVE_S + 2 * ANSWER_S
+        ):  # those of `server_reply` begin anew with each byte
             errors = await asyncio.gather(*moves, return_exceptions=True)
         for url, error in zip(self._urls, errors, strict=True):
             if error and not asleep:

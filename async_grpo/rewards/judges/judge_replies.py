@@ -39,7 +39,7 @@ class Vote(NamedTuple):
     extra: Mapping[str, float] = {}
 
 
-def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+def reply_choices(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Return the choices of a chat completion.
 
     Raises:

@@ -190,7 +190,7 @@ class LLMJudge(ModelJudge):
         votes: list[Vote] = []
         reasons: list[str] = []
         try:
-            choices = judge_replies.choices_of(reply, count)
+            choices = judge_replies.reply_choices(reply, count)
         except BadReply as error:
             return votes, [str(error)] * count
         for choice in choices:

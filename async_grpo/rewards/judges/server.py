@@ -28,7 +28,7 @@ from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.http.endpoint import require_all
-from async_grpo.rewards.judges.idle_sleep import UNABLE, ask, set_sleeping
+from async_grpo.rewards.judges.idle_sleep import UNABLE, server_reply, set_sleeping
 
 HOST = "127.0.0.1"  # a server without a key is not for the network
 GUARD = "async_grpo.rewards.judges.own_user.OwnUserOnly"  # nor for other users of this machine
@@ -182,7 +182,7 @@ class JudgeServer:
 
     def _serves(self, url: str) -> bool:
         try:
-            models = ask(f"{url}/v1/models")["data"]
+            models = server_reply(f"{url}/v1/models")["data"]
             return any(model["id"] == self.served_name for model in models)
         except UNABLE:  # not there yet, or not ours
             return False

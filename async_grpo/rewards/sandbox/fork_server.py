@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants, prctl
 from async_grpo.rewards.sandbox import unit_test_runner
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, confine
-from async_grpo.rewards.sandbox.rpc import Channel, decode, encode
+from async_grpo.rewards.sandbox.rpc import RpcChannel, decode, encode
 
 PROGRAM, SOLUTION, TESTS = "__main__", "solution", "tests"  # the modules that texts become
 MAX_DESCRIPTORS = 8
@@ -93,12 +93,12 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
         return
     kind, text = order["kind"], order["text"]
     if kind == TESTS:
-        _report(channel, verdict=unit_test_runner.run(text, Channel(*descriptors)))
+        _report(channel, verdict=unit_test_runner.run(text, RpcChannel(*descriptors)))
         return
     os.close(channel)
     module = sys.modules[kind] = ModuleType(kind)  # data classes look themselves up there
     if kind == SOLUTION:
-        _answer(text, module, Channel(*descriptors))
+        _answer(text, module, RpcChannel(*descriptors))
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -109,7 +109,7 @@ def _report(channel: int, **report: Any) -> None:
     os.write(channel, json.dumps(report).encode())
 
 
-def _answer(code: str, module: ModuleType, channel: Channel) -> NoReturn:
+def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
     """Execute the code as a module, then answer the tests' questions until the channel ends (WireError).
 
     A question is [operation, [arguments], {keywords}], the operation of `operator` or a built-in function. The answer is

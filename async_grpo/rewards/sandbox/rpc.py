@@ -79,7 +79,7 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
         raise WireError(f"no value: {error!r}") from error
 
 
-class Channel:
+class RpcChannel:
     """Messages over a descriptor, each a line of JSON. Both methods raise WireError, also at its end."""
 
     def __init__(self, descriptor: int) -> None:

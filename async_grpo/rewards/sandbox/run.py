@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
-import async_grpo
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import PACKAGE_ROOT
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 
@@ -31,7 +30,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class SandboxRun:
     """What came of it: `ended_well` is exit status 0 of a program, or that all tests held."""
 
     ended_well: bool
@@ -60,7 +59,7 @@ class Sandbox:
     allow_unsandboxed: bool = False
     levels: Sequence[str] = LEVELS
 
-    def run_program(self, code: str, stdin: str) -> Run:
+    def run_program(self, code: str, stdin: str) -> SandboxRun:
         """Run the code as `__main__` with that standard input.
 
         ConfigurationError: nothing here keeps it off the network, and that was not allowed.
@@ -76,13 +75,13 @@ class Sandbox:
                 while part := _receive(ours, deadline):
                     output += part
                     if len(output) > self.output_bytes:
-                        return Run(False, False, process.levels)
+                        return SandboxRun(False, False, process.levels)
                 exit_code = process.report("exit_code", deadline)
             except TimeoutError:
-                return Run(False, True, process.levels)
-        return Run(exit_code == 0, exit_code == -signal.SIGKILL, process.levels, bytes(output))
+                return SandboxRun(False, True, process.levels)
+        return SandboxRun(exit_code == 0, exit_code == -signal.SIGKILL, process.levels, bytes(output))
 
-    def run_tests(self, code: str, tests: str) -> Run:
+    def run_tests(self, code: str, tests: str) -> SandboxRun:
         """Run the code as a module, and the tests (assertions, or any statements) in a second process.
 
         ValueError: the tests cannot be run, whatever the code.
@@ -100,11 +99,11 @@ class Sandbox:
                 if isinstance(verdict, str):
                     raise ValueError(f"tests that cannot be run: {verdict}: {tests!r:.300}")
                 if verdict:
-                    return Run(True, False, solution.levels)
+                    return SandboxRun(True, False, solution.levels)
                 ends = [process.report("exit_code", deadline) for process in (runner, solution)]
             except TimeoutError:
-                return Run(False, True, solution.levels)
-        return Run(False, -signal.SIGKILL in ends, solution.levels)
+                return SandboxRun(False, True, solution.levels)
+        return SandboxRun(False, -signal.SIGKILL in ends, solution.levels)
 
 
 class _Process:
@@ -154,7 +153,7 @@ def _start(descriptors: list[int]) -> None:
     server, requests = last
     if server is None or server.poll() is not None:  # also after a fork(): no child of this process
         requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        package_root = str(Path(async_grpo.__file__).parents[1])
+        package_root = str(PACKAGE_ROOT)
         with theirs:
             server = subprocess.Popen(
                 [sys.executable, *"-s -P -S -B -X utf8 -c".split(), _MAIN, str(theirs.fileno())],

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
+from async_grpo.rewards.sandbox.rpc import RpcChannel, Unsendable, WireError, decode, encode
 
 
 class Proxy:
@@ -81,7 +81,7 @@ for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and
 class Solution(dict[str, Any]):
     """The built-in names of the tests: Python's, which the tested code cannot replace, and what that code defines."""
 
-    def __init__(self, channel: Channel, tree: ast.Module) -> None:
+    def __init__(self, channel: RpcChannel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
         self._channel, self.module = channel, Proxy(self.ask, 0)
         owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -128,7 +128,7 @@ class Solution(dict[str, Any]):
         return Proxy(self.ask, int(number))  # what is no number becomes a WireError
 
 
-def run(tests: str, channel: Channel) -> bool | str:
+def run(tests: str, channel: RpcChannel) -> bool | str:
     """Whether the tests pass; or why they cannot be run, which is their own fault."""
     try:
         tree = ast.parse(tests)

@@ -36,7 +36,7 @@ def test_a_reward_that_forgets_a_rule_is_noticed():
     def careless(row):
         answer = row["completion"].rpartition("<answer>")[2].partition("</answer>")[0]
         try:
-            value = countdown.value_of(countdown.parse(answer))  # any numbers will do
+            value = countdown.value_of(countdown.parse_arithmetic(answer))  # any numbers will do
             return {"reward": float(value == row["target"])}
         except countdown.NOT_ARITHMETIC:
             return {"reward": 0.0}

@@ -13,7 +13,7 @@ from hostile_server import Connection, HostileServer, Request, message, until
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch.judge_servers import folder_id
-from async_grpo.launch.local_run import LocalConfig
+from async_grpo.launch.local_config import LocalConfig
 from async_grpo.rewards.cache.verdicts import version_of_judge
 from async_grpo.rewards.http.endpoint import Deadline
 from async_grpo.rewards.http.rate_limiter import Limiter

@@ -15,7 +15,7 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.rewards.judges import server as server_module
-from async_grpo.rewards.judges.idle_sleep import ask, set_sleeping
+from async_grpo.rewards.judges.idle_sleep import server_reply, set_sleeping
 from async_grpo.rewards.judges.server import JudgeServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,7 +126,7 @@ def test_replicas_serve_on_ports_of_their_own_until_they_are_closed(model, progr
 
 def test_the_sockets_of_a_server_lie_in_a_folder_that_only_we_can_enter_and_that_ends_with_it(model, program):
     with server_of(model) as server:
-        folder = Path(ask(f"{server.urls[0]}/v1/models")["temporary"])
+        folder = Path(server_reply(f"{server.urls[0]}/v1/models")["temporary"])
         assert folder.name.startswith("grpo-") and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()
 

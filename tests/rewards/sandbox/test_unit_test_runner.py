@@ -210,7 +210,7 @@ ATTACKS = {
         import sys
         for module in list(sys.modules.values()):
             for name in list(vars(module)) if "sandbox" in module.__name__ else ():
-                if callable(getattr(module, name)) and name != "Channel":
+                if callable(getattr(module, name)) and name != "RpcChannel":
                     setattr(module, name, lambda *args, **kwargs: True)
         def f(x): return 3
         """,

@@ -11,10 +11,10 @@ from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-__all__ = ["Chat"]  # where verifiers looks for a harness
+__all__ = ["ChatHarness"]  # where verifiers looks for a harness
 
 
-class Chat(NullHarness):
+class ChatHarness(NullHarness):
     """The model is told and asked, its tools are called, until it says something without a call."""
 
     SUPPORTS_TOOL_INTERCEPTION = False

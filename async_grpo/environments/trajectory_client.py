@@ -1,5 +1,5 @@
-"""`Policy`: what a rollout program talks with. Every turn is a request to whichever engine has room; between turns it holds
-no place anywhere."""
+"""`TrajectoryClient`: what a rollout program talks with. Every turn is a request to whichever engine has room; between
+turns it holds no place anywhere."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ import numpy as np
 from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, Ask, Recorder
+from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, Ask, TrajectoryRecorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted
@@ -80,7 +80,7 @@ class Reply:
     prompt_tokens: int  # that it was given
 
 
-class Policy:
+class TrajectoryClient:
     """One trajectory's way to the engines. What a program makes of it is recorded, token by token.
 
     Args:
@@ -92,7 +92,7 @@ class Policy:
     def __init__(
         self,
         generation: Generation,
-        recorder: Recorder,
+        recorder: TrajectoryRecorder,
         prompt: Prompt,
         member: int,
         limits: TrajectoryLimits,

@@ -1,0 +1,52 @@
+"""The workers of a pool without a run, on this machine alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_grpo.rewards.adapter.decorators import check_options
+from async_grpo.rewards.adapter.registry_source import (
+    RewardRegistrySource,
+    display_name,
+    parse_names,
+    registry_file,
+    resolve,
+)
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, named_environment
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
+from async_grpo.rewards.verifier_worker import VerifierWorker
+
+
+class LocalWorkers:
+    """`make` is `make_worker` of a VerifierPool: processes for rewards, and clients in this process for judges.
+    Arguments and errors are those of `VerifierPool.from_registry`."""
+
+    def __init__(
+        self,
+        names: str | Sequence[str],
+        registry: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        reward_env: str | Sequence[str] = (),
+        judge_addresses: JudgeAddresses | None = None,
+    ) -> None:
+        named = parse_names(names)
+        self.source = RewardRegistrySource.from_file(registry_file(registry)).with_files(named)
+        if options or not named:
+            check_options(resolve(self.source, named), options or {})
+        self.adapters = tuple(map(display_name, named))
+        self._environment = named_environment(parse_names(reward_env))
+        self.judges: set[str] = set()  # of those that were made a worker
+        self._options, self._rate_limiter = options, Limiter()
+        self._judge_addresses = judge_addresses or JudgeAddresses()
+
+    async def make(self, adapter: str) -> VerifierWorker:
+        # The registry file is first imported in a process of its own, whatever it does
+        process = AdapterProcess(self.source, adapter, self._options, environment=self._environment)
+        if not (await process.start()).traits.is_judge:
+            return process
+        await process.close()
+        self.judges.add(adapter)
+        judge: Any = self._judge_addresses.with_address(resolve(self.source, [adapter])[adapter])
+        return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")
