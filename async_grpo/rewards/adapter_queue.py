@@ -1,11 +1,12 @@
-"""One adapter's queue and workers.
+"""The queue and the workers of one adapter.
 
-    score -> queue (first come, first served) -> the worker that has least to do -> result
+    score -> queue (first come, first served) -> the least busy worker -> result
 
-A worker with `prefetch` is given `PREFETCH_S` worth of its work more than it serves (`capacity`); what still waits for its
-turn `TAKE_BACK_S` later is taken back. This is the only place that gives a sample to a worker again: see "The way of one
-verdict" in docs/rewards.md. A lost worker is closed before anything else is given to its successor, so that a late answer
-can never reach the wrong sample. While no worker can be made, every sample fails with the reason, at once.
+A worker with `prefetch` gets more samples than it serves at a time (`capacity`): as many as it works through in
+`PREFETCH_S`. A sample that still waits for its turn after `TAKE_BACK_S` is taken back. Only this module gives a sample to a
+worker a second time: see "The way of one verdict" in docs/rewards.md. A lost worker is closed before its successor gets
+any sample, so that a late answer can never reach the wrong sample. While no worker can be made, every sample fails at once,
+with the reason.
 """
 
 import asyncio
@@ -39,50 +40,69 @@ from async_grpo.types import AdapterResult
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 2  # at a sample, by processes that die over it or workers that are lost
+ATTEMPTS = 2  # attempts at one sample that may end with a dead process or a lost worker
 TAKE_BACK_S = 2 * PREFETCH_S  # by then the sample before it clearly takes longer than the others did
 
 
 class AdapterQueue:
-    """See the module; `start` before the first `score`, `close` at the end. Bound to one event loop."""
+    """Queue of one adapter. Call `start` before the first `score`, and `close` at the end; use it from one event loop.
+
+    Args:
+        adapter: Name of the adapter, as `make_worker` understands it.
+        make_worker: Makes and starts one worker.
+        num_workers: Number of workers to make.
+        timeouts: Deadlines of calls and workers.
+    """
 
     def __init__(self, adapter: str, make_worker: MakeWorker, num_workers: int, timeouts: Timeouts) -> None:
-        self.adapter, self.stats = adapter, QueueStats()
-        self._make_worker, self._num_workers, self._timeouts = make_worker, num_workers, timeouts
-        self._waiting: list[tuple[int, Job]] = []  # a heap, by ticket, also of those that come back
-        self._tickets = itertools.count()
-        self._slots: list[WorkerSlot] = []  # of the workers that live
-        self._given: set[Job] = set()
-        self._calls: set[asyncio.Task[None]] = set()
-        self._makes: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self.adapter = adapter
+        self.stats = QueueStats()
         self.inline: InlineReward | None = None  # the worker, if it answers at once
+        self._make_worker = make_worker
+        self._num_workers = num_workers
+        self._timeouts = timeouts
+        self._waiting: list[
+            tuple[int, Job]
+        ] = []  # a heap by ticket, so that a job that returns keeps its place
+        self._tickets = itertools.count()
+        self._slots: list[WorkerSlot] = []  # the live workers
+        self._jobs_at_workers: set[Job] = set()
+        self._serve_tasks: set[asyncio.Task[None]] = set()
+        self._make_tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
         self._broken_reason = ""  # why no sample can be scored any more
 
     def counts(self) -> dict[str, Any]:
-        """Counts and seconds since the last `take_counts`, what waits now, and who serves it."""
+        """Return counts and seconds since the last `take_counts`, and the numbers of waiting jobs and workers now."""
         return self.stats.as_dict() | {"queue_depth": len(self._waiting), "workers": len(self._slots)}
 
     def take_counts(self) -> dict[str, Any]:
-        """`counts`, with the sums of what its judges count (`JudgeWorker.take_stats`); all begin anew."""
-        counts, of_judges = self.counts(), Counter[str]()
+        """Return `counts` with the sums of the judges' counts (`JudgeWorker.take_stats`), and reset all of them."""
+        counts = self.counts()
         self.stats.reset()
+        judge_counts = Counter[str]()
         for slot in self._slots:
-            if take_stats := getattr(slot.worker, "take_stats", None):
-                of_judges.update(take_stats())
-        return counts | of_judges
+            take_stats = getattr(slot.worker, "take_stats", None)
+            if take_stats is not None:
+                judge_counts.update(take_stats())
+        return {**counts, **judge_counts}
 
     async def start(self) -> None:
-        """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""
-        if self._closed:
+        """Make the missing workers; do nothing once the queue is closed.
+
+        Raises:
+            Exception: A worker cannot be made; the error is that of the last attempt.
+        """
+        if self._is_closed:
             return
-        makes = [_run(self._make(), self._makes) for _ in range(self._num_workers - len(self._slots))]
-        for error in filter(None, await asyncio.gather(*makes, return_exceptions=True)):
-            if not self._closed:
+        num_missing = self._num_workers - len(self._slots)
+        makes = [_run(self._make(), self._make_tasks) for _ in range(num_missing)]
+        for error in await asyncio.gather(*makes, return_exceptions=True):
+            if error is not None and not self._is_closed:
                 raise error
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
-        """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
+        """Return the adapter's result; FAILED if the queue is broken or closed. Cancelling the call frees the worker."""
         if self.inline is not None and not self._broken_reason:
             result = await self.inline.score(sample, self._timeouts.timeout_s)
             self.stats.sums["busy_s"] += result.latency_s
@@ -97,7 +117,7 @@ class AdapterQueue:
         result = replace(
             answer,
             attempts=answer.attempts + job.lost_attempts,
-            latency_s=time.monotonic() - job.asked_at,
+            latency_s=time.monotonic() - job.created_at,
             queue_s=job.queue_s + answer.queue_s,
         )
         self.stats.add(result)
@@ -106,7 +126,7 @@ class AdapterQueue:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
     ) -> list[AdapterResult]:
-        """The group's results after the adapter has looked at all of them; FAILED, all of them, if it could not."""
+        """Return a group's results after the adapter's hook has seen them; all FAILED if the hook could not run."""
         job = Job(next(self._tickets), "post_process", samples, results)
         self._enqueue(job)
         self._dispatch()
@@ -119,124 +139,174 @@ class AdapterQueue:
         return answer
 
     async def close(self) -> None:
-        """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""
-        self._closed = True
+        """Cancel running calls, fail waiting jobs and close the workers. This takes a few `grace_s` at most."""
+        self._is_closed = True
         self._break(f"the queue of verifier {self.adapter!r} was closed")
-        for job in self._given:
+        for job in self._jobs_at_workers:
             job.end(WorkerLost(self._broken_reason))
-        for make in self._makes:
-            make.cancel()
-        if running := self._calls | self._makes:
-            await asyncio.wait(running, timeout=2 * self._timeouts.grace_s)
+        for task in self._make_tasks:
+            task.cancel()
+        running_tasks = self._serve_tasks | self._make_tasks
+        if running_tasks:
+            await asyncio.wait(running_tasks, timeout=2 * self._timeouts.grace_s)
         await asyncio.gather(*(self._close_worker(slot.worker) for slot in self._slots))
 
     def _enqueue(self, job: Job) -> None:
         job.queued_at = time.monotonic()
         if self._broken_reason:
             job.end(WorkerLost(self._broken_reason))
-        elif not self._slots and not self._makes:
+        elif not self._slots and not self._make_tasks:
             raise RuntimeError(f"the queue of verifier {self.adapter!r} was used before its start")
         elif not job.outcome.done():
             heapq.heappush(self._waiting, (job.ticket, job))
 
     def _dispatch(self) -> None:
-        """Give what waits to the workers that have room. One that is to be served alone holds up those behind it."""
+        """Give waiting jobs to workers with room. A job that must be served alone holds up the jobs behind it."""
         while self._waiting:
             _, job = self._waiting[0]
-            if not job.outcome.done():  # else its caller has gone
-                free = (slot for slot in self._slots if slot.has_room_for(job))
-                if (slot := min(free, key=lambda slot: len(slot.calls), default=None)) is None:
+            if not job.outcome.done():  # otherwise its caller has gone
+                slot = self._least_busy_slot(job)
+                if slot is None:
                     return
-                slot.calls.append(job)
-                self._given.add(job)
-                method, timeout_s = getattr(slot.worker, job.method), self._timeouts.timeout_s
-                call = asyncio.ensure_future(method(*job.arguments, timeout_s))
-                _run(self._served(slot, job, call), self._calls)
+                slot.jobs.append(job)
+                self._jobs_at_workers.add(job)
+                method = getattr(slot.worker, job.method)
+                call = asyncio.ensure_future(method(*job.arguments, self._timeouts.timeout_s))
+                _run(self._serve_and_note_wait(slot, job, call), self._serve_tasks)
             heapq.heappop(self._waiting)
 
-    async def _served(self, *given: Any) -> None:
+    def _least_busy_slot(self, job: Job) -> WorkerSlot | None:
+        """Return the worker with the fewest jobs among those with room for this one; None if no worker has room."""
+        slots_with_room = [slot for slot in self._slots if slot.has_room_for(job)]
+        return min(slots_with_room, key=lambda slot: len(slot.jobs), default=None)
+
+    async def _serve_and_note_wait(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> None:
         with waiting("call", self.adapter, "its worker"):
-            await self._serve(*given)
+            await self._serve(slot, job, call)
 
     async def _serve(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> None:
-        """See a call of the slot's worker to its end, and what follows from that."""
-        worker, given_at, limits = slot.worker, time.monotonic(), self._timeouts
-        was_lost = getattr(worker, "is_lost", False)  # with others of its actor: it never had the job
+        """Wait for a call of the slot's worker, end its job or enqueue it again, and replace the worker if it is lost."""
+        given_at = time.monotonic()
+        # An actor may have been lost before this call, together with its other workers; then it never had the job
+        was_lost_before = getattr(slot.worker, "is_lost", False)
         job.queue_s += given_at - job.queued_at
-        answer_s = limits.answer_s + getattr(worker, "max_queue_s", 0.0)
-        if slot.is_ahead(job):
-            await _either(call, job.outcome, TAKE_BACK_S)
-        taken_back = slot.is_ahead(job) and not (call.done() or job.outcome.done())
-        if taken_back:
+        answer_s = self._timeouts.answer_s + getattr(slot.worker, "max_queue_s", 0.0)
+
+        is_taken_back = await self._is_to_be_taken_back(slot, job, call)
+        if is_taken_back:
             job.queue_s += time.monotonic() - given_at
         else:
-            await _either(call, job.outcome, answer_s)
-        lost = ""
+            await _first_of(call, job.outcome, answer_s)
+
+        loss_reason = ""
         if not call.done():
-            if not taken_back and not job.outcome.done():
-                lost = f"no answer within {answer_s:g} s"
-            call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # whoever it reaches
-            call.cancel()
-            await asyncio.wait({call}, timeout=limits.grace_s)
-        slot.calls.remove(job)
-        self._given.discard(job)
+            is_late = not is_taken_back and not job.outcome.done()
+            if is_late:
+                loss_reason = f"no answer within {answer_s:g} s"
+            await self._cancel(call)
+        slot.jobs.remove(job)
+        self._jobs_at_workers.discard(job)
         self.stats.sums["busy_s"] += time.monotonic() - given_at
-        try:
-            if not call.done():
-                lost = lost or f"it went on for {limits.grace_s:g} s after the call was cancelled"
-            elif not lost:
-                job.end(call.result())
-                slot.served(given_at)
-        except ProcessDied as error:
-            job.alone = True
-            self._retry(job, str(error))
-        except (CallInterrupted, asyncio.CancelledError) as interrupted:
-            if isinstance(interrupted, CallInterrupted) or taken_back:
-                slot.service_s = math.inf  # or it would be given the same one again
-                self._enqueue(job)
-            elif not job.outcome.done():
-                lost = "it cancelled its own call"
-        except Exception as error:
-            lost = f"{type(error).__name__}: {error}"
-        if lost and not self._closed:
-            if slot in self._slots:  # no other of its calls has said so
+        if not loss_reason:
+            loss_reason = self._settle(slot, job, call, given_at, is_taken_back)
+
+        if loss_reason and not self._is_closed:
+            is_first_report = slot in self._slots  # no other call of this worker has reported the loss
+            if is_first_report:
                 self._slots.remove(slot)
-                _run(self._replace(worker, lost), self._makes)
-            job.lost_attempts -= was_lost
-            self._retry(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {lost}")
+                _run(self._replace(slot.worker, loss_reason), self._make_tasks)
+            reason = f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {loss_reason}"
+            self._retry(job, reason, is_attempt=not was_lost_before)
         self._dispatch()
 
-    def _retry(self, job: Job, reason: str) -> None:
-        job.lost_attempts += 1
+    async def _is_to_be_taken_back(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> bool:
+        """Wait up to `TAKE_BACK_S` for the turn of a job that was given ahead, and return whether it still waits then."""
+        if not slot.is_ahead(job):
+            return False
+        await _first_of(call, job.outcome, TAKE_BACK_S)
+        return slot.is_ahead(job) and not call.done() and not job.outcome.done()
+
+    async def _cancel(self, call: asyncio.Future[Any]) -> None:
+        """Cancel a call, and give it `grace_s` to end."""
+        # The callback retrieves an error that nobody else does, which asyncio would log
+        call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        call.cancel()
+        await asyncio.wait({call}, timeout=self._timeouts.grace_s)
+
+    def _settle(
+        self,
+        slot: WorkerSlot,
+        job: Job,
+        call: asyncio.Future[Any],
+        given_at: float,
+        is_taken_back: bool,
+    ) -> str:
+        """Act on the outcome of a call, and return why its worker is lost; "" if the worker goes on."""
+        if not call.done():
+            return f"it went on for {self._timeouts.grace_s:g} s after the call was cancelled"
+        try:
+            job.end(call.result())
+            slot.note_duration(given_at)
+        except ProcessDied as error:
+            job.is_served_alone = True
+            self._retry(job, str(error))
+        except CallInterrupted:
+            self._enqueue_again(slot, job)
+        except asyncio.CancelledError:
+            if is_taken_back:
+                self._enqueue_again(slot, job)
+            elif not job.outcome.done():
+                return "it cancelled its own call"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _enqueue_again(self, slot: WorkerSlot, job: Job) -> None:
+        # Without a mean duration the slot gets nothing ahead; otherwise it would get the same job at once
+        slot.service_s = math.inf
+        self._enqueue(job)
+
+    def _retry(self, job: Job, reason: str, *, is_attempt: bool = True) -> None:
+        """Enqueue a job whose worker or process was lost; after `ATTEMPTS` such attempts, end it with the reason."""
+        if is_attempt:
+            job.lost_attempts += 1
         if job.lost_attempts >= ATTEMPTS:
             job.end(WorkerLost(self._broken_reason or reason))
         else:
             self._enqueue(job)
 
     def _break(self, reason: str) -> None:
-        """From now on every sample fails with the reason, those that wait included."""
+        """Fail every waiting sample, and every later one, with the reason."""
         self._broken_reason = self._broken_reason or reason
         for _, job in self._waiting:
             job.end(WorkerLost(self._broken_reason))
         self._waiting.clear()
 
     async def _replace(self, worker: VerifierWorker, reason: str) -> None:
-        """Make another worker, however long it takes: what broke them may pass."""
+        """Close a lost worker and make another one, however long that takes: the cause of the loss may pass."""
         logger.warning("a verifier worker of %r is replaced: %s", self.adapter, reason)
         self.stats.sums["workers_lost"] += 1
         await self._close_worker(worker)
         while True:
             try:
-                return await self._make()
+                await self._make()
+                return
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                logger.error("a verifier of %r less, %d left: %s", self.adapter, len(self._slots), said)
+                description = f"{type(error).__name__}: {error}"
+                logger.error(
+                    "a verifier of %r less, %d left: %s", self.adapter, len(self._slots), description
+                )
                 if not self._slots:
-                    self._break(f"no worker of {self.adapter!r} can be made any more: {said}")
+                    self._break(f"no worker of {self.adapter!r} can be made any more: {description}")
                 await asyncio.sleep(self._timeouts.regrow_s)
 
     async def _make(self) -> None:
-        """Make a worker; it is tried a few times. Raises what the last attempt raised; a ConfigurationError at once."""
+        """Make a worker, in several attempts.
+
+        Raises:
+            ConfigurationError: The worker can never be made; there is no second attempt.
+            Exception: The error of the last attempt.
+        """
         error: Exception = WorkerLost(f"no attempt was made to make a worker of {self.adapter!r}")
         limit_s = self._timeouts.make_timeout_s
         for delay_s in self._timeouts.backoff_s:
@@ -248,31 +318,39 @@ class AdapterQueue:
                 raise
             except TimeoutError:
                 error = WorkerLost(f"no worker of {self.adapter!r} was ready within {limit_s:g} s")
-            except Exception as latest:  # whatever the transport raises
+            except Exception as latest:  # a transport may raise anything
                 error = latest
             else:
-                self._slots.append(WorkerSlot(worker))
-                self.inline = worker if isinstance(worker, InlineReward) else None
-                self.stats.has_hook |= getattr(worker, "has_post_process", False)
-                if not self._closed:
-                    self._broken_reason = ""
-                return self._dispatch()
+                self._add(worker)
+                return
         raise error
 
+    def _add(self, worker: VerifierWorker) -> None:
+        """Give the worker a slot and the waiting jobs."""
+        self._slots.append(WorkerSlot(worker))
+        self.inline = worker if isinstance(worker, InlineReward) else None
+        if getattr(worker, "has_post_process", False):
+            self.stats.has_hook = True
+        if not self._is_closed:
+            self._broken_reason = ""
+        self._dispatch()
+
     async def _close_worker(self, worker: VerifierWorker) -> None:
-        """One that cannot be closed in time is given up."""
+        """Close a worker; give it up if it does not close in time."""
         try:
             async with asyncio.timeout(self._timeouts.grace_s):
                 await worker.close()
-        except Exception as error:  # it is broken anyway, and nothing is given to it any more
+        except Exception as error:  # the worker is broken anyway, and gets nothing any more
             logger.warning("closing a worker of %r: %s: %s", self.adapter, type(error).__name__, error)
 
 
-async def _either(call: asyncio.Future[Any], outcome: asyncio.Future[Any], timeout_s: float) -> None:
+async def _first_of(call: asyncio.Future[Any], outcome: asyncio.Future[Any], timeout_s: float) -> None:
+    """Wait until the call or the job's outcome is done, at most `timeout_s`."""
     await asyncio.wait({call, outcome}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _run(work: Coroutine[Any, Any, Any], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[Any]:
+    """Run the coroutine in a task, which is in `tasks` until it ends."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

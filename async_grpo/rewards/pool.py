@@ -1,4 +1,4 @@
-"""VerifierPool: every adapter scores every sample, each with its own queue and workers, and nothing is lost."""
+"""`VerifierPool`: every adapter scores every sample, each with its own queue and workers, and nothing is lost."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,32 +16,36 @@ from async_grpo.rewards.standalone import TRLReward
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, Verdict
 
-TRAINING, EVALUATION = "train", "eval"  # the phases of a run
+# The phases of a run
+TRAINING = "train"
+EVALUATION = "eval"
 
 Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
 Middleware = Callable[[str, dict[str, Any], str, Score], Awaitable[AdapterResult]]
 
 
 class VerifierPool:
-    """Scores samples with its adapters. Plain asyncio: use it from one event loop.
+    """Scores samples with its adapters. It is plain asyncio: use it from one event loop.
 
-    Training and evaluation have queues and workers of their own, so that neither waits behind the other; those of
-    evaluation are made at its first sample.
+    Training and evaluation have separate queues and workers, so that neither waits behind the other. The workers of the
+    evaluation are made when its first sample comes.
 
     Args:
-        adapters: names, as `make_worker` understands them.
-        make_worker: makes a started worker of one adapter, here or on another machine.
-        make_evaluator: the same for evaluation, where it makes a difference to the worker.
-        workers: how many, for all adapters alike or by name (1 where none is given).
-        evaluation_workers: the same, for evaluation.
-        combination: how the results of a sample become its verdict (default: the best).
-        fallbacks: adapter -> the one that is asked in its place when it failed or timed out.
-        middleware: wraps every call of an adapter, for a cache or a budget; gets the adapter's name, the sample, the
-            phase ("train" or "eval"), and the call itself.
-        timeout_s: for scoring one sample, from when a worker takes it; time in the queue is measured apart.
-        more_timeouts: further fields of `verifier_worker.Timeouts`.
+        adapters: Names of the adapters, as `make_worker` understands them.
+        make_worker: Makes and starts a worker of one adapter, here or on another machine.
+        workers: Number of workers per adapter, for all adapters alike or by name; adapters that are not named get 1.
+        evaluation_workers: Number of workers per adapter for the evaluation.
+        make_evaluator: Makes the workers of the evaluation, if they differ from those of the training.
+        combination: Rule by which the results of a sample become its verdict; default: the best reward.
+        fallbacks: Fallback adapter by adapter. The fallback scores the samples that the adapter failed on or timed out on.
+        middleware: Wraps every call of an adapter, for a cache or a budget. It receives the adapter's name, the sample, the
+            phase ("train" or "eval") and the function that makes the call.
+        timeout_s: Seconds that the scoring of one sample may take, once a worker has begun it. The time in the queue is
+            measured separately.
+        more_timeouts: Further fields of `verifier_worker.Timeouts`.
 
-    ConfigurationError: no adapter, one named twice, or an impossible number of workers.
+    Raises:
+        ConfigurationError: There is no adapter, an adapter is named twice, or a number of workers is impossible.
     """
 
     def __init__(
@@ -58,22 +62,25 @@ class VerifierPool:
         timeout_s: float = 30.0,
         **more_timeouts: Any,
     ) -> None:
-        self._fallbacks, self._middleware = dict(fallbacks or {}), middleware
-        all_adapters = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
-        if unknown := ", ".join(sorted(set(self._fallbacks) - set(adapters))):
+        self._fallbacks = dict(fallbacks or {})
+        self._middleware = middleware
+        unknown = ", ".join(sorted(set(self._fallbacks) - set(adapters)))
+        if unknown:
             raise ConfigurationError(f"a fallback is given for {unknown}, which is no adapter of the run")
         self._combination = combination or Combination(tuple(adapters))
+
+        adapters_and_fallbacks = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
         timeouts = Timeouts(timeout_s, **more_timeouts)
 
-        def queues(make: MakeWorker, wanted: Mapping[str, int] | int) -> dict[str, AdapterQueue]:
-            counts = _worker_counts(all_adapters, wanted).items()
-            return {name: AdapterQueue(name, make, count, timeouts) for name, count in counts}
+        def make_queues(make: MakeWorker, num_workers: Mapping[str, int] | int) -> dict[str, AdapterQueue]:
+            counts = _worker_counts(adapters_and_fallbacks, num_workers)
+            return {name: AdapterQueue(name, make, count, timeouts) for name, count in counts.items()}
 
         self._queues = {
-            TRAINING: queues(make_worker, workers),
-            EVALUATION: queues(make_evaluator or make_worker, evaluation_workers),
+            TRAINING: make_queues(make_worker, workers),
+            EVALUATION: make_queues(make_evaluator or make_worker, evaluation_workers),
         }
-        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._start_tasks: dict[str, asyncio.Task[None]] = {}  # the last start of each phase
 
     @classmethod
     def from_registry(
@@ -86,27 +93,30 @@ class VerifierPool:
         judge_addresses: JudgeAddresses | None = None,
         **settings: Any,
     ) -> Self:
-        """A pool of this machine alone, without a trainer, a run or Ray.
+        """Make a pool of this machine alone, without a trainer, a run or Ray.
 
         Args:
-            adapters: rewards and judges of the registry file, or FILE.py:NAME.
-            registry: the registry file; default: `reward_registry.py` here, or else the one that is shipped.
-            reward_options: keyword options; a reward receives those that it names.
-            reward_env: environment variables of this process that the rewards' processes get as well.
-            judge_addresses: of the judges whose entry says no `url`.
-            settings: further arguments of this class.
+            adapters: Rewards and judges of the registry file, or FILE.py:NAME.
+            registry: The registry file; default: `reward_registry.py` of the working folder, or else the shipped one.
+            reward_options: Keyword options; a reward receives those that it names.
+            reward_env: Environment variables of this process that the rewards' processes get as well.
+            judge_addresses: Addresses of the judges whose entry names no `url`.
+            settings: Further arguments of this class.
 
-        ConfigurationError, or by `start`: a file, a reward's name, an option or a variable cannot be used.
+        Raises:
+            ConfigurationError: A file, a reward's name, an option or a variable cannot be used. Some of these are found
+                only by `start`, which then raises the error.
         """
         workers = LocalWorkers(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)
 
     @property
     def adapters(self) -> tuple[str, ...]:
+        """Return the names of the adapters, without the fallbacks."""
         return self._combination.adapters
 
     def as_trl_reward(self) -> TRLReward:
-        """This pool as a reward function for TRL's trainers (see `TRLReward`)."""
+        """Return this pool as a reward function for TRL's trainers (see `TRLReward`)."""
         return TRLReward(self)
 
     async def __aenter__(self) -> Self:
@@ -117,87 +127,126 @@ class VerifierPool:
         await self.close()
 
     async def start(self) -> None:
-        """Make all workers of training. Raises what the last attempt to make one raised, and leaves none behind."""
+        """Make all workers of the training.
+
+        Raises:
+            Exception: A worker cannot be made; the error is that of the last attempt. No worker is left running.
+        """
         try:
-            await self._started(TRAINING)
+            await self._ensure_started(TRAINING)
         except BaseException:
             await self.close()
             raise
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
-        """The combined verdict. Never raises for an adapter's failure; may be cancelled."""
-        phase = EVALUATION if evaluation else TRAINING
+        """Return the combined verdict of a sample.
+
+        An adapter's failure is part of the verdict and is never raised. The call may be cancelled.
+        """
         if evaluation:
-            await self._started(EVALUATION)
-        in_turn = all(queue.inline for queue in self._queues[phase].values())
-        return await self._combination(sample, partial(self._score, sample, phase), in_turn)
+            await self._ensure_started(EVALUATION)
+        phase = EVALUATION if evaluation else TRAINING
+        is_all_inline = all(queue.inline for queue in self._queues[phase].values())
+        return await self._combination(sample, partial(self._score, sample, phase), is_all_inline)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """The verdicts of a whole group, after each adapter with `post_process_scores` has looked at all its results."""
-        if evaluation:  # the verdicts may be of a pool before this one
-            await self._started(EVALUATION)
+        """Return the verdicts of a group, after each adapter with a group hook has seen all its results.
+
+        Args:
+            samples: All samples of one group.
+            verdicts: The verdict of each sample.
+            evaluation: The group belongs to an evaluation.
+        """
+        if evaluation:
+            # The verdicts may come from an earlier pool, so that this one has not started its evaluation yet
+            await self._ensure_started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
-        changed = [{result.adapter: result for result in verdict.results} for verdict in verdicts]
-        for name in [name for name in self._combination.adapters if queues[name].stats.has_hook]:
-            if members := [number for number, results in enumerate(changed) if name in results]:
-                asked = [samples[number] for number in members]
-                results = await queues[name].post_process(asked, [changed[n][name] for n in members])
-                for number, result in zip(members, results, strict=True):
-                    changed[number][name] = result
-        return [self._combination.verdict(tuple(results.values())) for results in changed]
+        results_by_member = [{result.adapter: result for result in verdict.results} for verdict in verdicts]
+        names_with_hook = [name for name in self._combination.adapters if queues[name].stats.has_hook]
+        for name in names_with_hook:
+            await _apply_hook(name, queues[name], samples, results_by_member)
+        return [self._combination.verdict(tuple(results.values())) for results in results_by_member]
 
     async def close(self) -> None:
-        """Cancel what runs, fail what waits, close every worker; bounded by a few `grace_s`."""
-        queues = [queue for by_name in self._queues.values() for queue in by_name.values()]
+        """Cancel running calls, fail waiting samples and close every worker. This takes a few `grace_s` at most."""
+        queues = [*self._queues[TRAINING].values(), *self._queues[EVALUATION].values()]
         await asyncio.gather(*(queue.close() for queue in queues))
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By adapter: counts and seconds since the last `take_stats`, and the queue and workers of now."""
-        return {name: queue.counts() for name, queue in self._named_queues()}
+        """Return by adapter the counts and seconds since the last `take_stats`, and the queue and workers of now."""
+        return {name: queue.counts() for name, queue in self._titled_queues()}
 
     def take_stats(self) -> dict[str, dict[str, Any]]:
-        """`stats`, and begin anew: for one line per step. Judges add the counts of their requests."""
-        return {name: queue.take_counts() for name, queue in self._named_queues()}
+        """Return `stats` and reset the counts, for one line per step. Judges add the counts of their requests."""
+        return {name: queue.take_counts() for name, queue in self._titled_queues()}
 
-    def _named_queues(self) -> list[tuple[str, AdapterQueue]]:
-        """Those of training, and of evaluation, if there is any."""
-        named = list(self._queues[TRAINING].items())
-        if EVALUATION in self._starting:
-            named += [(f"{name} (evaluation)", queue) for name, queue in self._queues[EVALUATION].items()]
-        return named
+    def _titled_queues(self) -> list[tuple[str, AdapterQueue]]:
+        """Return the queues with their titles; those of the evaluation only once it has begun."""
+        titled = list(self._queues[TRAINING].items())
+        if EVALUATION in self._start_tasks:
+            for name, queue in self._queues[EVALUATION].items():
+                titled.append((f"{name} (evaluation)", queue))
+        return titled
 
-    async def _started(self, phase: str) -> None:
-        """Start the queues of a phase once, for all who ask meanwhile; anew where it has failed: it may work by now."""
-        start = self._starting.get(phase)
-        if start is None or (start.done() and (start.cancelled() or start.exception() is not None)):
-            start = self._starting[phase] = asyncio.create_task(self._start(phase))
-        await asyncio.shield(start)
+    async def _ensure_started(self, phase: str) -> None:
+        """Start the queues of a phase once for all concurrent callers; after a failure the next caller tries again."""
+        task = self._start_tasks.get(phase)
+        if task is None or _has_failed(task):
+            task = asyncio.create_task(self._start_queues(phase))
+            self._start_tasks[phase] = task
+        await asyncio.shield(task)
 
-    async def _start(self, phase: str) -> None:
+    async def _start_queues(self, phase: str) -> None:
         starts = [queue.start() for queue in self._queues[phase].values()]
-        for error in filter(None, await asyncio.gather(*starts, return_exceptions=True)):
-            raise error
+        # Every start ends before the first error is raised, so that `close` finds all workers
+        for error in await asyncio.gather(*starts, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _score(
-        self, sample: dict[str, Any], phase: str, name: str, *, stands_in: bool = False
+        self, sample: dict[str, Any], phase: str, name: str, *, is_fallback: bool = False
     ) -> AdapterResult:
-        """What the adapter says, or where it has failed the one that stands in for it."""
+        """Return the adapter's result, or the result of its fallback if the adapter failed."""
         score = self._queues[phase][name].score
-        asked = score(sample) if self._middleware is None else self._middleware(name, sample, phase, score)
+        call = score(sample) if self._middleware is None else self._middleware(name, sample, phase, score)
         with waiting("reward", f"prompt {sample.get('group_id')}", name):
-            result = await asked
-        if stands_in or name not in self._fallbacks or not result.status.is_lost:
+            result = await call
+        if is_fallback or name not in self._fallbacks or not result.status.is_lost:
             return result
-        answer = await self._score(sample, phase, self._fallbacks[name], stands_in=True)
-        # Under the name of the adapter it stands in for, or weights and constants would not find it
-        return answer.standing_in_for(result)
+        fallback_result = await self._score(sample, phase, self._fallbacks[name], is_fallback=True)
+        # The result carries the name of the adapter that failed; otherwise weights and constants would not find it
+        return fallback_result.standing_in_for(result)
+
+
+async def _apply_hook(
+    adapter: str,
+    queue: AdapterQueue,
+    samples: Sequence[dict[str, Any]],
+    results_by_member: Sequence[dict[str, AdapterResult]],
+) -> None:
+    """Replace the adapter's results of a group by what its hook makes of them; the hook sees only members with a result."""
+    members = [member for member, results in enumerate(results_by_member) if adapter in results]
+    if not members:
+        return
+    results = await queue.post_process(
+        [samples[member] for member in members],
+        [results_by_member[member][adapter] for member in members],
+    )
+    for member, result in zip(members, results, strict=True):
+        results_by_member[member][adapter] = result
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _worker_counts(adapters: Sequence[str], workers: Mapping[str, int] | int) -> dict[str, int]:
+    """Return the number of workers of each adapter."""
     by_name = dict.fromkeys(adapters, workers) if isinstance(workers, int) else workers
-    if unknown := ", ".join(sorted(set(by_name) - set(adapters))):
+    unknown = ", ".join(sorted(set(by_name) - set(adapters)))
+    if unknown:
         raise ConfigurationError(f"workers asked for {unknown}, but the adapters are {list(adapters)}")
     counts = {name: by_name.get(name, 1) for name in adapters}
     if min(counts.values()) < 1:
