@@ -1,4 +1,4 @@
-"""Several adapters on one sample -> one verdict: who is asked, and how their rewards become one."""
+"""`Combination`: which adapters judge a sample, and how their rewards become one verdict."""
 
 import asyncio
 import math
@@ -17,22 +17,25 @@ Ask = Callable[[str], Awaitable[AdapterResult]]
 
 @dataclass(frozen=True)
 class Combination:
-    """How the results of a sample become its verdict.
+    """Rule by which the results of a sample become its verdict.
 
-    Modes: `best` (the highest), `sum` and `mean` (weighted), `product`; `gate` asks one adapter after the other, in the
-    order given, as long as each passes `threshold`: cheap rules go before paid judges, and the reward is that of the
-    last one asked.
+    Modes: `best` takes the highest reward; `sum` and `mean` are weighted; `product` multiplies. `gate` calls one adapter
+    after the other, in the given order, as long as each reward reaches `threshold`, so that cheap rules can stand before
+    paid judges; the reward is that of the last adapter that was called.
 
-    If any adapter that was asked failed or timed out, the combination is unknown: the verdict is that status (a failure
-    goes before a time-out) and the sample is masked, not scored; unless `constants` has a reward for that adapter's
-    failures. Adapters that abstained are left out. If all did, so does the verdict; also if those that answered have no
-    weight together: 0 in a `sum`, 0 or less in a `mean`. A combination that cannot be meant (`MAX_REWARD`) has failed.
+    If an adapter that was called failed or timed out, the combined reward is unknown: the verdict has that status (FAILED,
+    if there are both) and the sample is masked. `constants` can replace the reward that is missing. Adapters that abstained
+    are left out. The verdict abstains if all adapters did, or if the weights of the remaining adapters are all 0 in a
+    `sum`, or add up to 0 or less in a `mean`. A combined reward beyond `MAX_REWARD` is a failure.
 
     Args:
-        weights: by adapter, for `sum` and `mean`; 1 where not named.
-        threshold: the reward from which a gate opens.
-        column: of the row, naming the adapters that judge this sample (a comma list); None: all of them judge all.
-        constants: by adapter, the reward that stands in for a failure of it.
+        adapters: Names of the adapters.
+        mode: One of MODES.
+        weights: Weights by adapter, for `sum` and `mean`; adapters that are not named weigh 1.
+        threshold: Lowest reward that passes a gate.
+        column: Column of the row that names the adapters that judge this sample, as a comma separated list; None: all
+            adapters judge every sample.
+        constants: Rewards by adapter that replace the reward of an adapter that failed or timed out.
     """
 
     adapters: tuple[str, ...]
@@ -48,32 +51,37 @@ class Combination:
         if self.mode not in MODES:
             known = ", ".join(MODES)
             raise ConfigurationError(f"unknown reward combination {self.mode!r}; choose one of {known}")
-        for what, named in (("weight", self.weights), ("constant", self.constants)):
-            if unknown := ", ".join(sorted(set(named) - set(self.adapters))):
-                known = ", ".join(self.adapters)
-                raise ConfigurationError(f"a {what} is given for {unknown}, but the adapters are {known}")
+        self._refuse_unknown("weight", self.weights)
+        self._refuse_unknown("constant", self.constants)
         if self._combined(dict.fromkeys(self.adapters, 0.0)) is None:
             needed = "a positive sum of weights" if self.mode == "mean" else "a weight that is not 0"
             raise ConfigurationError(f"a {self.mode} needs {needed}, not {dict(self.weights)}")
 
-    def chosen(self, sample: Mapping[str, Any]) -> tuple[str, ...]:
-        """The adapters that judge this sample, each once.
+    def _refuse_unknown(self, kind: str, numbers: Mapping[str, float]) -> None:
+        unknown = ", ".join(sorted(set(numbers) - set(self.adapters)))
+        if unknown:
+            adapters = ", ".join(self.adapters)
+            raise ConfigurationError(f"a {kind} is given for {unknown}, but the adapters are {adapters}")
 
-        ConfigurationError: its column is missing or names an adapter that the run does not have.
+    def chosen(self, sample: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the adapters that judge this sample, each once.
+
+        Raises:
+            ConfigurationError: The sample's column is missing or names an adapter that the run does not have.
         """
         if self.column is None:
             return self.adapters
-        named = sample.get(self.column)
-        parts = named.split(",") if isinstance(named, str) else ()
+        value = sample.get(self.column)
+        parts = value.split(",") if isinstance(value, str) else []
         names = tuple(dict.fromkeys(part.strip() for part in parts))
         if not names or set(names) - set(self.adapters):
             raise ConfigurationError(
-                f"the column {self.column!r} of a row says {named!r}; it must name some of {', '.join(self.adapters)}"
+                f"the column {self.column!r} of a row says {value!r}; it must name some of {', '.join(self.adapters)}"
             )
         return names
 
     def verdict(self, results: Sequence[AdapterResult]) -> Verdict:
-        """The verdict of these results.
+        """Return the verdict of these results.
 
         >>> ok = AdapterResult("mathd", RewardStatus.OK, 0.0)
         >>> best = Combination(("mathd", "sympy"))
@@ -83,14 +91,14 @@ class Combination:
         'timed_out'
         """
         results = tuple(results)
-        for unknown in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
-            if any(result.status is unknown and result.adapter not in self.constants for result in results):
-                return Verdict(unknown, None, results)
-        rewards = {
-            result.adapter: self.constants[result.adapter] if result.reward is None else result.reward
-            for result in results
-            if result.status is not RewardStatus.ABSTAINED
-        }
+        for status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
+            if any(result.status is status and result.adapter not in self.constants for result in results):
+                return Verdict(status, None, results)
+        rewards = {}
+        for result in results:
+            if result.status is not RewardStatus.ABSTAINED:
+                reward = self.constants[result.adapter] if result.reward is None else result.reward
+                rewards[result.adapter] = reward
         combined = self._combined(rewards)
         if combined is None:
             return Verdict(RewardStatus.ABSTAINED, None, results)
@@ -98,28 +106,43 @@ class Combination:
             reason = f"the {self.mode} of the rewards {rewards} is {combined}: {PLAUSIBLE_REWARD}"
             failed = tuple(replace(result, reason=reason) for result in results)
             return Verdict(RewardStatus.FAILED, None, failed)
-        filled = any(result.status.is_lost for result in results)
-        return Verdict(RewardStatus.OK, combined, results, filled)
+        is_filled = any(result.status.is_lost for result in results)
+        return Verdict(RewardStatus.OK, combined, results, filled=is_filled)
 
     async def __call__(self, sample: Mapping[str, Any], ask: Ask, in_turn: bool = False) -> Verdict:
-        """Ask whom it takes, all at once or, at a gate, one after the other; `in_turn`: none has to wait for its answer."""
+        """Call the adapters of a sample and return its verdict.
+
+        Args:
+            sample: The sample.
+            ask: Calls an adapter by name.
+            in_turn: Call one adapter after the other also without a gate, because none has to wait for its answer.
+        """
         names = self.chosen(sample)
-        if self.mode != "gate" and len(names) > 1 and not in_turn:
-            return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
+        if self.mode == "gate":
+            return await self._pass_gates(names, ask)
+        if len(names) == 1 or in_turn:
+            # Without tasks, which would only cost time
+            return self.verdict([await ask(name) for name in names])
+        return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
+
+    async def _pass_gates(self, names: Sequence[str], ask: Ask) -> Verdict:
+        """Call one adapter after the other, until a reward is below the threshold; an adapter that abstains lets pass."""
         results: list[AdapterResult] = []
         for name in names:
-            results.append(await ask(name))
-            if self.mode != "gate":
+            result = await ask(name)
+            results.append(result)
+            if result.status is RewardStatus.ABSTAINED:
                 continue
             verdict = self.verdict(results)
-            abstained = results[-1].status is RewardStatus.ABSTAINED
-            if not abstained and (verdict.reward is None or verdict.reward < self.threshold):
+            if verdict.reward is None or verdict.reward < self.threshold:
                 break
         return self.verdict(results)
 
     def _combined(self, rewards: Mapping[str, float]) -> float | None:
-        """None if these adapters have no weight together: it would become a silent 0. Not finite where the numbers are
-        too large; `sum` and not `fsum`, which would raise."""
+        """Return the combined reward by the mode; None if these adapters have no weight, which must not become a silent 0.
+
+        The result is infinite or NaN if the numbers are too large; `math.fsum` would raise instead.
+        """
         weights = [self.weights.get(name, 1.0) for name in rewards]
         values = list(rewards.values())
         total = sum(weight * value for weight, value in zip(weights, values, strict=True))

@@ -1,7 +1,7 @@
-"""Shipped rewards that need no process: they cannot hang, so the queue computes them where it is.
+"""Shipped rewards that need no process: they cannot hang, so the queue computes them in its own process.
 
-What stands in `BOUNDED` looks at a character a bounded number of times, computes with numbers of a bounded number of
-digits, keeps nothing, and reads no file. Any other function goes to a process, whatever its name and its marks.
+A function in `BOUNDED` reads each character a bounded number of times, computes with numbers of bounded length, keeps no
+state and reads no file. Every other function runs in a process, whatever its name and its decorators.
 """
 
 import time
@@ -17,18 +17,19 @@ BOUNDED = (countdown.score, text.format, environment.environment)
 
 
 class InlineReward:
-    """A `VerifierWorker` whose `score` never waits, and answers in the form in which a process does."""
+    """A `VerifierWorker` whose `score` never waits. It reads answers as a reward's process does."""
 
     capacity = 1
 
     def __init__(self, name: str, adapter: Any, options: Mapping[str, Any]) -> None:
-        self._name, self._reward = name, Reward(adapter, options)
+        self._name = name
+        self._reward = Reward(adapter, options)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """The result; FAILED for what the reward raises. No time-out is needed."""
-        started = time.monotonic()
+        """Return the result; FAILED for any exception of the reward. `timeout_s` is not needed."""
+        started_at = time.monotonic()
         ((answer,),) = await self._reward.replies([{"sample": sample}])
-        return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started)
+        return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started_at)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

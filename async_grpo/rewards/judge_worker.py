@@ -17,17 +17,22 @@ from async_grpo.types import AdapterResult, RewardStatus
 
 
 class JudgeWorker:
-    """A remote judge; no process, it only waits for the network. Scores up to `capacity` samples at once: what may
-    really be in flight is the business of the judge's limits.
+    """A worker that calls a remote judge. It has no process, because it only waits for the network.
+
+    It scores up to `capacity` samples at once; the judge's limits decide how many requests are really in flight.
 
     Args:
-        judge: see `judges`.
-        endpoint: the judge's own, or with the run's limits in it.
+        name: The judge's name.
+        judge: The judge (see `judges`).
+        endpoint: The judge's endpoint, with the run's limits if there are any.
+        rate_limiter: Gives the permits.
         phase: "train" or "eval" (see `LimitedWorker`).
-        idle_sleep: of the judge's servers, if they sleep between calls; shared by all who ask them.
+        idle_sleep: Wakes the judge's servers, if they sleep between calls; shared by all workers of these servers.
     """
 
-    max_queue_s = QUEUE_S  # for permits, for a server that asked to be left alone, for one to wake up
+    max_queue_s = (
+        QUEUE_S  # wait for permits, for the end of a server's `Retry-After`, for a server that wakes up
+    )
 
     def __init__(
         self,
@@ -38,71 +43,89 @@ class JudgeWorker:
         phase: str,
         idle_sleep: IdleSleep | None = None,
     ) -> None:
-        self._name, self._judge, self._phase, self._idle_sleep = name, judge, phase, idle_sleep
-        self._taken: dict[str, int] = {}
+        self._name = name
+        self._judge = judge
+        self._phase = phase
+        self._idle_sleep = idle_sleep
+        self._last_counts: dict[str, int] = {}  # of the last `take_stats`
         self._client = EndpointClient(name, endpoint, rate_limiter)
         self.close = self._client.close
-        # More would only wait inside, where no statistics show the queue
-        at_once = endpoint.limits.concurrency or JUDGE_CAPACITY
-        if phase == "eval":  # what hangs there must leave permits to the training
-            at_once = max(1, at_once // 2)
-        self.capacity = min(JUDGE_CAPACITY, at_once)
+        # More samples would only wait inside this worker, where no statistics show the queue
+        num_permits = endpoint.limits.concurrency or JUDGE_CAPACITY
+        if phase == "eval":
+            # Calls that hang in an evaluation must leave permits to the training
+            num_permits = max(1, num_permits // 2)
+        self.capacity = min(JUDGE_CAPACITY, num_permits)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """The judge's result; FAILED with the reason for whatever it or the network does."""
-        started, deadline = time.monotonic(), Deadline(timeout_s, QUEUE_S)
+        """Return the judge's result; FAILED with the reason, whatever the judge or the network does wrong."""
+        started_at = time.monotonic()
+        deadline = Deadline(timeout_s, QUEUE_S)
         awake = self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext()
         try:
             async with awake:
-                said = await self._judge.score(
+                raw_answer = await self._judge.score(
                     dict(sample), self._client, phase=self._phase, deadline=deadline
                 )
-            answer = read_answer(said, sample, False)
+            answer = read_answer(raw_answer, sample, False)
         except JudgeError as error:
             status = RewardStatus.TIMED_OUT if isinstance(error, JudgeTimeout) else RewardStatus.FAILED
             answer = failure(str(error), status.value)
-            answer["extra"] = getattr(error, "spent", {})  # it has cost something all the same
-        except Exception as error:  # of code of many hands; none may cost the run
+            answer["extra"] = getattr(error, "spent", {})  # a call that failed may have cost something
+        except Exception as error:  # a judge may be a user's class; its errors must not end the run
             answer = failure(describe(error))
-        latency_s = time.monotonic() - started
+        latency_s = time.monotonic() - started_at
         return AdapterResult(self._name, **fields_of(answer), latency_s=latency_s, queue_s=deadline.queue_s)
 
     def take_stats(self) -> dict[str, int]:
-        """Since the last call: requests, those that were sent again, hedges, time-outs, and how often a replica went out of
-        service; and how many are out of service now."""
+        """Return counts since the last call, and in `breakers_open` the number of replicas that are out of service now.
+
+        The counts are requests, retries, hedges, time-outs and how often a replica went out of service.
+        """
         stats = self._client.stats()
-        counts = {name: stats[name] for name in ("requests", "hedges", "breakers_opened")}
-        counts |= {"request_retries": stats["retries"], "request_timeouts": stats["outcomes"]["timeout"]}
-        taken = {name: count - self._taken.get(name, 0) for name, count in counts.items()}
-        self._taken = counts
-        return taken | {"breakers_open": stats["breakers_open"]}
+        counts = {
+            "requests": stats["requests"],
+            "hedges": stats["hedges"],
+            "breakers_opened": stats["breakers_opened"],
+            "request_retries": stats["retries"],
+            "request_timeouts": stats["outcomes"]["timeout"],
+        }
+        new_counts = {name: count - self._last_counts.get(name, 0) for name, count in counts.items()}
+        self._last_counts = counts
+        return new_counts | {"breakers_open": stats["breakers_open"]}
 
 
 class LimitedWorker:
-    """Each call of `score` of this worker starts with a permit; the wait for it is not on the sample's time. Workers of the
-    same key share the limits, and their phases, "train" and "eval", share them fairly."""
+    """A worker whose `score` takes a permit first. The wait for the permit does not count against the sample's time-out.
+
+    Workers of the same key share the limits, and their phases ("train" and "eval") share them fairly.
+    """
 
     max_queue_s = QUEUE_S
 
     def __init__(
         self, worker: VerifierWorker, rate_limiter: RateLimiter, key: str, limits: Limits, phase: str
     ) -> None:
-        self._worker, self._rate_limiter = worker, rate_limiter
-        self._key, self._limits, self._phase = key, limits, phase
-        self.capacity, self.close = worker.capacity, worker.close
-        self.has_post_process = getattr(worker, "has_post_process", False)  # a worker need not say
+        self._worker = worker
+        self._rate_limiter = rate_limiter
+        self._key = key
+        self._limits = limits
+        self._phase = phase
+        self.capacity = worker.capacity
+        self.close = worker.close
+        self.has_post_process = getattr(worker, "has_post_process", False)
         self.post_process = getattr(worker, "post_process", None)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """As the worker's; TIMED_OUT if no permit comes."""
-        asked_at = time.monotonic()
+        """Return the worker's result; TIMED_OUT if no permit comes."""
+        started_at = time.monotonic()
         try:
             async with asyncio.timeout(self.max_queue_s):
                 permit = await self._rate_limiter.acquire(self._key, self._limits, phase=self._phase)
         except TimeoutError:
             reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
             return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)
-        queue_s = time.monotonic() - asked_at
+        queue_s = time.monotonic() - started_at
         try:
             return replace(await self._worker.score(sample, timeout_s), queue_s=queue_s)
         finally:

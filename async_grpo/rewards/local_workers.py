@@ -20,8 +20,10 @@ from async_grpo.rewards.verifier_worker import VerifierWorker
 
 
 class LocalWorkers:
-    """`make` is `make_worker` of a VerifierPool: processes for rewards, and clients in this process for judges.
-    Arguments and errors are those of `VerifierPool.from_registry`."""
+    """Makes the workers of a VerifierPool (`make`): processes for rewards, and clients in this process for judges.
+
+    See `VerifierPool.from_registry` for the arguments and errors.
+    """
 
     def __init__(
         self,
@@ -31,18 +33,21 @@ class LocalWorkers:
         reward_env: str | Sequence[str] = (),
         judge_addresses: JudgeAddresses | None = None,
     ) -> None:
-        named = parse_names(names)
-        self.source = RewardRegistrySource.from_file(registry_file(registry)).with_files(named)
-        if options or not named:
-            check_options(resolve(self.source, named), options or {})
-        self.adapters = tuple(map(display_name, named))
+        full_names = parse_names(names)
+        self.source = RewardRegistrySource.from_file(registry_file(registry)).with_files(full_names)
+        if options or not full_names:
+            # `resolve` refuses an empty list of names
+            check_options(resolve(self.source, full_names), options or {})
+        self.adapters = tuple(display_name(name) for name in full_names)
+        self.judges: set[str] = set()  # names of the judges that `make` has made a worker of
+        self._options = options
         self._environment = named_environment(parse_names(reward_env))
-        self.judges: set[str] = set()  # of those that were made a worker
-        self._options, self._rate_limiter = options, Limiter()
+        self._rate_limiter = Limiter()
         self._judge_addresses = judge_addresses or JudgeAddresses()
 
     async def make(self, adapter: str) -> VerifierWorker:
-        # The registry file is first imported in a process of its own, whatever it does
+        """Make and start a worker of the adapter."""
+        # A process imports the registry file first: whatever the file does, it cannot harm this process
         process = AdapterProcess(self.source, adapter, self._options, environment=self._environment)
         if not (await process.start()).traits.is_judge:
             return process

@@ -1,4 +1,4 @@
-"""A pool without a run, as a reward function for TRL's trainers."""
+"""`TRLReward`: a pool without a run, as a reward function for TRL's trainers."""
 
 import asyncio
 from collections import defaultdict
@@ -12,7 +12,7 @@ Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversati
 
 
 class ScoringPool(Protocol):
-    """What `TRLReward` calls of a `VerifierPool`, whose module imports this one."""
+    """The part of `VerifierPool` that `TRLReward` uses; the pool's module imports this one."""
 
     @property
     def adapters(self) -> tuple[str, ...]: ...
@@ -31,25 +31,26 @@ class ScoringPool(Protocol):
 class TRLReward(AbstractContextManager["TRLReward"]):
     """`reward_funcs` of a TRL trainer: `f(prompts, completions, completion_ids=None, **columns) -> [1.0, None, ...]`.
 
-    None stands for a sample that could not be scored, which TRL leaves out of the reward. The completions of one prompt
-    are a group. Prompts and completions may be texts or conversations; of a completion's messages the texts are joined.
+    None means that a sample could not be scored; TRL leaves it out of the reward. The completions of one prompt form a
+    group. Prompts and completions may be texts or conversations, whose messages are joined to one text.
 
-    Where it is made in a running event loop, it uses the pool of that loop, and must be called from other threads. Else
-    the pool is started by the first call, and lives until `close`, or the end of `with`, or of the thread that made this
-    call, which must make the others, too.
+    If it is made in a running event loop, it uses a pool of that loop, and must be called from other threads. Otherwise
+    the first call starts the pool, and all further calls must come from the same thread. The pool lives until `close`, the
+    end of the `with` block, or the end of that thread.
 
         with VerifierPool.from_registry("math_verify").as_trl_reward() as reward:
             trainer = GRPOTrainer(model, reward_funcs=reward, ...)
             trainer.train()
 
     Args:
-        pool: not started, or started in the running event loop.
+        pool: A pool that is not started yet, or was started in the running event loop.
     """
 
     def __init__(self, pool: ScoringPool) -> None:
-        self.__name__ = "+".join(pool.adapters)  # by which TRL logs it
-        self._pool, self._loop = pool, _running_loop()
-        self._runner: asyncio.Runner | None = None  # of a pool that is nobody else's
+        self.__name__ = "+".join(pool.adapters)  # TRL logs the reward under this name
+        self._pool = pool
+        self._loop = _running_loop()
+        self._runner: asyncio.Runner | None = None  # of a pool that the first call has started
         self._start_error: BaseException | None = None
 
     def __call__(
@@ -59,17 +60,23 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         completion_ids: Sequence[Sequence[int]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The rewards of the completions, in their order.
+        """Return the rewards of the completions, in their order; None for a sample that could not be scored.
 
         Args:
-            columns: those of the data set, each a list with a value per completion; anything else (TRL's
-                `trainer_state`) is left out.
+            prompts: One prompt per completion.
+            completions: The completions.
+            completion_ids: Token ids of each completion, if there are any.
+            columns: Columns of the data set, each a list with one value per completion. Anything else, such as TRL's
+                `trainer_state`, is ignored.
 
-        Raises what starting the pool raised, and a RuntimeError in the pool's own event loop: it would wait for itself.
+        Raises:
+            RuntimeError: The call was made in the pool's event loop, where it would wait for itself.
+            Exception: The pool cannot be started.
         """
         samples = _samples(prompts, completions, completion_ids, columns)
         if self._loop is None:
-            return self._started().run(self._score(samples))
+            runner = self._ensure_runner()
+            return runner.run(self._score(samples))
         if _running_loop() is self._loop:
             raise RuntimeError(
                 f"the reward {self.__name__} was called in the event loop of its pool: call it in another thread "
@@ -78,7 +85,7 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         return asyncio.run_coroutine_threadsafe(self._score(samples), self._loop).result()
 
     def close(self) -> None:
-        """End the pool, if this function has started it. Harmless when repeated."""
+        """End the pool, if this function has started it. A second call does nothing."""
         if self._runner is not None:
             with self._runner as runner:
                 runner.run(self._pool.close())
@@ -89,17 +96,22 @@ class TRLReward(AbstractContextManager["TRLReward"]):
 
     async def _score(self, samples: Sequence[dict[str, Any]]) -> list[float | None]:
         verdicts = await asyncio.gather(*map(self._pool.verify, samples))
-        groups: defaultdict[int, list[int]] = defaultdict(list)
-        for place, sample in enumerate(samples):
-            groups[sample["group_id"]].append(place)
-        for places in groups.values():
-            group, scored = [samples[place] for place in places], [verdicts[place] for place in places]
-            for place, verdict in zip(places, await self._pool.post_process(group, scored), strict=True):
-                verdicts[place] = verdict
+        indices_by_group: defaultdict[int, list[int]] = defaultdict(list)
+        for index, sample in enumerate(samples):
+            indices_by_group[sample["group_id"]].append(index)
+        for indices in indices_by_group.values():
+            group_verdicts = await self._pool.post_process(
+                [samples[index] for index in indices],
+                [verdicts[index] for index in indices],
+            )
+            for index, verdict in zip(indices, group_verdicts, strict=True):
+                verdicts[index] = verdict
         return [verdict.reward for verdict in verdicts]
 
-    def _started(self) -> asyncio.Runner:
-        if self._start_error is not None:  # a pool that could not start is closed for good
+    def _ensure_runner(self) -> asyncio.Runner:
+        """Return the event loop of the pool; the first call starts both."""
+        if self._start_error is not None:
+            # A pool that could not start is closed for good
             raise self._start_error
         if self._runner is None:
             self._runner = asyncio.Runner()
@@ -125,23 +137,32 @@ def _samples(
     completion_ids: Sequence[Sequence[int]] | None,
     columns: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """The samples as a reward receives them, one per completion."""
-    of_samples = {
-        name: values
-        for name, values in columns.items()
-        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == len(completions)
-    }
-    group_ids: dict[str, int] = {}
-    texts = zip(map(_text, prompts), map(_text, completions), strict=True)
-    return [
-        {"truncated": False}
-        | {name: values[place] for name, values in of_samples.items()}
-        | {"input": prompt, "completion": completion, "sample_text": prompt + completion}
-        | {"completion_token_ids": [] if completion_ids is None else list(map(int, completion_ids[place]))}
-        | {"group_id": group_ids.setdefault(prompt, len(group_ids))}
-        for place, (prompt, completion) in enumerate(texts)
-    ]
+    """Return the samples as a reward receives them, one per completion."""
+    sample_columns = {}
+    for name, values in columns.items():
+        is_list = isinstance(values, Sequence) and not isinstance(values, str)
+        if is_list and len(values) == len(completions):
+            sample_columns[name] = values
+    group_ids: dict[str, int] = {}  # by prompt
+    samples = []
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        prompt_text = _text(prompt)
+        completion_text = _text(completion)
+        token_ids = [] if completion_ids is None else [int(token) for token in completion_ids[index]]
+        # A column must not replace a field of the sample, except `truncated`
+        sample: dict[str, Any] = {"truncated": False}
+        for name, values in sample_columns.items():
+            sample[name] = values[index]
+        sample["input"] = prompt_text
+        sample["completion"] = completion_text
+        sample["sample_text"] = prompt_text + completion_text
+        sample["completion_token_ids"] = token_ids
+        sample["group_id"] = group_ids.setdefault(prompt_text, len(group_ids))
+        samples.append(sample)
+    return samples
 
 
 def _text(text: Text) -> str:
-    return text if isinstance(text, str) else "".join(str(message["content"]) for message in text)
+    if isinstance(text, str):
+        return text
+    return "".join(str(message["content"]) for message in text)
