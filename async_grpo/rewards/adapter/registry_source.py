@@ -1,4 +1,4 @@
-"""The user's rewards, as text: every process of a run imports this copy, whatever its disk holds.
+"""The source text of the user's rewards. Every process of a run imports this copy, whatever its disk holds.
 
 A reward is named by its key in the registry file, or by a file of its own:
 
@@ -22,7 +22,7 @@ SHIPPED_REGISTRY = Path(__file__).parents[2] / "data" / REGISTRY_FILE
 
 
 def registry_file(given: str | Path | None = None) -> Path:
-    """The registry file of a command: the one given, or `reward_registry.py` of the working folder, or the shipped one.
+    """Return the registry file of a command: the given one, or that of the working folder, or the shipped one.
 
     >>> registry_file("rewards/mine.py")
     PosixPath('rewards/mine.py')
@@ -35,13 +35,17 @@ def registry_file(given: str | Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class RewardRegistrySource(ShippedModule):
-    """The registry file, and the files of rewards that are named by theirs."""
+    """The registry file, and the files of the rewards that are named as FILE.py:NAME."""
 
     files: tuple[SourceFile, ...] = ()
 
     @classmethod
     def from_file(cls, path: str | Path) -> "RewardRegistrySource":
-        """Read a registry file such as `reward_registry.py`. Raises ConfigurationError if it cannot be read."""
+        """Read a registry file such as `reward_registry.py`.
+
+        Raises:
+            ConfigurationError: The file cannot be read, or its name is no module's name.
+        """
         path = Path(path)
         if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
             raise ConfigurationError(f"the registry file {str(path)!r} cannot be a module: rename it")
@@ -49,59 +53,74 @@ class RewardRegistrySource(ShippedModule):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RewardRegistrySource":
-        """What `dataclasses.asdict` has made of one."""
+        """Return the source that `dataclasses.asdict` made these fields of."""
         return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
 
     def with_files(self, names: str | Iterable[str]) -> "RewardRegistrySource":
-        """The same with the files among the names, read here. Raises ConfigurationError: one cannot be read, or two rewards
-        would be known by the same name."""
-        asked = parse_names(names)
-        _display_names(asked)
-        return replace(self, files=tuple(SourceFile.read(name) for name in asked if is_file(name)))
+        """Return the source with the files of these rewards, which are read here.
+
+        Raises:
+            ConfigurationError: A file cannot be read, or two rewards have the same display name.
+        """
+        full_names = parse_names(names)
+        _display_names(full_names)
+        return replace(self, files=tuple(SourceFile.read(name) for name in full_names if is_file(name)))
 
     @property
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each text, by its module's or its reward's name; for the run's parameters."""
-        return {self.module_name: self.sha256} | {file.name: file.sha256 for file in self.files}
+        """Return the SHA-256 of each text by the name of its module or reward, for the run's parameters."""
+        digests = {self.module_name: self.sha256}
+        for file in self.files:
+            digests[file.name] = file.sha256
+        return digests
 
 
 def display_name(name: str) -> str:
-    """What a reward is known by in metrics, weights and results."""
+    """Return the name of a reward in metrics, weights and results."""
     return name.rpartition(":")[2] if is_file(name) else name
 
 
 def parse_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """The names of a list or a comma separated string, once each, in the order given."""
+    """Return the names of a list or a comma separated string, once each, in their order."""
+    # A member of an enumeration has its name as its value
     parts = names.split(",") if isinstance(names, str) else [getattr(name, "value", name) for name in names]
     return tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
 
 
 def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[str, Any]:
-    """The rewards of these names, by what they are known by.
+    """Return the rewards of these names, by display name.
 
-    ConfigurationError: no name, an unknown one, or two that would be known by the same; a registry file without
-    `REWARD_ADAPTERS`; a file that the source does not carry (see `with_files`); an object that is no reward.
+    Raises:
+        ConfigurationError: There is no name, an unknown name, or two with the same display name; the registry file has no
+            `REWARD_ADAPTERS`; the source lacks a file (see `with_files`); or an object is no reward.
     """
-    asked = parse_names(names)
-    shown = _display_names(asked)
+    full_names = parse_names(names)
+    names_shown = _display_names(full_names)
     files = {file.name: file for file in source.files}
-    if missing := [name for name in asked if is_file(name) and display_name(name) not in files]:
+    missing = [name for name in full_names if is_file(name) and display_name(name) not in files]
+    if missing:
         raise ConfigurationError(
             f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
         )
-    known = _registered(source) if not asked or set(shown) - files.keys() else {}
-    unknown = ", ".join(name for name in shown if name not in known.keys() | files.keys())
-    if unknown or not asked:
+    # The registry file is loaded only if a name needs it, or for the error's list of names
+    needs_registry = not full_names or bool(set(names_shown) - files.keys())
+    registered = _registered(source) if needs_registry else {}
+    unknown = ", ".join(name for name in names_shown if name not in registered and name not in files)
+    if unknown or not full_names:
         problem = f"unknown reward function {unknown}" if unknown else "no reward function is named"
-        known_names = f"{source.module_name} knows {', '.join(sorted(known)) or 'none'}; or FILE.py:NAME"
-        raise ConfigurationError(f"{problem}: {known_names}{nearest(unknown, known)}")
-    adapters = {name: files[name].object() if name in files else known[name] for name in shown}
+        known_names = f"{source.module_name} knows {', '.join(sorted(registered)) or 'none'}; or FILE.py:NAME"
+        raise ConfigurationError(f"{problem}: {known_names}{nearest(unknown, registered)}")
+    adapters = {}
+    for name in names_shown:
+        adapters[name] = files[name].object() if name in files else registered[name]
     for adapter in adapters.values():
-        traits_of(adapter)  # raises for what cannot be called
+        # Raises for an object that cannot be called
+        traits_of(adapter)
     return adapters
 
 
 def _registered(source: RewardRegistrySource) -> dict[str, Any]:
+    """Return the rewards of the registry file by name."""
     registered = getattr(source.load(), "REWARD_ADAPTERS", None)
     if not isinstance(registered, dict):
         raise ConfigurationError(f"{source.module_name} defines no dict REWARD_ADAPTERS")
@@ -109,9 +128,11 @@ def _registered(source: RewardRegistrySource) -> dict[str, Any]:
 
 
 def _display_names(names: Sequence[str]) -> list[str]:
-    shown = [display_name(name) for name in names]
-    if twice := sorted({name for name in shown if shown.count(name) > 1}):
+    """Return the display names; raise ConfigurationError if two are the same."""
+    names_shown = [display_name(name) for name in names]
+    duplicates = sorted({name for name in names_shown if names_shown.count(name) > 1})
+    if duplicates:
         raise ConfigurationError(
-            f"several rewards would be known as {', '.join(twice)}: give the functions different names"
+            f"several rewards would be known as {', '.join(duplicates)}: give the functions different names"
         )
-    return shown
+    return names_shown

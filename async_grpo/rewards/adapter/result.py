@@ -1,6 +1,6 @@
-"""What a reward may answer to a sample (see docs/rewards.md), and what becomes of it.
+"""What a reward may return for a sample (see docs/rewards.md), and the answer that the run makes of it.
 
-It answers one of
+It returns one of
 
     1.0, 1, True                        the reward
     {"reward": 1.0, "length": 7}        with further numbers, logged per component; `score` is read as `reward`
@@ -8,7 +8,7 @@ It answers one of
     (answer, query, explanation)        one of these, and two texts for the log: a judge's question and its reason
 
 with finite numbers only, and a reward from -1e6 to 1e6 (`MAX_REWARD`). Anything else, an exception included, is a failure
-and no zero. A process reward answers a dict with exactly one of
+and not a zero. A process reward returns a dict with exactly one of
 
     step_rewards    a list of {"reward": r, "token_end": n} or {"reward": r, "char_end": n}, in any order
     token_rewards   a list with one number for each token of the completion
@@ -29,20 +29,35 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.options.redaction import redacted
 
-# A reward beyond is implausible: a sum that overflowed, a number in another unit, an attack. Up to here float32 tells
-# rewards apart that differ by 0.1, and their squares and sums stay far from its end.
+# A larger reward is implausible: a sum that overflowed, a number in another unit, or an attack. Up to this size float32
+# tells rewards apart that differ by 0.1, and their squares and sums cannot overflow.
 MAX_REWARD = 1e6
 PLAUSIBLE_REWARD = f"a reward lies between -{MAX_REWARD:g} and {MAX_REWARD:g}"
 KINDS = ("step_rewards", "token_rewards")
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500
-MAX_QUOTED_NUMBER = 40  # characters
-MAX_SHOWN_CHARACTERS = 60  # of a value that is none
-_MEMBER = {"sample", "status", "extra", "steps", "reason"}  # what a group's member holds besides its reward
+MAX_QUOTED_NUMBER = 40  # characters of a number in a reason
+MAX_SHOWN_CHARACTERS = 60  # characters of a wrong value in a reason
+_MEMBER_FIELDS = {
+    "sample",
+    "status",
+    "extra",
+    "steps",
+    "reason",
+}  # fields of a group's member besides `reward`
 
 
 def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False) -> dict[str, Any]:
-    """The same dict for what a reward returned.
+    """Return the answer for what a reward returned.
+
+    Args:
+        returned: What the reward returned.
+        sample: The sample, by which the steps of a process reward are measured.
+        process: The reward is a process reward.
+
+    Returns:
+        A dict of `status`, `reward`, `extra` (further numbers by name), `steps` (pairs of the index of the step's last
+        token and its reward) and `reason`, as JSON can hold it.
 
     >>> read_answer(({"score": 0.5}, "Is it polite?", "Mostly."), {})
     {'status': 'ok', 'reward': 0.5, 'extra': {}, 'steps': [], 'reason': "Mostly. (asked: 'Is it polite?')"}
@@ -50,31 +65,40 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
     if isinstance(returned, tuple) and len(returned) == 3:
         returned, query, explanation = returned
         answer = read_answer(returned, sample, process)
-        asked = f"(asked: {excerpt(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
-        parts = (answer["reason"], excerpt(str(explanation or "")), asked)
-        return answer | {"reason": " ".join(filter(None, parts))}
+        reason_parts = [answer["reason"], excerpt(str(explanation or ""))]
+        if query:
+            reason_parts.append(f"(asked: {excerpt(str(query), MAX_REASON_CHARACTERS // 2)!r})")
+        return answer | {"reason": " ".join(part for part in reason_parts if part)}
     if isinstance(returned, Real) and not process:
         returned = {"reward": returned}
     if not isinstance(returned, dict):
         wanted = f"a dict with {' or '.join(KINDS)}" if process else "a number or a dict with a `reward`"
         return failure(f"the adapter returned a {type(returned).__name__}, not {wanted}")
-    if (abstain := returned.get("abstain", False)) is not False:
-        return failure(str(abstain), "abstained")
+    abstain_reason = returned.get("abstain", False)
+    if abstain_reason is not False:
+        return failure(str(abstain_reason), "abstained")
     try:
         steps = _steps_of(returned, sample, process)
-        numbers = _numbers_of(returned, sum(reward for _, reward in steps) if process else None)
+        sum_of_steps = sum(reward for _, reward in steps) if process else None
+        numbers = _numbers_of(returned, sum_of_steps)
     except ValueError as error:
         return failure(str(error))
-    reward = numbers.pop("reward")
-    # A list is what JSON makes of a tuple
-    return {"status": "ok", "reward": reward, "extra": numbers, "steps": [*map(list, steps)], "reason": ""}
+    return {
+        "status": "ok",
+        "reward": numbers.pop("reward"),
+        "extra": numbers,
+        "steps": [list(step) for step in steps],  # JSON makes lists of tuples
+        "reason": "",
+    }
 
 
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer after `post_process_scores` returned this for it (see `decorators.post_process`)."""
-    if isinstance(returned, dict):  # a member of the group as it came, with another reward, is as good
-        returned = {name: value for name, value in returned.items() if name not in _MEMBER}
-    if returned is None or (isinstance(returned, dict) and returned.get("reward", 0.0) is None):
+    """Return the answer after `post_process_scores` returned this for it (see `decorators.post_process`)."""
+    if isinstance(returned, dict):
+        # The function may return the member that it received, with another reward
+        returned = {name: value for name, value in returned.items() if name not in _MEMBER_FIELDS}
+    has_no_reward = isinstance(returned, dict) and returned.get("reward", 0.0) is None
+    if returned is None or has_no_reward:
         return dict(answer)
     changed = read_answer(returned, {})
     if changed["status"] == "ok":
@@ -83,37 +107,44 @@ def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
-    """The answer of a call that came to nothing."""
+    """Return the answer of a call without a reward."""
     reason = excerpt(reason, 2 * MAX_REASON_CHARACTERS)
     return {"status": status, "reward": None, "extra": {}, "steps": [], "reason": reason}
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, and the last line of the traceback; of a setting that is refused, the message and its cause's."""
-    refused = isinstance(error, ConfigurationError)  # the line of ours that refuses tells the user nothing
-    raised = error.__cause__ if refused else error
-    frames = traceback.extract_tb(raised.__traceback__) if raised is not None else []
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    kind = "" if refused else f"{type(error).__name__}: "
-    return excerpt(f"{kind}{excerpt(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
+    """Return the error's type, its message and the line that raised it.
+
+    For a ConfigurationError, return its message and the line that raised its cause: the type, and the line of this package
+    that refuses a setting, would tell the user nothing.
+    """
+    is_refusal = isinstance(error, ConfigurationError)
+    kind = "" if is_refusal else f"{type(error).__name__}: "
+    place = ""
+    origin = error.__cause__ if is_refusal else error
+    frames = traceback.extract_tb(origin.__traceback__) if origin is not None else []
+    if frames:
+        frame = frames[-1]
+        place = f" at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+    return excerpt(f"{kind}{excerpt(str(error))}{place}", 2 * MAX_REASON_CHARACTERS)
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether it is a real number other than nan and the infinities; whole numbers beyond a float's range are none."""
+    """Return whether the value is a real number that a float can hold, neither NaN nor infinite."""
     size: Any = abs(value) if isinstance(value, Real) else math.inf
     return bool(size <= sys.float_info.max)
 
 
 def is_plausible(reward: Any) -> bool:
-    """Decide whether a number may be a reward: finite, and no larger than `MAX_REWARD`."""
+    """Return whether a number may be a reward: finite, and no larger than `MAX_REWARD`."""
     return is_finite_number(reward) and abs(reward) <= MAX_REWARD
 
 
 def finite(text: str) -> float:
-    """Return the number that JSON writes so.
+    """Return the number of a JSON text.
 
     Raises:
-        ValueError: it is NaN or Infinity, too large for a float, or so small that a float would make a 0 of it.
+        ValueError: The number is NaN or infinite, too large for a float, or so small that a float would be 0.
 
     >>> finite("-1.5e2"), finite("0e5")
     (-150.0, 0.0)
@@ -128,10 +159,10 @@ def finite(text: str) -> float:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; an `object_pairs_hook`.
+    """Return the dict of a JSON object, as an `object_pairs_hook` of `json.loads`.
 
     Raises:
-        ValueError: a name appears twice. Which of the two values is meant, nobody knows.
+        ValueError: A name appears twice, so that the value is ambiguous.
     """
     value = dict(pairs)
     if len(value) != len(pairs):
@@ -141,25 +172,33 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def excerpt(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
     """Return the beginning of a text, without secrets, and fit for a file."""
-    text = redacted(text)  # before the cut: nobody would know half of a secret for one
-    text = text if len(text) <= length else text[:length] + " ..."
-    return text.encode(errors="backslashreplace").decode()  # a lone surrogate, of JSON, cannot be written
+    # Before the cut, because half of a secret would not be recognized
+    text = redacted(text)
+    if len(text) > length:
+        text = text[:length] + " ..."
+    # JSON may hold a lone surrogate, which no file can hold
+    return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value: Any, length: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Return the beginning of a value for a reason: a reward may return anything, a secret too."""
+    """Return the beginning of a value for a reason, without secrets."""
     return excerpt(repr(value), length)
 
 
 def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, float]:
-    """Return the finite numbers of an answer, of which `reward` is one, under names without secrets.
+    """Return the numbers of an answer, `reward` among them, under names without secrets.
+
+    Args:
+        answer: What a reward returned.
+        default: The reward if the answer names none; None if it must name one.
 
     Raises:
-        ValueError: the answer holds something else, or no reward.
+        ValueError: The answer holds something else than numbers of a reasonable size, or no reward.
     """
-    numbers = {
-        redacted(str(name)): value for name, value in answer.items() if name not in (*KINDS, "abstain")
-    }
+    numbers = {}
+    for name, value in answer.items():
+        if name not in KINDS and name != "abstain":
+            numbers[redacted(str(name))] = value
     if "score" in numbers and "reward" not in numbers:
         numbers["reward"] = numbers.pop("score")
     if default is not None:
@@ -176,43 +215,55 @@ def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, f
     return {name: float(value) for name, value in numbers.items()}
 
 
-def _refuse_implausible(what: str, reward: Any) -> None:
+def _refuse_implausible(place: str, reward: Any) -> None:
     if not is_plausible(reward):
-        raise ValueError(f"{what}={shown(reward)}: {PLAUSIBLE_REWARD}")
+        raise ValueError(f"{place}={shown(reward)}: {PLAUSIBLE_REWARD}")
 
 
 def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
-    """(index of the last token, reward) of each step, by token; steps that end in one token are added up, and one that
-    ends in text which no token wrote ends with the last. Raises ValueError for what is not one well-formed list.
+    """Return the index of the last token and the reward of each step, in the order of tokens.
+
+    The rewards of steps that end in the same token are added up. A step that ends in text which no token wrote ends with
+    the last token.
+
+    Raises:
+        ValueError: The answer has not exactly one well-formed list of rewards, or has one without being a process reward.
     """
-    given = [name for name in KINDS if name in answer]
-    if given and not process:
+    kinds = [name for name in KINDS if name in answer]
+    if kinds and not process:
         raise ValueError(
-            f"the adapter returned {' and '.join(given)}, but it is not declared to: decorate it with "
+            f"the adapter returned {' and '.join(kinds)}, but it is not declared to: decorate it with "
             "@process_reward (of async_grpo.rewards.adapter.decorators)"
         )
     if not process:
         return []
-    if len(given) != 1:
+    if len(kinds) != 1:
+        returned = "both" if kinds else f"only {sorted(map(str, answer))}"
         raise ValueError(
-            "a @process_reward must return either step_rewards or token_rewards, "
-            f"not {'both' if given else f'only {sorted(map(str, answer))}'}"
+            f"a @process_reward must return either step_rewards or token_rewards, not {returned}"
         )
-    kind, values = given[0], answer[given[0]]
+    (kind,) = kinds
+    values = answer[kind]
     if not isinstance(values, list):
         raise ValueError(f"{kind} is a {type(values).__name__}, not a list")
     num_tokens = len(sample["completion_token_ids"])
     if kind == "token_rewards" and len(values) != num_tokens:
         raise ValueError(f"{len(values)} token_rewards for {num_tokens} tokens: there must be one for each")
+
     rewards: dict[int, float] = {}
-    for number, value in enumerate(values):
-        token, where = number, f"{kind}[{number}]"
+    for index, value in enumerate(values):
+        place = f"{kind}[{index}]"
         if kind == "step_rewards":
-            token, value, where = _last_token(value, sample, where), value["reward"], f"{where}: reward"
-        if not is_finite_number(value):
-            raise ValueError(f"{where}={shown(value)}: only finite numbers are allowed")
-        _refuse_implausible(where, value)
-        rewards[token] = rewards.get(token, 0.0) + float(value)
+            token = _last_token(value, sample, place)
+            reward = value["reward"]
+            place = f"{place}: reward"
+        else:
+            token = index
+            reward = value
+        if not is_finite_number(reward):
+            raise ValueError(f"{place}={shown(reward)}: only finite numbers are allowed")
+        _refuse_implausible(place, reward)
+        rewards[token] = rewards.get(token, 0.0) + float(reward)
         if not is_plausible(rewards[token]):
             raise ValueError(
                 f"the steps that end in token {token} add up to {rewards[token]:g}: {PLAUSIBLE_REWARD}"
@@ -221,17 +272,26 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
 
 
 def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
+    """Return the index of the last token of a step, whose end is named in tokens or in characters.
+
+    Raises:
+        ValueError: The step is malformed, or its end lies outside the completion.
+    """
     if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
         wanted = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
         raise ValueError(f"{where} is {shown(step, MAX_REASON_CHARACTERS)}, not {wanted}")
     (name,) = step.keys() & _ENDS
     column, unit = _ENDS[name]
-    end, length = step[name], len(sample[column])
-    if not isinstance(end, Integral) or isinstance(end, bool) or not 1 <= int(end) <= length:
+    end = step[name]
+    length = len(sample[column])
+    is_whole = isinstance(end, Integral) and not isinstance(end, bool)
+    if not is_whole or not 1 <= int(end) <= length:
         raise ValueError(
             f"{where}: {name}={shown(end)} is not one of 1..{length}: the completion has {length} {unit}"
         )
-    ends = range(1, length + 1) if name == "token_end" else sample.get("completion_char_ends")
+    ends: Any = range(1, length + 1)
+    if name == "char_end":
+        ends = sample.get("completion_char_ends")
     if not ends:
         raise ValueError(
             f"{where}: {name}={end} cannot be placed: the sample has no completion_char_ends; use token_end"
