@@ -122,7 +122,10 @@ class Combination:
             return await self._pass_gates(names, ask)
         if len(names) == 1 or in_turn:
             # Without tasks, which would only cost time
-            return self.verdict([await ask(name) for name in names])
+            results = []
+            for name in names:
+                results.append(await ask(name))
+            return self.verdict(results)
         return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
 
     async def _pass_gates(self, names: Sequence[str], ask: Ask) -> Verdict:

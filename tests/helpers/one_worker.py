@@ -29,7 +29,7 @@ class OneWorker:
     def pid(self) -> int | None:
         """Of the process that leads the others, None while there is none."""
         child = self.process._child
-        return child.pid if child and not child.lost else None
+        return child.pid if child and not child.is_lost else None
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         return await self._within(timeout_s).score(sample)

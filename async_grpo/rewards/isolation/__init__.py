@@ -1,1 +1,1 @@
-"""A user's reward in a process of its own, that may hang, crash, fork or eat memory: it costs that sample alone."""
+"""The process of a user's reward, which may hang, crash, fork or exhaust its memory: that costs one sample alone."""

@@ -1,12 +1,13 @@
-"""The main program of one reward's process, which reads requests from its end of a socket pair and answers each, in order.
+"""The main program of one reward's process. It reads requests from its end of a socket pair and answers each.
+
 A message is a line of JSON:
 
     {"id": 0, "at": moment, "greeting": {...}}  ->  {"id": 0, "traits": {...}}, or `error` if it cannot start
-    {"id": 7, "at": moment, "sample": {...}}    ->  {"id": 7, "answers": [one]}
+    {"id": 7, "at": moment, "sample": {...}}    ->  {"id": 7, "answers": [answer]}
     {"id": 8, "at": moment, "group": [...]}     ->  {"id": 8, "answers": [...]}, after `post_process_scores`
-    {"cancel": 7}           request 7 is not served if its turn has not come; an async reward lets go of it. It is
-                            answered all the same, perhaps by none
-    {"begun": [7, 9]}       from a batched reward: these are now served by one call
+    {"cancel": 7}           drops request 7 if its turn has not come, and cancels it if the reward is async. The request
+                            is answered all the same, perhaps with an empty list
+    {"begun": [7, 9]}       comes from a batched reward: one call now serves these requests
 
 The reward runs in this process's main thread, where libraries may use signals; what it prints goes to stderr. Only the
 standard library is imported before the reward is, and asyncio only for a reward that needs it.
@@ -43,59 +44,72 @@ Answers = list[dict[str, Any]]  # as `result.read_answer` makes them
 
 
 def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
-    """Below a guardian (see `process_tree`), serve until the parent closes the channel."""
+    """Serve until the parent closes the channel, below a guardian (see `process_tree`)."""
     split_off_guardian(parent_pid, channel_fd, max_processes)
     os.set_inheritable(channel_fd, False)  # a program started by the reward must not keep the channel open
     with socket.socket(fileno=channel_fd) as channel:
-        if not (first := channel.makefile("rb").readline()):
+        first_line = channel.makefile("rb").readline()
+        if not first_line:
             return
-        greeting = json.loads(first)["greeting"]
+        greeting = json.loads(first_line)["greeting"]
         _hide(greeting["secret_variables"])
         server = Server(channel, greeting["max_message_bytes"])
         run: Callable[..., None] = run_plain
         try:
             _limit_resources(greeting["memory_limit_bytes"])
-            is_async, make = resolve_name(greeting["host"])(greeting)
+            make_host_factory = resolve_name(greeting["host"])
+            is_async, make_host = make_host_factory(greeting)
             if is_async:
                 from asyncio import run
         except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
             server.send({"id": 0, "error": describe(error)})
             return
-        run(server.serve(make))
+        run(server.serve(make_host))
 
 
 def _hide(secret_variables: Sequence[str]) -> None:
-    """Keep their values out of what this process answers, logs and prints."""
+    """Keep the variables' values out of this process's answers, logs and output."""
     if secret_variables:
         register_secrets(os.environ[name] for name in secret_variables)
         redact_output()
 
 
 def hosted_reward(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:
-    """Whether it needs an event loop, and what makes it there."""
+    """Return whether the reward needs an event loop, and a function that makes its host there."""
     name = greeting["adapter"]
     adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
     return traits_of(adapter).is_async, partial(Reward, adapter, greeting["options"])
 
 
 class Server:
-    """One call after the other; or, in an event loop, a task for each request, and of a batched reward for one batch."""
+    """Serves the requests of the channel.
+
+    Without an event loop it makes one call after the other. In an event loop it runs a task for each request at once, or
+    for one batch at a time if the reward is batched.
+
+    Args:
+        channel: This process's end of the socket pair.
+        max_bytes: Size limit of an answer.
+    """
 
     def __init__(self, channel: socket.socket, max_bytes: int) -> None:
-        self._channel, self._max_bytes = channel, max_bytes
-        self._lines = Lines()  # the parent keeps to its limit
+        self._channel = channel
+        self._max_bytes = max_bytes
+        self._lines = Lines()  # without a limit: the parent limits its own messages
         self._poll = select.poll()  # `select` takes no descriptor above 1023
         self._poll.register(channel, select.POLLIN)
         self._pid = os.getpid()
         self._traits = AdapterTraits()
         self._waiting: list[Message] = []
-        self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}  # by the requests that they serve
-        self._woken: asyncio.Event | None = None  # in an event loop: something has come, or a task has ended
+        self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}  # by the number of a request that they serve
+        self._woken: asyncio.Event | None = (
+            None  # in an event loop; set when data has come or a task has ended
+        )
 
     async def serve(self, make: Callable[[], "Host"]) -> None:
-        """Build the reward, greet, and answer until the parent closes the channel."""
+        """Make the host, answer the greeting, and answer requests until the parent closes the channel."""
         try:
-            reward = make()  # here, for what it opens may belong to the event loop
+            reward = make()  # in the event loop, to which its connections may belong
             await reward.call("warm_up")
         except BaseException as error:  # the parent must learn the reason, whatever the user's code raised
             self.send({"id": 0, "error": describe(error)})
@@ -108,11 +122,11 @@ class Server:
             asyncio.get_running_loop().add_reader(self._channel, self._woken.set)
         self.send({"id": 0, "traits": asdict(reward.traits)})
         while True:
-            if await self._something_came(self._wait_s()):
+            if await self._has_data_within(self._time_to_next_call_s()):
                 if not self._receive():
                     break
-            elif self._wait_s() == 0.0:
-                requests = self._take()
+            elif self._time_to_next_call_s() == 0.0:
+                requests = self._take_requests()
                 if self._woken is None:
                     self._answer(requests, await reward.replies(requests))
                 else:
@@ -120,10 +134,11 @@ class Server:
         await reward.call("close")
 
     def send(self, message: Message) -> None:
+        """Send a message to the parent; raise ValueError if it is too large."""
         self._channel.sendall(encode_line(message, self._max_bytes) + b"\n")
 
     def _receive(self) -> bool:
-        """Read what has come. False when nothing will come any more."""
+        """Read the data that has come, and return False if the parent has closed the channel."""
         piece = self._channel.recv(RECEIVE_BYTES)
         for message in self._lines.feed(piece):
             number = message.get("cancel")
@@ -131,13 +146,23 @@ class Server:
                 self._waiting.append(message)
             elif number in self._tasks:
                 self._tasks[number].cancel()
-            elif gone := [request for request in self._waiting if request["id"] == number]:
-                self._waiting.remove(gone[0])
-                self._answer(gone, [[]])
+            else:
+                self._drop_waiting(number)
         return bool(piece)
 
-    def _wait_s(self) -> float | None:
-        """Until the next call is to begin: a batch when it is full, or its first request was sent `max_wait_s` ago."""
+    def _drop_waiting(self, number: int) -> None:
+        """Answer a waiting request with an empty list; do nothing if it was answered before."""
+        for request in self._waiting:
+            if request["id"] == number:
+                self._waiting.remove(request)
+                self._answer([request], [[]])
+                return
+
+    def _time_to_next_call_s(self) -> float | None:
+        """Return the seconds until the next call may begin; None if no call can begin before something happens.
+
+        A batch begins when it is full, or when its first request was sent `max_wait_s` ago.
+        """
         if not self._waiting or (self._traits.is_batch and self._tasks):
             return None
         first = self._waiting[0]
@@ -145,8 +170,8 @@ class Server:
             return 0.0
         return max(0.0, first["at"] + self._traits.max_wait_s - time.monotonic())
 
-    async def _something_came(self, wait_s: float | None) -> bool:
-        """Within so many seconds; in an event loop no longer than until a task ends."""
+    async def _has_data_within(self, wait_s: float | None) -> bool:
+        """Wait for data from the parent, and return whether some has come; in an event loop, a task's end ends the wait."""
         if self._woken is not None and wait_s != 0.0:
             import asyncio
 
@@ -154,58 +179,67 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), wait_s)
             wait_s = 0.0
-        return bool(self._poll.poll(None if wait_s is None else 1000 * wait_s))
+        wait_ms = None if wait_s is None else 1000 * wait_s
+        return bool(self._poll.poll(wait_ms))
 
-    def _take(self) -> list[Message]:
-        """The requests that the next call serves; says so, where the parent cannot know."""
-        size = self._traits.capacity if self._traits.is_batch and "sample" in self._waiting[0] else 1
-        rest = itertools.takewhile(lambda request: "sample" in request, self._waiting[1:size])
-        taken = [self._waiting[0], *rest]
-        del self._waiting[: len(taken)]
+    def _take_requests(self) -> list[Message]:
+        """Take the requests of the next call. A batched reward reports them, because the parent cannot know them."""
+        first = self._waiting[0]
+        max_size = self._traits.capacity if self._traits.is_batch and "sample" in first else 1
+        further_samples = itertools.takewhile(lambda request: "sample" in request, self._waiting[1:max_size])
+        requests = [first, *further_samples]
+        del self._waiting[: len(requests)]
         if self._traits.is_batch:
-            self.send({"begun": [request["id"] for request in taken]})
-        return taken
+            self.send({"begun": [request["id"] for request in requests]})
+        return requests
 
     def _start(self, requests: Sequence[Message], replies: Coroutine[Any, Any, list[Answers]]) -> None:
+        """Serve requests in a task, which answers them when it ends."""
         import asyncio
 
-        def ended(task: "asyncio.Task[list[Answers]]") -> None:
+        def answer_requests(task: "asyncio.Task[list[Answers]]") -> None:
             for request in requests:
                 del self._tasks[request["id"]]
-            none: list[Answers] = [[] for _ in requests]  # it was cancelled before it began
-            self._answer(requests, none if task.cancelled() else task.result())
+            if task.cancelled():  # before it began
+                self._answer(requests, [[] for _ in requests])
+            else:
+                self._answer(requests, task.result())
             assert self._woken is not None, "there is an event loop"
             self._woken.set()
 
         task = asyncio.create_task(replies)
-        self._tasks |= {request["id"]: task for request in requests}
-        task.add_done_callback(ended)
+        for request in requests:
+            self._tasks[request["id"]] = task
+        task.add_done_callback(answer_requests)
 
     def _answer(self, requests: Sequence[Message], replies: Sequence[Answers]) -> None:
-        if os.getpid() != self._pid:  # a fork made by the reward, which came back like its parent
+        if os.getpid() != self._pid:
+            # The reward has forked, and the fork has returned here as its parent does
             os._exit(1)
         for request, answers in zip(requests, replies, strict=True):
             try:
                 self.send({"id": request["id"], "answers": answers})
-            except ValueError as error:  # it is too large
-                failed = failure(f"the adapter's answer: {error}")
-                self.send({"id": request["id"], "answers": [failed] * len(answers)})
+            except ValueError as error:  # the answer is too large
+                too_large = failure(f"the adapter's answer: {error}")
+                self.send({"id": request["id"], "answers": [too_large] * len(answers)})
 
 
 class Host(Protocol):
-    """What serves requests in such a process: a reward, or something else (`greeting["host"]` names what makes it)."""
+    """Serves the requests of such a process: a reward or something else. `greeting["host"]` names its factory."""
 
     traits: AdapterTraits
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """`warm_up` before the first request, `close` after the last."""
+        """Call a method if there is one: `warm_up` before the first request, `close` after the last."""
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
-        """For each request its answers; nothing is raised."""
+        """Return the answers to each request; raise nothing."""
 
 
 class Reward:
-    """A `Host`: a registered object with the options that it names; a class is built. `run_plain` runs what awaits nothing.
+    """The `Host` of a registered reward with the options that it names. If the reward is a class, an object is made.
+
+    `run_plain` can run its coroutines if the reward awaits nothing.
 
     >>> reward = Reward(lambda sample, weight=1.0: weight * sample["value"], {"weight": 2.0, "url": "x"})
     >>> run_plain(reward.replies([{"sample": {"value": 3}}]))[0][0]["reward"]
@@ -221,15 +255,15 @@ class Reward:
         self._options = accepted_options(self._function, options)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the registered object returns; None if it has none of this name."""
+        """Call a method of the registered object, and return its result; None if it has no such method."""
         returned = getattr(self._adapter, method, lambda: None)(*arguments)
         return await returned if inspect.isawaitable(returned) else returned
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
-        """For each request its answers: one for each sample or member, whatever happens."""
+        """Return the answers to each request, one for each sample or member of a group; raise nothing."""
         if "group" in requests[0]:
-            return [await self._post_processed(requests[0]["group"])]
-        # Copies: steps are measured on the samples as they were, whatever the reward writes into its own.
+            return [await self._post_process(requests[0]["group"])]
+        # Copies, because the reward may change its samples and steps are measured on the original ones
         samples = [dict(request["sample"]) for request in requests]
         returned: Any
         try:
@@ -239,22 +273,30 @@ class Reward:
         except BaseException as error:  # sys.exit() and time-outs of libraries would end the process
             if len(requests) == 1 or not isinstance(error, Exception | SystemExit):
                 return [[failure(describe(error))] for _ in requests]
-            return [answers for request in requests for answers in await self.replies([request])]
+            # A sample of the batch may be to blame, so each is tried alone
+            replies = []
+            for request in requests:
+                replies += await self.replies([request])
+            return replies
         if not self.traits.is_batch:
             returned = [returned]
-        if wrong := _misfit(returned, len(requests)):
-            return [[failure(f"the batch of {len(requests)} samples came to {wrong}")] for _ in requests]
-        return [[self._read(*pair)] for pair in zip(returned, requests, strict=True)]
+        mismatch = _mismatch(returned, len(requests))
+        if mismatch:
+            return [[failure(f"the batch of {len(requests)} samples came to {mismatch}")] for _ in requests]
+        return [[self._read(value, request)] for value, request in zip(returned, requests, strict=True)]
 
-    async def _post_processed(self, group: Sequence[Message]) -> Answers:
-        """What `post_process_scores` makes of a group's answers (see `decorators.post_process`)."""
-        answers = [{name: member[name] for name in member if name != "sample"} for member in group]
+    async def _post_process(self, group: Sequence[Message]) -> Answers:
+        """Return the answers of a group after `post_process_scores` (see `decorators.post_process`)."""
+        answers = []
+        for member in group:
+            answers.append({name: value for name, value in member.items() if name != "sample"})
         if not self.traits.has_post_process:
             return answers
         try:
             returned = await self.call("post_process_scores", [dict(member) for member in group])
-            if wrong := _misfit(returned, len(group)):
-                raise ValueError(f"a group of {len(group)} came to {wrong}")
+            mismatch = _mismatch(returned, len(group))
+            if mismatch:
+                raise ValueError(f"a group of {len(group)} came to {mismatch}")
             return [read_change(change, answer) for change, answer in zip(returned, answers, strict=True)]
         except BaseException as error:
             return [failure(f"post_process_scores: {describe(error)}")] * len(group)
@@ -262,12 +304,14 @@ class Reward:
     def _read(self, returned: Any, request: Message) -> dict[str, Any]:
         try:
             return read_answer(returned, request["sample"], self.traits.is_process_reward)
-        except Exception as error:  # a number too large for a float, a dict that is none
+        except (
+            Exception
+        ) as error:  # a number may be too large for a float, an object may pretend to be a dict
             return failure(describe(error))
 
 
 def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that needs no event loop; where it does, a TypeError is raised in it."""
+    """Return the result of a coroutine that needs no event loop; where it awaits something, raise a TypeError in it."""
     try:
         coroutine.send(None)
         while True:
@@ -280,15 +324,16 @@ def _refuse_judge(sample: Any) -> None:
     raise TypeError("a judge is asked over the network by the pool itself, not in a process of its own")
 
 
-def _misfit(returned: Any, num_wanted: int) -> str:
+def _mismatch(returned: Any, num_answers: int) -> str:
+    """Return what was returned instead of a list of so many answers; "" if it is one."""
     if not isinstance(returned, list | tuple):
         return f"a {type(returned).__name__}, not a list"
-    return "" if len(returned) == num_wanted else f"{len(returned)} answers"
+    return "" if len(returned) == num_answers else f"{len(returned)} answers"
 
 
 def _limit_resources(memory_limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # When the machine runs out of memory, the kernel is to take a verifier and not the trainer.
+    # When the machine runs out of memory, the kernel should kill a verifier and not the trainer
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

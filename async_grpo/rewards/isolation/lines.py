@@ -1,4 +1,4 @@
-"""Messages between a process and its parent: a line of JSON each."""
+"""Messages between a reward's process and its parent: one line of JSON each."""
 
 import json
 import sys
@@ -9,7 +9,12 @@ Message = dict[str, Any]
 
 
 def encode_line(message: Any, max_bytes: int = sys.maxsize) -> bytes:
-    """As JSON, which holds no line end. Raises ValueError if it is too large, or TypeError for what JSON cannot hold."""
+    """Return the message as JSON, which contains no line end.
+
+    Raises:
+        ValueError: The message is too large.
+        TypeError: JSON cannot hold the message.
+    """
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > max_bytes:
         raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {max_bytes}")
@@ -17,19 +22,23 @@ def encode_line(message: Any, max_bytes: int = sys.maxsize) -> bytes:
 
 
 class Lines:
-    """Puts the pieces of a stream together.
+    r"""Splits a stream, which arrives in pieces, into messages.
 
     >>> lines = Lines()
-    >>> list(lines.feed(b'{"a":1}\\n{"b"')), list(lines.feed(b':2}\\n'))
+    >>> list(lines.feed(b'{"a":1}\n{"b"')), list(lines.feed(b':2}\n'))
     ([{'a': 1}], [{'b': 2}])
     """
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
         self._max_bytes = max_bytes
-        self._rest = bytearray()  # of the line that has not ended
+        self._rest = bytearray()  # beginning of a line whose end has not come yet
 
     def feed(self, piece: bytes) -> Iterator[Message]:
-        """The messages that end with this piece. Raises ValueError for a line that is too long or no JSON."""
+        """Yield the messages that end in this piece.
+
+        Raises:
+            ValueError: A line is too long, or is not JSON.
+        """
         self._rest += piece
         if b"\n" in piece:
             *lines, self._rest = self._rest.split(b"\n")
