@@ -1,1 +1,1 @@
-"""Answers of rewards across runs, on disk."""
+"""The verdict cache: answers of rewards, kept on disk across runs."""

@@ -1,7 +1,7 @@
 """The verdict cache on disk: one SQLite table, shared by any number of processes of one machine.
 
-A process that is killed while it writes loses its last entry at most. Not for network file systems, whose locks
-SQLite cannot trust. (diskcache unpickles what it finds in the file.)
+A process that is killed while it writes loses its last entry at most. The file must not lie on a network file system,
+whose locks SQLite cannot trust. (The library diskcache would unpickle whatever the file holds.)
 """
 
 import math
@@ -15,8 +15,8 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 
-APPLICATION_ID = 0x67725643  # in the header of every file of ours; another table gets another number
-_HEADER = b"SQLite format 3\0"  # which every file of SQLite begins with
+APPLICATION_ID = 0x67725643  # in the header of every verdict cache; a new table layout needs a new number
+_HEADER = b"SQLite format 3\0"  # beginning of every file of SQLite
 _CREATE = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     """
@@ -32,82 +32,106 @@ _SETTINGS = """
     PRAGMA journal_size_limit = 16777216
 """
 _NUM_PROGRAMS = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"
-ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
-STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # whatever a file can do to its users
+ENTRY_OVERHEAD_BYTES = 150  # rough size of the columns beside key and answer, and of the entry in the index
+STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # what a broken file can raise
+LOCK_POLL_S = 0.02  # between two attempts to switch the file to a write-ahead log
 
 
 @dataclass(frozen=True)
 class AdapterEntries:
-    """Moments are seconds since 1970, the cost is in the judges' currency."""
+    """The entries of one adapter in the cache."""
 
     adapter: str
     count: int
     hits: int
     num_bytes: int
-    oldest: float
-    newest: float
-    cost_saved: float
+    oldest: float  # Unix time
+    newest: float  # Unix time
+    cost_saved: float  # in the judges' currency
 
 
 class CacheFile:
-    """Keys `ADAPTER:DIGEST` -> answers as text. For one thread at a time; every method blocks.
+    """Answers as text, by keys of the form `ADAPTER:DIGEST`. Every method blocks; use it from one thread at a time.
 
-    Each may raise ConfigurationError (the file is no verdict cache, of another version, damaged, or cannot be made) and
-    `STORAGE_ERRORS`; the next call then opens the file anew. A missing file is made, with its folder; another process's
-    lock is waited for `busy_s`.
+    A missing file is made, with its folder. Every method may raise ConfigurationError (the file cannot be made, is no
+    verdict cache of this version, or is damaged) and `STORAGE_ERRORS`; the next call then opens the file again.
+
+    Args:
+        path: The file.
+        busy_s: Seconds to wait for another process's lock.
     """
 
     def __init__(self, path: str | Path, *, busy_s: float = 2.0) -> None:
-        self.path, self._busy_s = Path(path), busy_s
+        self.path = Path(path)
+        self._busy_s = busy_s
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> sqlite3.Connection:
-        """The connection to the file, which is opened and checked if it is not open."""
-        self._connection = self._connection or _connect(self.path, self._busy_s)
+        """Return the connection to the file, after opening and checking the file if it is not open."""
+        if self._connection is None:
+            self._connection = _connect(self.path, self._busy_s)
         return self._connection
 
     def get(self, key: str) -> tuple[str, float] | None:
-        """The answer and what it cost; None if there is none, or none that is as it was written."""
+        """Return the answer and its cost; None if there is none, or if it has changed since it was written."""
         rows = self._execute("SELECT answer, cost, checksum FROM verdicts WHERE key = ?", key)
-        if not rows or rows[0][2] != _checksum(key, *rows[0][:2]):  # SQLite's own pages have none
+        if not rows:
+            return None
+        answer, cost, checksum = rows[0]
+        # SQLite keeps no checksums of its pages
+        if checksum != _checksum(key, answer, cost):
             return None
         use = "UPDATE verdicts SET hits = hits + 1, last_used = max(last_used, ?) WHERE key = ?"
-        with suppress(sqlite3.OperationalError):  # locked for long: an answer is worth more than its count
+        # The file may be locked for long; the answer is worth more than the count
+        with suppress(sqlite3.OperationalError):
             self.open().execute(use, (time.time(), key))
-        return rows[0][:2]
+        return answer, cost
 
     def put(self, key: str, answer: str, cost: float = 0.0) -> int:
-        """Write an answer, in place of an older one of this key; returns the bytes that it takes."""
-        now, adapter = time.time(), key.rpartition(":")[0]
+        """Write an answer, in place of an older answer to this key, and return its size in bytes."""
+        now = time.time()
+        adapter = key.rpartition(":")[0]
         size = len(key.encode()) + len(answer.encode()) + ENTRY_OVERHEAD_BYTES
-        row = (key, adapter, answer, cost, _checksum(key, answer, cost), now, now, size)
-        self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)", *row)
+        self._execute(
+            "INSERT OR REPLACE INTO verdicts "
+            "(key, adapter, answer, cost, checksum, created, last_used, hits, size) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
+            *(key, adapter, answer, cost, _checksum(key, answer, cost), now, now, size),
+        )
         return size
 
     def prune(
         self, *, unused_for_s: float | None = None, adapter: str | None = None, max_bytes: int | None = None
     ) -> int:
-        """Delete the entries that `unused_for_s` and `adapter` both apply to, then the longest unused until the rest fits
-        `max_bytes`; returns how many. The file shrinks.
+        """Delete entries, shrink the file and return the number of deleted entries.
+
+        Args:
+            unused_for_s: Delete entries that were not used for so many seconds; of `adapter` alone, if that is set, too.
+            adapter: Delete entries of this adapter.
+            max_bytes: Then delete the longest unused entries, until the rest has at most this size.
         """
-        age_s = unused_for_s if unused_for_s is not None else math.inf if adapter is None else -math.inf
-        old = "DELETE FROM verdicts WHERE last_used <= ? AND (? IS NULL OR adapter = ?) RETURNING 1"
-        so_far = "sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far"
-        too_many = f"key IN (SELECT key FROM (SELECT key, {so_far} FROM verdicts) WHERE so_far > ?)"
-        limit = math.inf if max_bytes is None else max_bytes
-        deleted = self._execute(old, time.time() - age_s, adapter, adapter)
-        deleted += self._execute(f"DELETE FROM verdicts WHERE {too_many} RETURNING 1", limit)
+        if unused_for_s is None:
+            # Without an age, all entries of the adapter are deleted, and none if no adapter is named
+            unused_for_s = math.inf if adapter is None else -math.inf
+        delete_old = "DELETE FROM verdicts WHERE last_used <= ? AND (? IS NULL OR adapter = ?) RETURNING 1"
+        deleted = self._execute(delete_old, time.time() - unused_for_s, adapter, adapter)
+
+        running_size = "sum(size) OVER (ORDER BY last_used DESC, key DESC) AS running_size"
+        keys_beyond = f"SELECT key FROM (SELECT key, {running_size} FROM verdicts) WHERE running_size > ?"
+        delete_beyond = f"DELETE FROM verdicts WHERE key IN ({keys_beyond}) RETURNING 1"
+        deleted += self._execute(delete_beyond, math.inf if max_bytes is None else max_bytes)
         return len(deleted)
 
     def entries(self) -> list[AdapterEntries]:
-        """What the file holds, by adapter."""
+        """Return a summary of the entries of each adapter."""
         columns = "adapter, count(*), sum(hits), sum(size), min(created), max(created), sum(hits * cost)"
         rows = self._execute(f"SELECT {columns} FROM verdicts GROUP BY adapter ORDER BY adapter")
         return [AdapterEntries(*row) for row in rows]
 
     def close(self) -> None:
-        """Let go of the file; with the next call it is opened again."""
-        connection, self._connection = self._connection, None
+        """Close the file; the next call opens it again."""
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             with suppress(sqlite3.Error):
                 connection.close()
@@ -121,53 +145,67 @@ class CacheFile:
 
 
 def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
-    """A connection to the file, with all of it checked, and the table in it."""
+    """Open the file, check all of it, and make the table if the file is new."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             file.seek(0)
-            is_ours = file.read(len(_HEADER)) in (b"", _HEADER)
+            has_header = file.read(len(_HEADER)) in (b"", _HEADER)
     except OSError as error:
         raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        if not is_ours:  # SQLite takes a file of a few bytes for an empty one
+        if not has_header:
+            # SQLite would take a file of a few bytes for an empty one
             raise sqlite3.DatabaseError("it does not begin as SQLite's files do")
         if _is_empty(connection):
             _make_table(connection)
-        # First, as quick_check may read a view: one of somebody else's, or a trigger, computes without end
-        queries = ("PRAGMA application_id", _NUM_PROGRAMS, "PRAGMA quick_check(1)")
-        found = [connection.execute(query).fetchone()[0] for query in queries]
-        if found != [APPLICATION_ID, 0, "ok"]:
-            raise sqlite3.DatabaseError(
-                f"application id {found[0]}, {found[1]} views or triggers, check {found[2]!r}"
-            )
+        _refuse_foreign(connection)
         _use_write_ahead_log(connection, busy_s)
         connection.executescript(_SETTINGS)
     except BaseException as error:
         connection.close()
-        is_read = isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
-        if is_read and not isinstance(error, sqlite3.OperationalError):
+        is_content_error = isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
+        if is_content_error and not isinstance(error, sqlite3.OperationalError):
             message = f"{path} is no verdict cache of this version, or damaged ({error})"
             raise ConfigurationError(f"{message}: name another file, or delete this one") from error
         raise
     return connection
 
 
+def _first_value(connection: sqlite3.Connection, query: str) -> Any:
+    return connection.execute(query).fetchone()[0]
+
+
+def _refuse_foreign(connection: sqlite3.Connection) -> None:
+    """Raise DatabaseError if the file is no verdict cache or is damaged.
+
+    The number of views and triggers comes first: the check of a damaged file may run a foreign view, which may never end.
+    """
+    application_id = _first_value(connection, "PRAGMA application_id")
+    num_programs = _first_value(connection, _NUM_PROGRAMS)
+    check = _first_value(connection, "PRAGMA quick_check(1)")
+    if application_id != APPLICATION_ID or num_programs != 0 or check != "ok":
+        raise sqlite3.DatabaseError(
+            f"application id {application_id}, {num_programs} views or triggers, check {check!r}"
+        )
+
+
 def _is_empty(connection: sqlite3.Connection) -> bool:
-    """Whether the file holds no table, as a new one does, or one that another process is making."""
-    connection.execute("BEGIN")  # both are read of one state of the file
-    queries = ("PRAGMA application_id", "SELECT count(*) FROM sqlite_master")
-    found = [connection.execute(query).fetchone()[0] for query in queries]
+    """Return whether the file holds no table: it is new, or another process is about to make the table."""
+    connection.execute("BEGIN")  # so that both queries read the same state of the file
+    application_id = _first_value(connection, "PRAGMA application_id")
+    num_objects = _first_value(connection, "SELECT count(*) FROM sqlite_master")
     connection.execute("COMMIT")
-    return found == [0, 0]
+    return application_id == 0 and num_objects == 0
 
 
 def _make_table(connection: sqlite3.Connection) -> None:
     """Make the table, unless another process that opened the same new file has made it meanwhile."""
-    connection.execute("PRAGMA auto_vacuum = FULL")  # only before the first table; a transaction of its own
+    # Has an effect only before the first table, and outside a transaction
+    connection.execute("PRAGMA auto_vacuum = FULL")
     connection.execute("BEGIN IMMEDIATE")
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+    if _first_value(connection, "SELECT count(*) FROM sqlite_master") == 0:
         for statement in _CREATE:
             connection.execute(statement)
     connection.execute("COMMIT")
@@ -187,7 +225,7 @@ def _use_write_ahead_log(connection: sqlite3.Connection, busy_s: float) -> None:
             is_locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
             if not is_locked or time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)
+            time.sleep(LOCK_POLL_S)
 
 
 def _checksum(key: str, answer: str, cost: float) -> int:

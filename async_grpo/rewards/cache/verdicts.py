@@ -1,7 +1,7 @@
-"""VerdictCache: what was asked once is not asked again, in this run or in a later one.
+"""`VerdictCache`: keeps the answers of rewards, so that neither this run nor a later one repeats a call.
 
-Kept are answers (see `adapter.result`) with the status ok or abstained. A file that breaks during the run (full disk,
-locked or damaged file) is said so once and done without until it works again: no sample fails for it.
+It keeps answers (see `adapter.result`) with the status ok or abstained. If the file breaks during the run (full disk,
+locked or damaged file), the cache logs it once and works without the file until it is usable again: no sample fails.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.cache.file import STORAGE_ERRORS, CacheFile
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
-DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
+# Settings of a judge that decide how it is called, and not what it answers
+DELIVERY = frozenset(
     "limits api_key_env timeout_s attempts hedge_quantile endpoint_options price_per_million_tokens".split()
 )
-COST = "judge_cost"  # of the answer's extras: what the call cost, in the judge's currency
+COST = "judge_cost"  # name among an answer's extras: the cost of the call, in the judge's currency
 WRITES_PER_PRUNE = 1000
-TIMEOUT_S = 10.0  # for one look-up or write; then the file counts as broken
-RETRY_S = 30.0  # for which a broken file is left alone
+TIMEOUT_S = 10.0  # longest look-up or write, after which the file counts as broken
+RETRY_S = 30.0  # time for which a broken file is not used
 COUNTS = ("hits", "shared", "misses", "stored", "errors", "skipped", "cost_saved")
 log = logging.getLogger(__name__)
 
@@ -35,65 +36,90 @@ Answer = dict[str, Any]
 
 
 class VerdictCache:
-    """Answers by key, in a `CacheFile`, whose errors it raises at the start. For one event loop.
+    """Answers by key, in a `CacheFile`. Use it from one event loop.
 
-    `counts` since the start: calls saved by the file (`hits`) and by each other (`shared`), calls made (`misses`) ...
-    Now and then, entries beyond `max_bytes` are deleted, the longest unused first.
+    `counts` holds numbers since the start: answers from the file (`hits`), calls shared with a concurrent caller
+    (`shared`), calls made (`misses`), answers written (`stored`), errors of the file (`errors`), operations without
+    it (`skipped`), and the money saved (`cost_saved`).
+
+    Args:
+        path: The file.
+        max_bytes: Limit of the file's size, which is enforced from time to time: the longest unused entries are deleted.
+
+    Raises:
+        ConfigurationError: The file cannot be made, is no verdict cache of this version, or is damaged.
     """
 
     def __init__(self, path: str | Path, *, max_bytes: int | None = None) -> None:
-        self._file, self._max_bytes = CacheFile(path), max_bytes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
-        self._in_flight: dict[str, asyncio.Future[str]] = {}
-        self._retry_at = 0.0  # 0 while the file works
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        self._file = CacheFile(path)
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
+        self._calls: dict[str, asyncio.Future[str]] = {}  # calls in flight, by key
+        self._retry_at = 0.0  # 0 while the file works
         try:
             self._file.open()
         except STORAGE_ERRORS as error:
-            self._broke(error)
+            self._note_error(error)
 
     async def get_or_call(self, key: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The kept answer, or that of `call`, which is made once however many ask for it at the same time; if that one is
-        cancelled, another one calls. What `call` raises reaches all who wait. An answer that cost nothing this time has 0
-        as its extra `judge_cost`.
+        """Return the kept answer, or the answer of `call`.
+
+        Concurrent callers of one key share a call, and its error. If the caller that makes the call is cancelled, another
+        one makes it. An answer that cost nothing this time has 0 as its extra `judge_cost`.
         """
-        while (flight := self._in_flight.get(key)) is not None:
-            await asyncio.wait({flight})
-            if not flight.cancelled():
+        while key in self._calls:
+            shared_call = self._calls[key]
+            await asyncio.wait({shared_call})
+            if not shared_call.cancelled():
                 self.counts["shared"] += 1
-                return self._for_free(flight.result())
-        flight = self._in_flight[key] = asyncio.get_running_loop().create_future()
+                return self._free_answer(shared_call.result())
+
+        outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls[key] = outcome
         try:
             kept = await self._use(self._file.get, key)
-            self.counts["misses" if kept is None else "hits"] += 1
             if kept is not None:
-                flight.set_result(kept[0])
-                return self._for_free(kept[0])
+                self.counts["hits"] += 1
+                kept_text, _ = kept
+                outcome.set_result(kept_text)
+                return self._free_answer(kept_text)
+            self.counts["misses"] += 1
             answer = await call()
-            flight.set_result(text := json.dumps(answer))
+            text = json.dumps(answer)
+            outcome.set_result(text)
         except Exception as error:
-            flight.set_exception(error)
-            flight.exception()  # that nothing else waits for it is no error of its own
+            outcome.set_exception(error)
+            # Marks the error as retrieved; asyncio would log it if no other caller waits
+            outcome.exception()
             raise
         finally:
-            del self._in_flight[key]
-            flight.cancel()  # without an outcome it was cancelled: the first of those who wait takes over
-        keeps, cost = answer.get("status") in ("ok", "abstained"), answer.get("extra", {}).get(COST, 0.0)
-        if keeps and await self._use(self._file.put, key, text, cost) is not None:
-            self.counts["stored"] += 1
-            if self._max_bytes is not None and self.counts["stored"] % WRITES_PER_PRUNE == 0:
-                await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
+            del self._calls[key]
+            # Has an effect only if this caller was cancelled: the first of the waiting callers takes over
+            outcome.cancel()
+        await self._keep(key, text, answer)
         return answer
 
+    async def _keep(self, key: str, text: str, answer: Answer) -> None:
+        """Write an answer into the file, unless it is a failure."""
+        if answer.get("status") not in ("ok", "abstained"):
+            return
+        cost = answer.get("extra", {}).get(COST, 0.0)
+        if await self._use(self._file.put, key, text, cost) is None:
+            return
+        self.counts["stored"] += 1
+        if self._max_bytes is not None and self.counts["stored"] % WRITES_PER_PRUNE == 0:
+            await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
+
     async def close(self) -> None:
-        """Let go of the file; later calls go through uncached."""
+        """Close the file; later calls are made without the cache."""
         self._retry_at = math.inf
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
         await asyncio.wait({closing}, timeout=TIMEOUT_S)
         self._thread.shutdown(wait=False)
 
     async def _use(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        """What the file says, in a thread; None while it is broken, and after the end."""
+        """Return the result of an operation on the file, in a thread; None while the file is broken or closed."""
         if time.monotonic() < self._retry_at:
             self.counts["skipped"] += 1
             return None
@@ -101,37 +127,46 @@ class VerdictCache:
             async with asyncio.timeout(TIMEOUT_S):
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, operation, *arguments)
         except (ConfigurationError, *STORAGE_ERRORS) as error:
-            self._broke(error)
+            self._note_error(error)
             return None
         if 0.0 < self._retry_at < math.inf:
             log.warning("the verdict cache %s works again", self._file.path)
             self._retry_at = 0.0
         return result
 
-    def _broke(self, error: BaseException) -> None:
+    def _note_error(self, error: BaseException) -> None:
+        """Count an error of the file, and log it if the file worked until now."""
         self.counts["errors"] += 1
         if not self._retry_at:
-            reason = str(error) or f"no answer within {TIMEOUT_S:g} s"  # of a disk that hangs
+            # A TimeoutError, of a disk that hangs, has no text
+            reason = str(error) or f"no answer within {TIMEOUT_S:g} s"
             log.error(
                 "the verdict cache %s failed, the run goes on without it and tries again every %g s: %s: %s",
-                *(self._file.path, RETRY_S, type(error).__name__, reason),
+                self._file.path,
+                RETRY_S,
+                type(error).__name__,
+                reason,
             )
         self._retry_at = max(self._retry_at, time.monotonic() + RETRY_S)
 
-    def _for_free(self, text: str) -> Answer:
+    def _free_answer(self, text: str) -> Answer:
+        """Return an answer that costs nothing this time, and count the money that it saves."""
         answer: Answer = json.loads(text)
-        if cost := answer.get("extra", {}).get(COST, 0.0):
+        cost = answer.get("extra", {}).get(COST, 0.0)
+        if cost:
             self.counts["cost_saved"] += cost
             answer["extra"][COST] = 0.0
         return answer
 
 
 def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
-    """`ADAPTER:DIGEST`, the same for the same question to the same version of an adapter; every column but `group_id`
-    makes a difference. Raises ValueError for a sample that holds what JSON cannot.
+    """Return the key `ADAPTER:DIGEST` of a call; every column of the sample but `group_id` makes a difference.
 
-    >>> one = key_of("mathd", "v1", {"completion": "4", "answer": "4", "group_id": 1})
-    >>> one == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), one[:6]
+    Raises:
+        ValueError: The sample holds something that JSON cannot hold.
+
+    >>> key = key_of("mathd", "v1", {"completion": "4", "answer": "4", "group_id": 1})
+    >>> key == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), key[:6]
     (True, 'mathd:')
     """
     read = {name: value for name, value in sample.items() if name != "group_id"}
@@ -139,32 +174,48 @@ def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
 
 
 def version_of(*settings: Any) -> str:
-    """A digest of what a reward's answers depend on (of user code, the sha256 of its registry file and its options), and
-    of the library's own rewards and judges, so that an upgrade asks anew. Other packages do not count: after an upgrade
-    of theirs, `async-grpo cache --prune-adapter` forgets the old answers.
-    Raises ValueError for settings that hold what JSON cannot."""
+    """Return a digest of everything that a reward's answers depend on.
+
+    It includes this library's rewards and judges, so that their upgrade invalidates the answers. It does not include other
+    packages: after their upgrade, `async-grpo cache --prune-adapter` deletes the old answers.
+
+    Args:
+        settings: The settings, such as the SHA-256 of the registry file and the reward's options.
+
+    Raises:
+        ValueError: A setting holds something that JSON cannot hold.
+    """
     return _digest([_library(), *settings])
 
 
 def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | None = None) -> str:
-    """A digest of a judge's class and settings; how it is asked (`DELIVERY`, the order of replicas) makes no difference.
+    """Return a digest of a judge's class and of the settings that its answers depend on.
+
+    The settings of `DELIVERY` and the order of replicas make no difference.
 
     Args:
-        code: the sha256 of the user's text; it counts if the class is defined there.
-        addresses: of the run's judges; where a `model_id` is known, it counts, and not their addresses.
-    Raises ConfigurationError: a setting is no plain value.
+        judge: The judge.
+        code: SHA-256 of the user's file; it counts if the judge's class is not this library's.
+        addresses: Addresses of the run's judges; if their model's id is known, it counts instead of the addresses.
+
+    Raises:
+        ConfigurationError: A setting is no plain value.
     """
-    kind, is_dataclass = type(judge), dataclasses.is_dataclass(judge)
-    names = [one.name for one in dataclasses.fields(judge) if one.init] if is_dataclass else list(vars(judge))
+    kind = type(judge)
+    if dataclasses.is_dataclass(judge):
+        names = [field.name for field in dataclasses.fields(judge) if field.init]
+    else:
+        names = list(vars(judge))
     settings = {name: getattr(judge, name) for name in names if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
         if addresses and addresses.judge_model_id and addresses.are_asked_by(judge):
-            settings[name] = addresses.judge_model_id  # our own servers have other ports in each run
+            # Judges that a run starts have other ports in each run
+            settings[name] = addresses.judge_model_id
         elif not isinstance(settings[name], str):
             settings[name] = sorted(settings[name])
-    ours = kind.__module__.startswith("async_grpo.")
+    is_library_class = kind.__module__.startswith("async_grpo.")
     try:
-        return version_of(kind.__qualname__, "" if ours else code, settings)
+        return version_of(kind.__qualname__, "" if is_library_class else code, settings)
     except ValueError as error:
         raise ConfigurationError(
             f"the verdict cache cannot tell two settings of {kind.__qualname__} apart ({error}): let it be a dataclass "
@@ -174,6 +225,7 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
 
 @lru_cache
 def _library() -> str:
+    """Return a digest of the source of this library's rewards and judges."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return _digest([[file.name, file.read_text(encoding="utf-8")] for file in files])
 
