@@ -1,8 +1,8 @@
 """Runs code that came from a model: see `run`.
 
-What each level stops where it can be had (each is tried, and none but the last needs a privilege):
+A sandboxed process tries each level of confinement; only the last one needs a privilege. What each level stops:
 
-    level       where                                 what it stops
+    level       available                             what it stops
     rlimits     everywhere                            too much processor time, memory, output; content of files
     seccomp     Linux on x86-64 and aarch64, also     network, processes, programs, signals and traces, each way to
                 in Docker and Kubernetes              change a file, io_uring, mount, bpf, ...: all but a short list
@@ -14,7 +14,7 @@ What each level stops where it can be had (each is tried, and none but the last 
     uid         root, if the interpreter can be       what belongs to root or to any other user
                 read by all
 
-Without landlock, code can read what the account can: the data set, and with it perhaps the expected answers. Keep them
-elsewhere, or watch the metric `files_hidden`. Not stopped anywhere: a covert channel, and a bug of the kernel; code from
-an adversary belongs in a virtual machine.
+Without landlock, code can read what the account can read: the data set, and with it perhaps the expected answers. Keep
+these elsewhere, or watch the metric `files_hidden`. No level stops covert channels or bugs of the kernel: code from an
+adversary belongs in a virtual machine.
 """

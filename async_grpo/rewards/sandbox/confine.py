@@ -1,4 +1,4 @@
-"""Gives up, in the process that calls it, what computing an answer does not need: see the package's table."""
+"""`confine`: takes away from the calling process what computing an answer does not need. See the package's table."""
 
 import ctypes
 import os
@@ -14,53 +14,85 @@ from async_grpo.processes.process_tree import die_with, prctl
 from async_grpo.rewards.sandbox import seccomp
 
 LEVELS = ("uid", "namespaces", "landlock", "seccomp")
-NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})  # either of them keeps the code off the network
-MAX_FILES = 64
+NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})  # each of them keeps the code off the network
+MAX_FILES = 64  # open files
 
-_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
-PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
-_FIRST_OWN_UID, _NOBODY = 1_000_000_000, 65534
+# linux/sched.h
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWIPC = 0x08000000
+# linux/prctl.h
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+# linux/capability.h
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+_THIS_THREAD = 0
+_CAPABILITY_WORDS = 6  # effective, permitted and inheritable, in two halves of 32 bits
+
+_FIRST_PRIVATE_UID = 1_000_000_000  # user ids from here on belong to nobody
+_NOBODY = 65534
 _READABLE = """
 /lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache
 /usr/share/zoneinfo /dev/null /dev/zero /dev/random /dev/urandom .
 """.split()
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number on every architecture
-_VERSION_FLAG = _PATH_BENEATH = 1
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version -> how many rights over files it knows
-_BIND_AND_CONNECT_TCP = _FOREIGN_SOCKETS_AND_SIGNALS = 0b11
+# System calls of landlock; their numbers are the same on every architecture
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
+# linux/landlock.h
+_VERSION_FLAG = 1
+_PATH_BENEATH = 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_BIND_AND_CONNECT_TCP = 0b11
+_FOREIGN_SOCKETS_AND_SIGNALS = 0b11
+_NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of rights over files, by version of landlock
+_FIRST_TCP_VERSION = 4
+_FIRST_SCOPE_VERSION = 6
 
 
 def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str]) -> frozenset[str]:
-    """Confine this process for good, which dies with its parent. Returns those of the levels that stand.
+    """Confine this process for good, and let it die with its parent.
 
-    SIGKILL ends it after `cpu_s` of processor time from now; `memory_bytes` are of address space.
+    Args:
+        parent_pid: Process id of the parent.
+        cpu_s: Processor time from now, after which SIGKILL ends the process.
+        memory_bytes: Limit of the address space.
+        levels: Levels to try.
+
+    Returns:
+        The levels that are in force.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)  # without it neither landlock nor seccomp may be had
+    prctl(PR_SET_NO_NEW_PRIVS, 1)  # a condition of landlock and seccomp
     attempts: dict[str, Callable[[], bool]] = {
         "uid": _become_nobody,
         "namespaces": lambda: libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0,
         "landlock": lambda: _restrict_files(libc),
     }
-    standing = {level for level, attempt in attempts.items() if level in levels and attempt()}
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
-    libc.capset(header, (ctypes.c_uint32 * 6)())
-    # After the change of user, which would undo the two; before the filter, which forbids them.
-    prctl(PR_SET_DUMPABLE, 0)  # a neighbour of the same user must not read this memory
+    levels_in_force = {level for level, attempt in attempts.items() if level in levels and attempt()}
+    header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, _THIS_THREAD)
+    no_capabilities = (ctypes.c_uint32 * _CAPABILITY_WORDS)()
+    libc.capset(header, no_capabilities)
+    # These two follow the change of user, which would undo them, and precede the filter, which forbids them.
+    # Another process of the same user must not read this memory:
+    prctl(PR_SET_DUMPABLE, 0)
     die_with(parent_pid)
     if "seccomp" in levels and seccomp.install():
-        standing.add("seccomp")
-    _limit_resources(cpu_s, memory_bytes, forbid_processes="seccomp" not in standing)
-    return frozenset(standing)
+        levels_in_force.add("seccomp")
+    _limit_resources(cpu_s, memory_bytes, forbid_processes="seccomp" not in levels_in_force)
+    return frozenset(levels_in_force)
 
 
 def _become_nobody() -> bool:
-    """Change to a user id that nobody else has, if root can and that user can read Python's library."""
+    """Change to a user id that no other process has, and return whether root can, and that user can read Python's library.
+
+    A container may not map such an id; then the user is `nobody`.
+    """
     if os.geteuid() != 0:
         return False
-    for uid in (_FIRST_OWN_UID + os.getpid(), _NOBODY):  # a container may not map the first
+    for uid in (_FIRST_PRIVATE_UID + os.getpid(), _NOBODY):
         with suppress(OSError):
             os.setgroups([])
             os.setresgid(uid, uid, uid)
@@ -73,15 +105,23 @@ def _become_nobody() -> bool:
 
 
 def ruleset(version: int) -> bytes:
-    """The kernel's `struct landlock_ruleset_attr`, as long as that version knows it: forbids all it can."""
-    rights = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
-    num_fields = 1 + (version >= 4) + (version >= 6)
-    fields = (rights, _BIND_AND_CONNECT_TCP, _FOREIGN_SOCKETS_AND_SIGNALS)[:num_fields]
-    return struct.pack(f"={num_fields}Q", *fields)
+    """Return the kernel's `struct landlock_ruleset_attr` that forbids all that this version of landlock can forbid."""
+    num_file_rights = _NUM_FILE_RIGHTS[min(version, max(_NUM_FILE_RIGHTS))]
+    all_file_rights = (1 << num_file_rights) - 1
+    # Older versions know only the first fields
+    fields = [all_file_rights]
+    if version >= _FIRST_TCP_VERSION:
+        fields.append(_BIND_AND_CONNECT_TCP)
+    if version >= _FIRST_SCOPE_VERSION:
+        fields.append(_FOREIGN_SOCKETS_AND_SIGNALS)
+    return struct.pack(f"={len(fields)}Q", *fields)
 
 
 def _restrict_files(libc: ctypes.CDLL) -> bool:
-    """Forbid all files but to read the system's libraries, Python's, a few devices, and the (empty) folder."""
+    """Forbid files, except for reading the system's libraries, Python's, a few devices, and the (empty) folder.
+
+    Returns whether the restriction is in force.
+    """
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     if version < 1:
         return False
@@ -89,27 +129,46 @@ def _restrict_files(libc: ctypes.CDLL) -> bool:
     rules = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     if rules < 0:
         return False
-    own = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib")))
-    held = True
-    for path in filter(os.path.exists, (*own, *_READABLE)):
-        rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
-        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        held &= libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0) == 0
-        os.close(handle)
-    restricted = held and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
+    paths_of_python = (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        str(Path(sys.base_prefix, "lib")),
+    )
+    is_complete = True
+    for path in (*paths_of_python, *_READABLE):
+        if os.path.exists(path) and not _allow_reading(libc, rules, path):
+            is_complete = False
+    is_restricted = is_complete and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
     os.close(rules)
-    return bool(restricted)
+    return is_restricted
+
+
+def _allow_reading(libc: ctypes.CDLL, rules: int, path: str) -> bool:
+    """Add a rule that allows to read a file, or all files below a folder, and return whether that worked."""
+    rights = _READ_FILE
+    if os.path.isdir(path):
+        rights |= _READ_DIR
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    path_beneath = struct.pack("=Qi", rights, handle)
+    error = libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, path_beneath, 0)
+    os.close(handle)
+    return bool(error == 0)
 
 
 def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) -> None:
+    """Set the limits of the kernel, as far as lower ones are not in force."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limits = {
+        # In whole seconds, rounded up
         resource.RLIMIT_CPU: max(1, round(used.ru_utime + used.ru_stime + cpu_s + 0.5)),
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_NOFILE: MAX_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
     }
-    limits |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_MEMLOCK), 0)
-    if forbid_processes:  # and threads, which the kernel counts with them; no limit for root
+    if forbid_processes:
+        # This also forbids threads, which the kernel counts as processes. It is no limit for root.
         limits[resource.RLIMIT_NPROC] = 0
     for name, limit in limits.items():
         ceiling = resource.getrlimit(name)[1]

@@ -1,12 +1,12 @@
-"""The process from which sandboxed ones are forked: an interpreter takes 50 ms to start, a fork 2.
+"""The process from which sandboxed processes are forked: a fork takes 2 ms, the start of an interpreter 50 ms.
 
     owner -> fork server -> a guardian of each sandboxed process -> that process
 
-Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of what else the
-new process is to have. The server never reads an order: so its children's memory holds no other's.
+Each packet on the socket is a request with descriptors: of the channel for reports, of the order, and further ones for the
+new process. The server never reads an order, so that the memory of a new process never contains another one's order.
 
-An order is JSON, with the text to run; a report is a packet of JSON. A process sends its first, the levels of its
-confinement, before it looks at the text; after it only one that runs tests can report.
+An order is JSON, with the text to run; a report is a packet of JSON. A process sends its first report, the levels of its
+confinement, before it reads the text. Later, only a process that runs tests can report.
 """
 
 import builtins
@@ -28,22 +28,24 @@ from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, 
 from async_grpo.rewards.sandbox.rpc import RpcChannel, decode, encode
 
 PROGRAM, SOLUTION, TESTS = "__main__", "solution", "tests"  # the modules that texts become
-MAX_DESCRIPTORS = 8
-MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all of the user)
-WATCH_S = 0.05  # between two looks at them
+MAX_DESCRIPTORS = 8  # of one request
+MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all threads of the user)
+WATCH_S = 0.05  # between two looks at the number of threads
+MAX_MESSAGE_CHARACTERS = 1000  # of an exception of the tested code
 _MUTABLE = (list, dict, set, bytearray)
 _PLAIN = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
 def main(socket_fd: int) -> None:
-    """Serve until the other end of the socket is closed. Returns in each new process, too."""
-    # What solutions import: once for all of them
+    """Serve until the other end of the socket is closed. The function also returns in each new process, at its end."""
+    # Modules that solutions often import are loaded once for all of them
     for name in "bisect copy heapq math random re string".split():
         import_module(name)
     sys.path.remove(os.environ["PYTHONPATH"])
     os.environ.clear()
     sys.argv[:] = ["solution.py"]
-    prctl(PR_SET_DUMPABLE, 0)  # inherited: sandboxed processes of one user must not read each other's memory
+    # Forks inherit this: sandboxed processes of one user must not read each other's memory
+    prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the guardians
     own_pid = os.getpid()
     with socket.socket(fileno=socket_fd) as requests:
@@ -61,8 +63,15 @@ def main(socket_fd: int) -> None:
 
 
 def _guard(channel: int, *descriptors: int) -> None:
-    """End the sandboxed process if its owner asks or dies, or it has too many threads; report how it ended."""
-    adopt_orphans()  # without the filter of system calls it may start processes
+    """Watch over a sandboxed process, and report how it ended.
+
+    The process is ended if its owner asks for it or dies, or if it has too many threads.
+
+    Args:
+        channel: Descriptor of the channel for reports.
+        descriptors: The order's descriptor, and those of the sandboxed process.
+    """
+    adopt_orphans()  # without the filter of system calls, the process may start others
     own_pid = os.getpid()
     pid = os.fork()
     if not pid:
@@ -70,33 +79,45 @@ def _guard(channel: int, *descriptors: int) -> None:
         return
     for descriptor in descriptors:
         os.close(descriptor)
-    ends = [os.pidfd_open(pid), channel]  # the owner writes nothing there, but may close it
-    while not select.select(ends, [], [], WATCH_S)[0]:
-        with contextlib.suppress(OSError):  # a host may hide the processes of others (hidepid)
+    # The owner writes nothing into the channel, but may close it
+    watched = [os.pidfd_open(pid), channel]
+    while not select.select(watched, [], [], WATCH_S)[0]:
+        # A host may hide the processes of other users (hidepid)
+        with contextlib.suppress(OSError):
             if len(os.listdir(f"/proc/{pid}/task")) > MAX_THREADS:
                 break
     exit_code = end_descendants()[pid]
     with contextlib.suppress(OSError):  # the owner is gone
         _report(channel, exit_code=exit_code)
-    os._exit(0)  # taking an interpreter down in good order takes 10 ms
+    os._exit(0)  # a regular end of the interpreter takes 10 ms
 
 
 def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
-    """Do as ordered, with a program's input and output, or the channel between solution and tests."""
+    """Confine this process, and run the text of its order.
+
+    Args:
+        parent_pid: Process id of the guardian.
+        channel: Descriptor of the channel for reports.
+        order_fd: Descriptor of the order.
+        descriptors: A program's input and output, or the channel between solution and tests.
+    """
     os.setsid()
     with open(order_fd, "rb") as file:
         order: dict[str, Any] = json.loads(file.read())
     os.chdir(order["folder"])
     levels = confine(parent_pid, order["cpu_s"], order["memory_bytes"], order["levels"])
     _report(channel, levels=sorted(levels))
-    if not (levels & NETWORK_LEVELS or order["allow_unsandboxed"]):
+    is_off_network = bool(levels & NETWORK_LEVELS)
+    if not is_off_network and not order["allow_unsandboxed"]:
         return
-    kind, text = order["kind"], order["text"]
+    kind = order["kind"]
+    text = order["text"]
     if kind == TESTS:
         _report(channel, verdict=unit_test_runner.run(text, RpcChannel(*descriptors)))
         return
     os.close(channel)
-    module = sys.modules[kind] = ModuleType(kind)  # data classes look themselves up there
+    module = ModuleType(kind)
+    sys.modules[kind] = module  # data classes look for their module there
     if kind == SOLUTION:
         _answer(text, module, RpcChannel(*descriptors))
     for target, descriptor in enumerate(descriptors):
@@ -110,13 +131,14 @@ def _report(channel: int, **report: Any) -> None:
 
 
 def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
-    """Execute the code as a module, then answer the tests' questions until the channel ends (WireError).
+    """Execute the code as a module, then answer the tests' questions until the channel ends, with a WireError.
 
-    A question is [operation, [arguments], {keywords}], the operation of `operator` or a built-in function. The answer is
-    ["value", value, {position: changed argument}] or ["raised", [names of the exception's classes], message].
-    If the code raises, sys.exit() included, so does every question.
+    A question is [operation, [arguments], {keywords}]; the operation is a function of `operator` or a built-in function.
+    The answer is ["value", value, {position: changed argument}] or ["raised", [names of exception classes], message].
+    If the code raises anything, SystemExit included, every answer is that exception.
     """
-    objects: dict[int, Any] = {0: module}  # by id: this keeps them alive, and so their ids
+    # By id. The dict keeps the objects alive, so that no other object gets their ids.
+    objects: dict[int, Any] = {0: module}
     failure: BaseException | None = None
 
     def refer(value: Any) -> int:
@@ -131,12 +153,13 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
             raise failure
         values = [decode(data, resolve) for data in args]
         keywords = {name: decode(data, resolve) for name, data in kwargs.items()}
-        compute = _plain if operation == "plain" else getattr(operator, operation, None)
-        result = encode((compute or getattr(builtins, operation))(*values, **keywords), refer)
+        result = encode(_function_of(operation)(*values, **keywords), refer)
         changed = {}
-        for position, (value, data) in enumerate(zip(values, args, strict=True)):
-            if type(value) in _MUTABLE and (now := encode(value, refer)) != data:
-                changed[str(position)] = now
+        for position, (value, data_before) in enumerate(zip(values, args, strict=True)):
+            if type(value) in _MUTABLE:
+                data_after = encode(value, refer)
+                if data_after != data_before:
+                    changed[str(position)] = data_after
         return ["value", result, changed]
 
     try:
@@ -148,15 +171,24 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
         try:
             answer = value_of(*question)
         except BaseException as error:  # whatever the tested code raises is an answer, too
-            answer = ["raised", [kind.__name__ for kind in type(error).__mro__], ""]
-            with contextlib.suppress(Exception):  # a class of the tested code may raise in turn
-                answer[2] = str(error)[:1000]
+            message = ""
+            with contextlib.suppress(Exception):  # `__str__` of the tested code may raise in turn
+                message = str(error)[:MAX_MESSAGE_CHARACTERS]
+            answer = ["raised", [kind.__name__ for kind in type(error).__mro__], message]
         channel.send(answer)
 
 
+def _function_of(operation: str) -> Any:
+    """Return the function of an operation."""
+    if operation == "plain":
+        return _plain
+    return getattr(operator, operation, None) or getattr(builtins, operation)
+
+
 def _plain(value: Any) -> Any:
-    """The value without its class, if that class only refines a plain one: of a named tuple the tuple."""
+    """Return the plain value of an object whose class is derived from a plain type, such as the tuple of a named tuple."""
     kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
     if kind is str:
-        return str.__str__(value)  # the class of an enumeration has another idea of its text
+        # `str(member)` of an enumeration would be the member's name
+        return str.__str__(value)
     return value if kind is None else kind(value)

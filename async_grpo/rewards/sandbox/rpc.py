@@ -1,7 +1,7 @@
-"""Values as data: how the process of the tested code and the process of its tests talk.
+"""Messages between the process of the tested code and the process of its tests.
 
-Plain values travel as JSON and arrive as what they were; any other object stays and travels as a number. Decoding
-builds nothing but the values of one table, whatever the bytes say: they may come from hostile code.
+Plain values are sent as JSON and arrive as the values that they were; any other object stays in its process, and a number
+is sent for it. The bytes may come from hostile code: decoding makes only values of the types of one table.
 """
 
 import json
@@ -13,9 +13,11 @@ from fractions import Fraction
 from typing import Any
 
 MAX_MESSAGE_BYTES = 32 * 2**20
-_JSON_INT_BITS = 64  # longer ones travel in hexadecimal: Python limits the digits of decimal text
+_JSON_INT_BITS = (
+    64  # longer integers are sent in hexadecimal, because Python limits the digits of decimal text
+)
 
-# Type -> the parts that it travels as, and what builds it from them again.
+# For each type, a function that splits a value into parts, and a function that makes a value of them
 _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     int: (lambda value: (hex(value),), lambda text: int(text, 16)),
     bytes: (lambda value: (value.decode("latin-1"),), lambda text: text.encode("latin-1")),
@@ -30,7 +32,7 @@ _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     deque: (tuple, lambda *parts: deque(parts)),
     Counter: (lambda value: (dict(value),), Counter),
     OrderedDict: (dict.items, lambda *pairs: OrderedDict(pairs)),
-    defaultdict: (dict.items, lambda *pairs: dict(pairs)),  # its default is a function, which does not travel
+    defaultdict: (dict.items, lambda *pairs: dict(pairs)),  # its default factory cannot be sent
     Fraction: (lambda value: (value.numerator, value.denominator), Fraction),
     Decimal: (lambda value: (str(value),), Decimal),
     date: (lambda value: (value.year, value.month, value.day), date),
@@ -40,15 +42,15 @@ _BY_NAME = {kind.__name__: build for kind, (_, build) in _DATA.items()}
 
 
 class WireError(Exception):
-    """The other side has ended, or sent something that is no message."""
+    """The other process has ended, or has sent something that is no message."""
 
 
 class Unsendable(TypeError):
-    """A value that neither is data nor belongs to the other side."""
+    """A value that is no data and does not belong to the other process."""
 
 
 def encode(value: Any, refer: Callable[[Any], int | str]) -> Any:
-    """The value as JSON can hold it; `refer` gives the number of an object that is no data.
+    """Return the value as JSON can hold it; `refer` returns the number of an object that is no data.
 
     >>> encode([1, (2.5, None)], refer=id)
     ['list', 1, ['tuple', 2.5, None]]
@@ -63,7 +65,10 @@ def encode(value: Any, refer: Callable[[Any], int | str]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
-    """The value again; `resolve` gives what stands for an object. WireError for anything malformed.
+    """Return the value that `encode` made this data of; `resolve` returns the object of a number.
+
+    Raises:
+        WireError: The data is malformed.
 
     >>> decode(['list', 1, ['tuple', 2.5, None]], resolve=hex)
     [1, (2.5, None)]
@@ -80,13 +85,18 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
 
 
 class RpcChannel:
-    """Messages over a descriptor, each a line of JSON. Both methods raise WireError, also at its end."""
+    """Sends and receives messages over a descriptor, each a line of JSON."""
 
     def __init__(self, descriptor: int) -> None:
         self._reader = open(descriptor, "rb", closefd=False)
         self._writer = open(descriptor, "wb", closefd=False)
 
     def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            WireError: The message is too large, or the other process has ended.
+        """
         line = json.dumps(message).encode() + b"\n"
         if len(line) > MAX_MESSAGE_BYTES:
             raise WireError(f"{len(line)} bytes are more than {MAX_MESSAGE_BYTES}")
@@ -97,8 +107,14 @@ class RpcChannel:
             raise WireError(str(error)) from error
 
     def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            WireError: There is none, because the other process has ended, or it has sent something else.
+        """
         try:
             line = self._reader.readline(MAX_MESSAGE_BYTES + 1)
-            return json.loads(line if line.endswith(b"\n") else b"")  # it ended, or the line has no end
+            is_complete = line.endswith(b"\n")
+            return json.loads(line if is_complete else b"")
         except (OSError, ValueError, RecursionError) as error:
             raise WireError(f"no message: {error}") from error

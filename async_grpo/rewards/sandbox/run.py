@@ -1,4 +1,4 @@
-"""Runs code of a model in sandboxed processes: as a program, or as a module that tests are run against."""
+"""`Sandbox`: runs code of a model in sandboxed processes, as a program or as a module with its tests."""
 
 import json
 import os
@@ -19,9 +19,10 @@ from async_grpo.options.source_file import PACKAGE_ROOT
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 
-START_S = 60.0  # for an interpreter to start, on a busy machine
-END_S = 10.0  # for a killed process to end
-MAX_PART_BYTES = 2**16  # of output or of a report
+START_S = 60.0  # time for an interpreter to start, on a busy machine
+END_S = 10.0  # time for a killed process to end
+MAX_PART_BYTES = 2**16  # size of one read of output, or of a report
+_FOLDER_MODE = 0o755  # of a sandboxed process's folder, which another user must be able to enter
 _MAIN = "import sys; from async_grpo.rewards.sandbox.fork_server import main; main(int(sys.argv[1]))"
 
 
@@ -31,25 +32,25 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class SandboxRun:
-    """What came of it: `ended_well` is exit status 0 of a program, or that all tests held."""
+    """The outcome of a run."""
 
-    ended_well: bool
-    timed_out: bool
-    levels: frozenset[str]
-    output: bytes = b""
+    ended_well: bool  # the program ended with exit status 0, or all tests passed
+    timed_out: bool  # the limit of clock time or processor time was reached
+    levels: frozenset[str]  # levels of confinement that were in force
+    output: bytes = b""  # of a program that ended in time
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The limits of one run.
+    """Runs code within these limits.
 
     Args:
-        cpu_s: processor time of each process; the kernel counts in whole seconds.
-        wall_s: time on the clock, from when the processes are confined.
-        memory_bytes: address space of each process.
-        output_bytes: of standard output; a program that writes more is killed.
-        allow_unsandboxed: run code even where nothing keeps it off the network.
-        levels: those that are tried, see `confine`.
+        cpu_s: Processor time of each process; the kernel counts in whole seconds.
+        wall_s: Clock time, from when the processes are confined.
+        memory_bytes: Address space of each process.
+        output_bytes: Size of standard output; a program that writes more is killed.
+        allow_unsandboxed: Run code even if nothing keeps it off the network.
+        levels: Levels of confinement to try (see `confine`).
     """
 
     cpu_s: float = 4.0
@@ -60,76 +61,106 @@ class Sandbox:
     levels: Sequence[str] = LEVELS
 
     def run_program(self, code: str, stdin: str) -> SandboxRun:
-        """Run the code as `__main__` with that standard input.
+        """Run the code as `__main__` with this standard input.
 
-        ConfigurationError: nothing here keeps it off the network, and that was not allowed.
-        SandboxError: no process could be started.
+        Raises:
+            ConfigurationError: Nothing on this machine keeps the code off the network, and that is not allowed.
+            SandboxError: No process could be started.
         """
         with ExitStack() as stack:
-            source = stack.enter_context(_unnamed_file(stdin))  # a file: programs ask for its size
-            ours, theirs = map(stack.enter_context, socket.socketpair())
-            process = _Process(stack, self, PROGRAM, code, source.fileno(), theirs.fileno())
-            theirs.close()
-            output, deadline = bytearray(), time.monotonic() + self.wall_s
+            source = stack.enter_context(
+                _unnamed_file(stdin)
+            )  # not a pipe, because programs ask for the input's size
+            output_end, program_end = _entered_socket_pair(stack)
+            process = _Process(stack, self, PROGRAM, code, source.fileno(), program_end.fileno())
+            program_end.close()
+            output = bytearray()
+            deadline = time.monotonic() + self.wall_s
             try:
-                while part := _receive(ours, deadline):
+                while True:
+                    part = _receive(output_end, deadline)
+                    if not part:
+                        break
                     output += part
                     if len(output) > self.output_bytes:
-                        return SandboxRun(False, False, process.levels)
+                        return SandboxRun(ended_well=False, timed_out=False, levels=process.levels)
                 exit_code = process.report("exit_code", deadline)
             except TimeoutError:
-                return SandboxRun(False, True, process.levels)
-        return SandboxRun(exit_code == 0, exit_code == -signal.SIGKILL, process.levels, bytes(output))
+                return SandboxRun(ended_well=False, timed_out=True, levels=process.levels)
+        return SandboxRun(
+            ended_well=exit_code == 0,
+            timed_out=exit_code == -signal.SIGKILL,
+            levels=process.levels,
+            output=bytes(output),
+        )
 
     def run_tests(self, code: str, tests: str) -> SandboxRun:
         """Run the code as a module, and the tests (assertions, or any statements) in a second process.
 
-        ValueError: the tests cannot be run, whatever the code.
-        ConfigurationError, SandboxError: as `run_program`.
+        Raises:
+            ValueError: The tests cannot be run, whatever the code is.
+            ConfigurationError: See `run_program`.
+            SandboxError: See `run_program`.
         """
         with ExitStack() as stack:
-            ours, theirs = map(stack.enter_context, socket.socketpair())
-            solution = _Process(stack, self, SOLUTION, code, ours.fileno())
-            runner = _Process(stack, self, TESTS, tests, theirs.fileno())
-            ours.close()  # so that each side learns of the other's end
-            theirs.close()
+            solution_end, runner_end = _entered_socket_pair(stack)
+            solution = _Process(stack, self, SOLUTION, code, solution_end.fileno())
+            runner = _Process(stack, self, TESTS, tests, runner_end.fileno())
+            # While these copies are open, neither process would notice that the other one has ended
+            solution_end.close()
+            runner_end.close()
             deadline = time.monotonic() + self.wall_s
             try:
                 verdict = runner.report("verdict", deadline)
                 if isinstance(verdict, str):
                     raise ValueError(f"tests that cannot be run: {verdict}: {tests!r:.300}")
                 if verdict:
-                    return SandboxRun(True, False, solution.levels)
-                ends = [process.report("exit_code", deadline) for process in (runner, solution)]
+                    return SandboxRun(ended_well=True, timed_out=False, levels=solution.levels)
+                exit_codes = [process.report("exit_code", deadline) for process in (runner, solution)]
             except TimeoutError:
-                return SandboxRun(False, True, solution.levels)
-        return SandboxRun(False, -signal.SIGKILL in ends, solution.levels)
+                return SandboxRun(ended_well=False, timed_out=True, levels=solution.levels)
+        is_killed = -signal.SIGKILL in exit_codes
+        return SandboxRun(ended_well=False, timed_out=is_killed, levels=solution.levels)
 
 
 class _Process:
-    """A sandboxed process in a folder of its own. It ends with the stack, and so does all that it started."""
+    """A sandboxed process in an empty folder. The process and all that it started end when the stack is closed.
+
+    Args:
+        stack: Ends the process.
+        sandbox: Limits of the process.
+        kind: PROGRAM, SOLUTION or TESTS.
+        text: The code to run.
+        descriptors: Descriptors that the process gets (see `fork_server`).
+    """
 
     def __init__(self, stack: ExitStack, sandbox: Sandbox, kind: str, text: str, *descriptors: int) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
-        os.chmod(folder, 0o755)  # it stays empty, but a user of its own must be able to look
+        os.chmod(folder, _FOLDER_MODE)
         order = asdict(sandbox) | {"kind": kind, "text": text, "folder": folder}
         self._reports: dict[str, Any] = {}
-        self._channel, theirs = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
-        with theirs, _unnamed_file(json.dumps(order)) as file:
-            _start([theirs.fileno(), file.fileno(), *descriptors])
+        self._channel, guardian_end = _entered_socket_pair(stack, socket.SOCK_SEQPACKET)
+        with guardian_end, _unnamed_file(json.dumps(order)) as file:
+            _start([guardian_end.fileno(), file.fileno(), *descriptors])
         stack.callback(self._end)
         levels = self.report("levels", time.monotonic() + START_S)
         if levels is None:
             raise SandboxError(f"a sandboxed process ({kind}) ended before it was confined")
         self.levels: frozenset[str] = frozenset(levels)
-        if not (self.levels & NETWORK_LEVELS or sandbox.allow_unsandboxed):
+        is_off_network = bool(self.levels & NETWORK_LEVELS)
+        if not is_off_network and not sandbox.allow_unsandboxed:
             raise ConfigurationError(
                 "nothing on this machine keeps tested code off the network: neither user namespaces nor a seccomp "
                 "filter (Linux on x86-64 or aarch64) can be had; allow_unsandboxed=True runs it all the same"
             )
 
     def report(self, name: str, deadline: float) -> Any:
-        """What the process reports under that name; None if it ended without. TimeoutError: not by then."""
+        """Return what the process reports under this name; None if it ended without a report of this name.
+
+        Raises:
+            TimeoutError: The process has neither reported nor ended at the deadline (`time.monotonic`).
+            SandboxError: The fork server has ended.
+        """
         while name not in self._reports and "exit_code" not in self._reports:
             packet = _receive(self._channel, deadline)
             if not packet:
@@ -138,42 +169,68 @@ class _Process:
         return self._reports.get(name)
 
     def _end(self) -> None:
-        self._channel.shutdown(socket.SHUT_WR)  # its guardian takes that for the order to end it
+        # The guardian ends the process when this side of the channel is closed
+        self._channel.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + END_S
         while _receive(self._channel, deadline):
             pass
 
 
-_of_thread = threading.local()
+@dataclass(frozen=True)
+class _ForkServer:
+    """The process that starts sandboxed processes, and the socket for requests to it."""
+
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
+
+
+_thread_state = threading.local()  # `fork_server` of each thread
 
 
 def _start(descriptors: list[int]) -> None:
-    """Start a process with these descriptors, by this thread's fork server or, if that has died, a new one."""
-    last: tuple[Any, Any] = getattr(_of_thread, "server", (None, None))
-    server, requests = last
-    if server is None or server.poll() is not None:  # also after a fork(): no child of this process
-        requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        package_root = str(PACKAGE_ROOT)
-        with theirs:
-            server = subprocess.Popen(
-                [sys.executable, *"-s -P -S -B -X utf8 -c".split(), _MAIN, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                env={"PYTHONHASHSEED": "0", "PYTHONPATH": package_root},  # the same text gets the same reward
-                start_new_session=True,
-            )
-        _of_thread.server = server, requests
+    """Start a sandboxed process with these descriptors by this thread's fork server, which is started if it has ended."""
+    server: _ForkServer | None = getattr(_thread_state, "fork_server", None)
+    # After a fork() of this process, `poll` says that the server has ended, because it is another process's child
+    if server is None or server.process.poll() is not None:
+        server = _start_fork_server()
+        _thread_state.fork_server = server
     try:
-        socket.send_fds(requests, [b"+"], descriptors)
+        socket.send_fds(server.requests, [b"+"], descriptors)
     except OSError as error:
         raise SandboxError(f"no sandboxed process could be started: {error!r}") from error
 
 
+def _start_fork_server() -> _ForkServer:
+    requests, server_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with server_end:
+        process = subprocess.Popen(
+            [sys.executable, *"-s -P -S -B -X utf8 -c".split(), _MAIN, str(server_end.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[server_end.fileno()],
+            cwd="/",
+            env={
+                "PYTHONHASHSEED": "0",  # the same text gets the same reward
+                "PYTHONPATH": str(PACKAGE_ROOT),
+            },
+            start_new_session=True,
+        )
+    return _ForkServer(process, requests)
+
+
+def _entered_socket_pair(
+    stack: ExitStack, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets, which are closed with the stack."""
+    first, second = socket.socketpair(type=kind)
+    stack.enter_context(first)
+    stack.enter_context(second)
+    return first, second
+
+
 def _unnamed_file(text: str) -> BinaryIO:
-    """A file in memory that holds the text, read from its beginning."""
+    """Return a file in memory that holds the text, at its beginning."""
     file = os.fdopen(os.memfd_create("sandbox"), "w+b")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
@@ -181,7 +238,11 @@ def _unnamed_file(text: str) -> BinaryIO:
 
 
 def _receive(source: socket.socket, deadline: float) -> bytes:
-    """What has come; nothing at the end. Raises TimeoutError if nothing comes by then (`time.monotonic`)."""
+    """Return the data that has come; b"" if the other end is closed.
+
+    Raises:
+        TimeoutError: Nothing has come at the deadline (`time.monotonic`).
+    """
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
         raise TimeoutError("a sandboxed process did not answer in time")

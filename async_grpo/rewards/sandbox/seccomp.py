@@ -1,14 +1,15 @@
-"""A system-call filter (seccomp, Linux on x86-64 and aarch64): what confined code may ask of the kernel.
+"""A filter of system calls (seccomp, Linux on x86-64 and aarch64) for confined code.
 
-Allowed is what it takes to compute, to read files, to use own pipes and to start threads. All else fails with EPERM,
-calls newer than this list with ENOSYS, so that libraries fall back.
+It allows the calls that are needed to compute, to read files, to use pipes that are open and to start threads. All other
+calls fail with EPERM. Calls that are newer than this list fail with ENOSYS, so that libraries use older ones.
 """
 
 import ctypes
 import os
 import struct
 
-# name x86-64 aarch64; "-" where the architecture does not have it
+# Name, number on x86-64, number on aarch64; "-" if the architecture does not have the call.
+# These calls are allowed with any arguments:
 _PLAIN = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, close 3 57, lseek 8 62, dup 32 23,
 dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, fadvise64 221 223,
@@ -30,17 +31,33 @@ getpid 39 172, getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175,
 getgroups 115 158, getresuid 118 148, getresgid 120 150, getpgid 121 155, getpgrp 111 -, getsid 124 156,
 wait4 61 260, waitid 247 95, exit 60 93, exit_group 231 94
 """
+# These calls are allowed with some arguments (see `program`):
 _CHECKED = """
 open 2 -, openat 257 56, clone 56 220, kill 62 129, tgkill 234 131, ioctl 16 29, fcntl 72 25, prlimit64 302 261,
 sendto 44 206, socketpair 53 199
 """
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-_FIRST_COMMON_NUMBER = 424  # from here on all architectures count alike
+_FIRST_COMMON_NUMBER = 424  # from here on, a call has the same number on all architectures
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_KILL, _ALLOW, _EPERM, _ENOSYS = 0x80000000, 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+# Instructions of the filter's machine (classic BPF)
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+# What a filter returns
+_KILL = 0x80000000
+_ALLOW = 0x7FFF0000
+_EPERM = 0x00050000 | 1
+_ENOSYS = 0x00050000 | 38
+# Offsets in struct seccomp_data; both architectures are little-endian
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
+_ARGUMENT_BYTES = 8
+# linux/prctl.h and linux/seccomp.h
+_PR_SET_SECCOMP = 22
+_MODE_FILTER = 2
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x00010000
@@ -53,53 +70,82 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Name -> number of the calls that this machine has.
+    """Return the numbers of the calls that this machine has, by name.
 
     >>> numbers("open 2 -, openat 257 56", "aarch64")
     {'openat': 56}
     """
     column, _ = _ARCHITECTURES[machine]
-    rows = (row.split() for row in table.replace("\n", " ").split(",") if row.strip())
-    return {name: int(both[column]) for name, *both in rows if both[column] != "-"}
+    numbers_by_name = {}
+    for row in table.replace("\n", " ").split(","):
+        name, *numbers_of_machines = row.split()
+        number = numbers_of_machines[column]
+        if number != "-":
+            numbers_by_name[name] = int(number)
+    return numbers_by_name
 
 
 def _check(argument: int, *values: int, test: int = _EQUAL, found: int = _ALLOW) -> list[Instruction]:
-    """Look for the values in one argument: in 32 bits, all that the kernel takes of these."""
-    tests = [part for value in values for part in ((test, 0, 1, value), (_RETURN, 0, 0, found))]
-    else_ = _EPERM if found == _ALLOW else _ALLOW
-    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, (_RETURN, 0, 0, else_)]
+    """Return instructions that compare an argument with values, and end the filter.
+
+    Args:
+        argument: Index of the argument. Its low 32 bits are compared; the kernel reads no more of these arguments.
+        values: The values.
+        test: Comparison of the argument with each value.
+        found: What the filter returns if a comparison holds, _ALLOW or _EPERM; otherwise it returns the other one.
+    """
+    code: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + _ARGUMENT_BYTES * argument)]
+    for value in values:
+        code += [(test, 0, 1, value), (_RETURN, 0, 0, found)]
+    not_found = _EPERM if found == _ALLOW else _ALLOW
+    return [*code, (_RETURN, 0, 0, not_found)]
 
 
 def program(machine: str, pid: int) -> list[Instruction]:
-    """The filter of the process `pid`. KeyError for an unknown machine."""
-    own = (_EQUAL, 1, 0, _ARCHITECTURES[machine][1])
-    code = [(_LOAD, 0, 0, _ARCHITECTURE), own, (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
+    """Return the filter of the process `pid`.
+
+    Raises:
+        KeyError: The machine is unknown.
+    """
+    _, architecture = _ARCHITECTURES[machine]
+    code: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
     for number in numbers(_PLAIN, machine).values():
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     checks = {
         "open": _check(1, _WRITING, test=_ANY_BIT, found=_EPERM),
         "openat": _check(2, _WRITING, test=_ANY_BIT, found=_EPERM),
-        "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # a thread, no process
+        "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # allows threads, and no processes
         "kill": _check(0, pid),
         "tgkill": _check(0, pid),
         "ioctl": _check(1, *_HARMLESS_IOCTLS),
-        "fcntl": _check(1, *_HARMLESS_FCNTLS),  # F_SETOWN would send signals to others
+        "fcntl": _check(1, *_HARMLESS_FCNTLS),  # F_SETOWN would send signals to other processes
         "prlimit64": _check(0, 0, pid),
-        "sendto": _check(5, 0),  # an address, of any length, would take a datagram to other programs
+        "sendto": _check(5, 0),  # with an address, a datagram would reach other programs
         "socketpair": _check(0, _AF_UNIX),
     }
     for name, number in numbers(_CHECKED, machine).items():
         code += [(_EQUAL, 0, len(checks[name]), number), *checks[name]]
-    # The second set of numbers that x86-64 has (x32) begins at 2**30, so that it ends here, too
-    return [*code, (_AT_LEAST, 0, 1, _FIRST_COMMON_NUMBER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
+    # The numbers of x86-64's second set of calls (x32) begin at 2**30, so that these end here as well
+    return [
+        *code,
+        (_AT_LEAST, 0, 1, _FIRST_COMMON_NUMBER),
+        (_RETURN, 0, 0, _ENOSYS),
+        (_RETURN, 0, 0, _EPERM),
+    ]
 
 
 def install() -> bool:
-    """Filter the calls of this thread and all that it starts, for good. False where the kernel cannot."""
+    """Filter the calls of this thread and of all that it starts, for good; return False if the kernel cannot."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False
     code = program(machine, os.getpid())
-    packed = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
-    head = struct.pack("HP", len(code), ctypes.addressof(packed))  # a struct sock_fprog
-    return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, head, 0, 0) == 0
+    code_bytes = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+    buffer = ctypes.create_string_buffer(code_bytes)
+    sock_fprog = struct.pack("HP", len(code), ctypes.addressof(buffer))
+    return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, sock_fprog, 0, 0) == 0

@@ -1,7 +1,7 @@
-"""Runs a row's tests, in an interpreter that the tested code never enters.
+"""Runs a row's tests in an interpreter that the tested code never enters.
 
-What they name and neither they nor Python define is asked of the code's process: plain values arrive as data, other
-objects as a `Proxy`. So code can neither end, patch nor read its examination, and never sees the values demanded.
+Names that neither the tests nor Python define are looked up in the code's process: plain values arrive as data, other
+objects as a `Proxy`. So the code can neither end, patch nor read its tests, and never sees the expected values.
 """
 
 import ast
@@ -17,22 +17,24 @@ from async_grpo.rewards.sandbox.rpc import RpcChannel, Unsendable, WireError, de
 
 
 class Proxy:
-    """An object of the tested code, as the tests see it: each attribute, call or item is a question to its process.
+    """An object of the tested code, as the tests see it. Each attribute, call or item is a question to its process.
 
-    No method of the tested code decides what it equals among plain values, else one that pleases every test would pass.
-    A kind of number, text or collection, a named tuple say, is compared by its `_value`, sent as data once: `1 < x < 3`
-    must not see two. Operators on other objects may give an object, and compare two of them.
+    No method of the tested code decides whether the object equals a plain value; otherwise an object that equals everything
+    would pass every test. An object whose class is derived from a number, text or collection (such as a named tuple) is
+    compared by its plain value, `_value`, which is sent only once: `1 < x < 3` must not see two values. Operators on other
+    objects may return an object, and may compare two objects.
     """
 
     __slots__ = ("_ask", "_number", "_value")
 
     def __init__(self, ask: Callable[..., Any], number: int) -> None:
         object.__setattr__(self, "_ask", ask)  # (operation, *arguments, **keywords) -> the answer
-        object.__setattr__(self, "_number", number)  # the other process's name for it
+        object.__setattr__(self, "_number", number)  # of the object in the other process
         object.__setattr__(self, "_value", self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks for these by itself, and shall look here
+        if name.startswith("__"):
+            # Python looks these up for its own purposes, for which the other process must not decide
             raise AttributeError(name)
         return self._ask("getattr", self, name)
 
@@ -48,15 +50,24 @@ def _question(operation: str) -> Any:
 
 
 def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
+    """Return the method of an operator.
+
+    Args:
+        name: Name of the operator's function in the module `operator`.
+        gives_object: The operator returns an object, not a truth value.
+        reflected: The proxy is the right operand.
+    """
+
     def apply(self: Proxy, *others: Any) -> Any:
         operands = (*others, self) if reflected else (self, *others)
         if not any(isinstance(other, Proxy) for other in others):
             value = self._value
-            if isinstance(value, Proxy | list | dict | set):  # not asked yet, or it may have changed
+            if isinstance(value, Proxy | list | dict | set):  # not known yet, or it may have changed
                 value = self._ask("plain", self)
                 object.__setattr__(self, "_value", value)
             if not isinstance(value, Proxy):
-                return getattr(operator, name)(*(value if one is self else one for one in operands))
+                plain_operands = [value if operand is self else operand for operand in operands]
+                return getattr(operator, name)(*plain_operands)
             if not gives_object:
                 return NotImplemented
         result = self._ask(name, *operands)
@@ -79,17 +90,22 @@ for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and
 
 
 class Solution(dict[str, Any]):
-    """The built-in names of the tests: Python's, which the tested code cannot replace, and what that code defines."""
+    """The built-in names of the tests: Python's, which the tested code cannot replace, and the names of that code."""
 
     def __init__(self, channel: RpcChannel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
-        self._channel, self.module = channel, Proxy(self.ask, 0)
-        owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        self.module = Proxy(self.ask, 0)
+        self._channel = channel
         # Modules that the tests may use without an import: `math` in `math.isclose(...)`
-        self._modules = {node.id for node in owners if isinstance(node, ast.Name)} & sys.stdlib_module_names
-        self.asked = self.missing = False
-        self.failure: WireError | Unsendable | None = None  # it outlives every `except` in the tests
-        self.error: Exception | None = None  # the last that the tested code raised
+        owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        owner_names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+        self._modules = owner_names & sys.stdlib_module_names
+        self.asked = False  # the tests have used a name of the tested code
+        self.missing = False  # a name that the tests use is not defined
+        self.failure: WireError | Unsendable | None = (
+            None  # kept here, because the tests may catch the exception
+        )
+        self.error: Exception | None = None  # last exception of the tested code
 
     def __missing__(self, name: str) -> Any:
         if name in self._modules:
@@ -98,17 +114,24 @@ class Solution(dict[str, Any]):
         try:
             return self.setdefault(name, self.ask("getattr", self.module, name))
         except AttributeError:
-            self.missing = True  # tests that expect an exception must not take the NameError for it
+            # Tests that expect an exception could otherwise pass by the NameError
+            self.missing = True
             raise KeyError(name) from None
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """The answer; a list, dict or set among `args` becomes what the tested code made of it.
+        """Return the answer of the tested code's process; see `fork_server._answer` for the operations.
 
-        Raises the built-in exception next to the code's own, or WireError: it is gone, or talks nonsense.
+        A list, dict or set among `args` is changed as the tested code has changed it.
+
+        Raises:
+            Exception: The tested code has raised an exception; this is the nearest built-in one.
+            Unsendable: An argument cannot be sent.
+            WireError: The process has ended, or has sent something that is no answer.
         """
         try:
+            arguments = [encode(value, _reference_to) for value in args]
             keywords = {name: encode(value, _reference_to) for name, value in kwargs.items()}
-            self._channel.send([operation, [encode(value, _reference_to) for value in args], keywords])
+            self._channel.send([operation, arguments, keywords])
             answer = self._channel.receive()
             match answer:
                 case ["value", value, dict(changed)]:
@@ -116,7 +139,8 @@ class Solution(dict[str, Any]):
                         _overwrite(args, position, decode(data, self._object))
                     return decode(value, self._object)
                 case ["raised", list(names), str(message)]:
-                    self.error = error = _exception(names, message)
+                    error = _exception(names, message)
+                    self.error = error
                 case _:
                     raise WireError(f"no answer: {answer!r:.100}")
         except (WireError, Unsendable) as failure:
@@ -125,11 +149,13 @@ class Solution(dict[str, Any]):
         raise error
 
     def _object(self, number: Any) -> Proxy:
-        return Proxy(self.ask, int(number))  # what is no number becomes a WireError
+        return Proxy(
+            self.ask, int(number)
+        )  # `decode` makes a WireError of the exception for anything but a number
 
 
 def run(tests: str, channel: RpcChannel) -> bool | str:
-    """Whether the tests pass; or why they cannot be run, which is their own fault."""
+    """Return whether the tests pass; or, as text, why the tests themselves are wrong and cannot be run."""
     try:
         tree = ast.parse(tests)
         code = compile(tree, "<tests>", "exec")
@@ -138,7 +164,8 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
     solution = Solution(channel, tree)
     passed = False
     try:
-        solution.ask("bool", solution.module)  # raises if the tested code could not even be loaded
+        # Raises if the tested code could not be loaded
+        solution.ask("bool", solution.module)
         exec(code, {"__builtins__": solution, "__name__": "tests"})
         if not solution.asked:
             return "the tests use nothing that the tested code could define"
@@ -146,7 +173,7 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
     except ImportError as error:
         if error is not solution.error:
             return str(error)
-    except BaseException:  # an assertion, or what the tests made of a wrong answer
+    except BaseException:  # an assertion, or any error of the tests that a wrong answer causes
         pass
     if isinstance(solution.failure, Unsendable):
         return str(solution.failure)
@@ -154,7 +181,11 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
 
 
 def _reference_to(value: Any) -> int | str:
-    """An object's number in the other process, or a built-in's name."""
+    """Return the number of the other process's object, or the name of a built-in object.
+
+    Raises:
+        Unsendable: The value is neither.
+    """
     if isinstance(value, Proxy):
         return value._number
     name = getattr(value, "__name__", None)
@@ -163,20 +194,24 @@ def _reference_to(value: Any) -> int | str:
     raise Unsendable(f"a {type(value).__name__} cannot be handed to the tested code, only plain values can")
 
 
-def _overwrite(args: tuple[Any, ...], position: str, now: Any) -> None:
-    value: Any = args[int(position)] if position.isdigit() and int(position) < len(args) else None
+def _overwrite(args: tuple[Any, ...], position: str, new_value: Any) -> None:
+    """Give a mutable argument its new content; raise WireError if it is no mutable argument of the same type."""
+    is_argument = position.isdigit() and int(position) < len(args)
+    value: Any = args[int(position)] if is_argument else None
     kinds = (list, bytearray, dict, set)
-    if not any(isinstance(value, kind) and isinstance(now, kind) for kind in kinds):
-        raise WireError(f"argument {position} cannot have become a {type(now).__name__}")
+    if not any(isinstance(value, kind) and isinstance(new_value, kind) for kind in kinds):
+        raise WireError(f"argument {position} cannot have become a {type(new_value).__name__}")
     value.clear()
     fill = getattr(value, "extend", None) or value.update
-    fill(now)
+    fill(new_value)
 
 
 def _exception(names: list[Any], message: str) -> Exception:
+    """Return the nearest built-in exception; `names` are the names of the exception's classes, the nearest first."""
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(TypeError):  # a few want more arguments: then the next
+            # A few exceptions need more arguments; then the next class is taken
+            with contextlib.suppress(TypeError):
                 return kind(message)
     return Exception(message)
