@@ -1,6 +1,6 @@
-"""Asking servers that are slow, overloaded, broken or hostile, within limits that hold for the whole cluster.
+"""Calls of servers that are slow, overloaded, broken or hostile, within limits that hold for the whole cluster.
 
-http_client     one call: attempts, permits, hedges          endpoint    where, within which limits, how patiently
-exchange        one request on the wire, and its reply       replicas    which address is asked; circuit breakers
+http_client     one call: attempts, permits, hedges          endpoint    addresses, limits, deadlines and errors
+exchange        one request and its reply                    replicas    choice of an address; circuit breakers
 rate_limiter    permits: concurrency, requests and tokens per minute
 """

@@ -1,7 +1,7 @@
-"""`Exchange`: one HTTP request and its reply; every way to fail is a `RequestFailed` of some kind.
+"""`Exchange`: one HTTP request and its reply. Every failure is a `RequestFailed`.
 
-The library is aiohttp: it knows when a connection holds data that nothing asked for (`should_close`).
-With httpx 0.28 the next sample would get the reply to another one.
+It uses aiohttp, which notices when a connection holds data that belongs to no request (`should_close`). With httpx 0.28,
+the next sample would get another sample's reply.
 """
 
 import asyncio
@@ -24,9 +24,11 @@ from async_grpo.rewards.http.endpoint import JudgeUnavailable, call_beside
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
 OUTCOME_OF_STATUS = {408: "timeout", 425: "429", 429: "429"}  # 425: Too Early (RFC 8470)
-ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0
+ERROR_BODY_BYTES = 2**16  # size limit of the body of an error
+ERROR_BODY_S = 1.0  # time limit for reading it
 EXCERPT_CHARACTERS = 200
-LARGE_BODY_BYTES = 2**16  # from which on a reply is parsed in a thread
+MAX_BYTES_PER_CHARACTER = 4  # in UTF-8
+LARGE_BODY_BYTES = 2**16  # size from which on a reply is parsed in a thread
 HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json",
@@ -36,79 +38,106 @@ HEADERS = {
 
 
 class RequestFailed(Exception):
-    """One request came to nothing, by one of OUTCOMES.
+    """One request has failed.
 
     Args:
-        pause_s: for how long the server wants to be left alone.
-        worked: whether the server may have done the work all the same, and used tokens.
+        outcome: One of OUTCOMES.
+        message: Description of the failure.
+        pause_s: Seconds for which the server requests a pause.
+        worked: The server may have done the work all the same, and used tokens.
     """
 
     def __init__(self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = True) -> None:
         super().__init__(message)
-        self.outcome, self.pause_s, self.worked = outcome, pause_s, worked
+        self.outcome = outcome
+        self.pause_s = pause_s
+        self.worked = worked
 
 
 class Exchange:
-    """A pool of connections, for one event loop. Follows no redirect, keeps no cookie, limits no connections.
-    In every message, also of a server that repeats it, the key reads ***."""
+    """A pool of connections. Use it from one event loop.
+
+    It follows no redirects, keeps no cookies and does not limit the number of connections. *** replaces the key in every
+    message, even if a server repeats the key.
+
+    Args:
+        key: API key, sent with every request.
+        max_body_bytes: Size limit of a reply, decompressed.
+    """
 
     def __init__(self, key: str | None, max_body_bytes: int) -> None:
-        self._key, self._max_body_bytes = key, max_body_bytes
+        self._key = key
+        self._max_body_bytes = max_body_bytes
         self._session = aiohttp.ClientSession(
             connector=_Connector(limit=0),
             headers={**HEADERS, "Authorization": f"Bearer {key}"} if key else HEADERS,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # `post` has one for all of it
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=None
+            ),  # `post` limits the time of all steps
         )
         self.close = self._session.close  # requests in flight fail
 
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
-        """The JSON object of a reply with status 200.
+        """Return the JSON object of a reply with status 200.
 
-        Raises RequestFailed if anything else came, or nothing within `allowed_s`; JudgeUnavailable after `close`.
+        Raises:
+            RequestFailed: The reply is anything else, or did not come within `allowed_s`.
+            JudgeUnavailable: The pool is closed.
         """
-        shown, began, body = url.partition("?")[0], False, b""
+        address = url.partition("?")[0]  # for messages: the query may contain a secret
         if self._session.closed:
-            raise JudgeUnavailable(f"{shown}: the client was closed")
+            raise JudgeUnavailable(f"{address}: the client was closed")
+        has_reply_begun = False
+        body = b""
         request = self._session.post(url, data=content, allow_redirects=False, proxy=_proxy_for(url))
         try:
             async with asyncio.timeout(allowed_s), request as response:
-                began = True
+                has_reply_begun = True
                 if response.status != 200:
-                    raise await self._failure_of(response, shown)
+                    raise await self._failure_of(response, address)
                 body = await self._body_of(response, self._max_body_bytes)
                 return await call_beside(partial(json_object, body), len(body), LARGE_BODY_BYTES)
         except TimeoutError:
-            raise RequestFailed("timeout", f"{shown} did not answer within {allowed_s:.3g} s") from None
+            raise RequestFailed("timeout", f"{address} did not answer within {allowed_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            what = "the reply breaks off: " if began else ""
-            # aiohttp does not say what the operating system calls it ("connection refused")
-            number = getattr(error, "errno", None) or 0
-            name = f"{os.strerror(number).lower()}: " if number > 0 else ""
-            text = self._excerpt(f"{name}{type(error).__name__}: {error}".encode())
-            # A ClientResponseError: something was replied
-            worked = began or isinstance(error, aiohttp.ClientResponseError)
-            raise RequestFailed("connection", f"{shown}: {what}{text}", worked=worked) from None
+            raise self._connection_failure(error, address, has_reply_begun) from None
         except ValueError as error:
-            said = f": {self._excerpt(body)}" if body else ""
-            raise RequestFailed("bad_reply", f"{shown}: {error}{said}") from None
+            reply_text = f": {self._excerpt(body)}" if body else ""
+            raise RequestFailed("bad_reply", f"{address}: {error}{reply_text}") from None
 
-    async def _failure_of(self, response: aiohttp.ClientResponse, shown: str) -> RequestFailed:
-        """What a status other than 200 means, with the beginning of what the server says about it."""
-        status, said = response.status, b""
-        other = "5xx" if status >= 500 else "bad_reply" if status < 300 else "refused"
-        outcome = OUTCOME_OF_STATUS.get(status, other)
+    def _connection_failure(self, error: Exception, address: str, has_reply_begun: bool) -> RequestFailed:
+        """Return the failure of a connection that could not be made, or broke."""
+        prefix = "the reply breaks off: " if has_reply_begun else ""
+        # aiohttp's text lacks the operating system's name of the error ("connection refused")
+        error_number = getattr(error, "errno", None) or 0
+        error_name = f"{os.strerror(error_number).lower()}: " if error_number > 0 else ""
+        text = self._excerpt(f"{error_name}{type(error).__name__}: {error}".encode())
+        # A ClientResponseError means that the server has replied something
+        has_replied = has_reply_begun or isinstance(error, aiohttp.ClientResponseError)
+        return RequestFailed("connection", f"{address}: {prefix}{text}", worked=has_replied)
+
+    async def _failure_of(self, response: aiohttp.ClientResponse, address: str) -> RequestFailed:
+        """Return the failure of a status other than 200, with the beginning of the server's explanation."""
+        status = response.status
+        outcome = _outcome_of(status)
+        explanation = b""
         with contextlib.suppress(TimeoutError, ValueError, aiohttp.ClientError):
             async with asyncio.timeout(ERROR_BODY_S):
-                said = await self._body_of(response, ERROR_BODY_BYTES)
-        if 300 <= status < 400:  # to where may hold what is not for a log, also in the body
-            said = b"a redirect, which is not followed"
-        message = f"{shown} replied with status {status}: {self._excerpt(said)}"
+                explanation = await self._body_of(response, ERROR_BODY_BYTES)
+        if 300 <= status < 400:
+            # The target, which the body may contain too, may contain a secret
+            explanation = b"a redirect, which is not followed"
+        message = f"{address} replied with status {status}: {self._excerpt(explanation)}"
         pause_s = retry_after_s(response.headers.get("retry-after")) if outcome in ("429", "5xx") else 0.0
         return RequestFailed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
 
     async def _body_of(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        """The body, a chunk at a time; raises ValueError if it is larger, or in an unknown encoding."""
+        """Return the body, which is read a chunk at a time.
+
+        Raises:
+            ValueError: The body is too large, or in an unknown encoding.
+        """
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
             raise ValueError("the reply is encoded in a way that was not asked for")
@@ -119,18 +148,31 @@ class Exchange:
                 raise ValueError(f"the reply is larger than {max_bytes} bytes")
         return bytes(body)
 
-    def _excerpt(self, said: bytes) -> str:
-        """The beginning, fit for a message. The key goes first: a cut could leave half of it."""
-        said = said.replace(self._key.encode(), b"***") if self._key else said
-        text = said[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
-        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + " ..."
+    def _excerpt(self, content: bytes) -> str:
+        """Return the beginning of a text, without the key, on one line."""
+        if self._key:
+            # Before the cut, which could leave half of the key
+            content = content.replace(self._key.encode(), b"***")
+        text = content[: MAX_BYTES_PER_CHARACTER * EXCERPT_CHARACTERS].decode("utf-8", "replace")
+        printable = "".join(character if character.isprintable() else " " for character in text)
+        line = " ".join(printable.split())
+        return line if len(line) <= EXCERPT_CHARACTERS else line[:EXCERPT_CHARACTERS] + " ..."
+
+
+def _outcome_of(status: int) -> str:
+    """Return the outcome, of OUTCOMES, of a status other than 200."""
+    if status in OUTCOME_OF_STATUS:
+        return OUTCOME_OF_STATUS[status]
+    if status >= 500:
+        return "5xx"
+    return "bad_reply" if status < 300 else "refused"
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Uses no connection again on which something came after the reply, at any later time."""
+    """Does not reuse a connection on which data has come after the reply, however late."""
 
     async def connect(self, *arguments: Any, **options: Any) -> Any:
+        """Return a connection without unread data; aiohttp calls this."""
         while True:
             connection = await super().connect(*arguments, **options)
             if connection.protocol is None or not connection.protocol.should_close:
@@ -139,41 +181,48 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def retry_after_s(value: str | None, now: float | None = None) -> float:
-    """Seconds that a `Retry-After` header asks for (RFC 9110, 10.2.3), by number or date; or 0.
+    """Return the seconds that a `Retry-After` header requests (RFC 9110, 10.2.3), as a number or a date; or 0.
 
     >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
     (120.0, 30.0, 0.0)
     """
-    value, now = value or "", time.time() if now is None else now
+    value = value or ""
     try:
         seconds = float(value)
     except ValueError:
-        try:
-            moment = parsedate_to_datetime(value)
-            seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
-        except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
-            seconds = 0.0
-    return (
-        seconds if 0 < seconds < math.inf else 0.0
-    )  # a NaN or 1e400 says nothing, and must not close the judge to all
+        seconds = _seconds_until(value, time.time() if now is None else now)
+    # A NaN or 1e400 must not stop all calls of the judge
+    return seconds if 0 < seconds < math.inf else 0.0
+
+
+def _seconds_until(date: str, now: float) -> float:
+    """Return the seconds from `now` (Unix time) to an HTTP date; 0 if it cannot be read."""
+    try:
+        moment = parsedate_to_datetime(date)
+        if not moment.tzinfo:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp() - now
+    except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
+        return 0.0
 
 
 def _proxy_for(url: str) -> str | None:
-    """The environment's proxy for the address; aiohttp would read .netrc, too."""
+    """Return the environment's proxy for the address; aiohttp's own look-up would also read .netrc."""
     parts = urlsplit(url)
     bypassed = urllib.request.proxy_bypass(parts.netloc)
     return None if bypassed else urllib.request.getproxies().get(parts.scheme)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, every number finite and every name in an object once.
+    """Return the JSON object in `body`, with finite numbers and with distinct names in each object.
 
-    Raises ValueError if it holds something else, or is no UTF-8.
+    Raises:
+        ValueError: The body holds something else, or is not UTF-8.
     """
     try:
         text = body.decode("utf-8-sig")
         value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique_names)
-    except (ValueError, RecursionError) as error:  # also: 5000 digits, 100000 brackets
+    except (ValueError, RecursionError) as error:  # the latter for 100000 brackets
         raise ValueError(f"the reply is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"the reply is no JSON object but a {type(value).__name__}")

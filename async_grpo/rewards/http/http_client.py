@@ -3,8 +3,8 @@
     client = EndpointClient("judge", Endpoint(urls=("http://judge:8000/v1",)), Limiter())
     reply = await client.post("/chat/completions", {...}, tokens=800, deadline=time.monotonic() + 60)
 
-One call is up to `attempts` requests, each under a permit of its own, taken just before it and given back whatever
-happens. This is the one place where a request that failed on the network is sent again (tenacity decides when).
+A call makes up to `attempts` requests. Each has its own permit, which is taken just before the request and always given
+back. Only this module repeats a request that failed on the network (tenacity decides when).
 """
 
 import asyncio
@@ -34,14 +34,16 @@ from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.http.replicas import Replica, Replicas
 from async_grpo.rewards.verifier_worker import quantile
 
-HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}  # others are failures of the replica
-BAD_REPLIES = 2  # of one call: a third one would be bad, too
-ENOUGH, REMEMBERED = 20, 500  # latencies before a quantile of them means anything, and at most
+# Whether an outcome shows that the replica works; None: it shows nothing. All other outcomes are failures.
+HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}
+BAD_REPLIES = 2  # after so many bad replies to one call, a further one would be bad as well
+ENOUGH = 20  # latencies that are needed for a quantile
+REMEMBERED = 500  # latencies that are kept
 
 
 @dataclass
 class _Call:
-    """What is to be answered by the deadline, in one request or several."""
+    """A call, which may take several requests, and its state."""
 
     path: str
     content: bytes
@@ -49,24 +51,34 @@ class _Call:
     phase: str
     deadline: Deadline
     unanswered: Callable[[], None] | None
-    tried: set[str] = field(default_factory=set)  # addresses that it was sent to
+    tried: set[str] = field(default_factory=set)  # addresses that a request was sent to
     bad_replies: int = 0
-    last_failure: str = ""  # what is said of it after a time-out
-    sent: asyncio.Future[str] | None = None  # to where a request that may get a rival went
+    last_failure: str = ""  # addition to the message of a time-out
+    sent: asyncio.Future[str] | None = (
+        None  # of a hedged call, the address of its first request once it is sent
+    )
 
     def is_worth_another(self, error: BaseException) -> bool:
-        retried = isinstance(error, RequestFailed) and error.outcome != "refused"
-        return retried and self.bad_replies < BAD_REPLIES
+        """Return whether another request may succeed after this error."""
+        is_repeatable = isinstance(error, RequestFailed) and error.outcome != "refused"
+        return is_repeatable and self.bad_replies < BAD_REPLIES
 
 
 class EndpointClient:
-    """See the module. For one event loop; `close` it. Clients of the same name and addresses share their limits.
-    Raises ConfigurationError if the key is not in the environment."""
+    """Calls a remote judge (see the module). Use it from one event loop, and `close` it.
+
+    Clients of the same name and addresses share their limits.
+
+    Raises:
+        ConfigurationError: The API key is not in the environment.
+    """
 
     def __init__(self, name: str, endpoint: Endpoint, rate_limiter: RateLimiter) -> None:
-        self.name, self._endpoint, self._rate_limiter = name, endpoint, rate_limiter
-        # Two runs may each have a judge of that name
+        self.name = name
+        # With the addresses, because two runs that share a limiter may each have a judge of this name
         self.key = f"{name} at {', '.join(sorted(endpoint.urls))}"
+        self._endpoint = endpoint
+        self._rate_limiter = rate_limiter
         self._exchange = Exchange(endpoint.api_key(), endpoint.max_body_bytes)
         self.close = self._exchange.close
         self._replicas = Replicas(endpoint.urls, endpoint.breaker_failures, endpoint.breaker_reset_s)
@@ -84,28 +96,32 @@ class EndpointClient:
         deadline: Deadline | float,
         unanswered: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """The JSON object that the judge replies with status 200.
+        """Return the JSON object of the judge's reply.
 
         Args:
-            path: appended to the address of a replica; begins with a slash.
-            tokens: estimate for the limits; once there is a reply, its `usage` takes its place if it says the total.
-            phase: "train" or "eval": they share the limits fairly.
-            deadline: a moment of `time.monotonic`; a `Deadline` is put off by waits.
-            unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
+            path: Path that is appended to the address of a replica; it begins with a slash.
+            payload: Content of the request.
+            tokens: Estimated tokens for the limits; the total in the reply's `usage` replaces it.
+            phase: "train" or "eval", which share the limits fairly.
+            deadline: A moment of `time.monotonic`, or a `Deadline`, which waits put off.
+            unanswered: Called for each request that was sent and not answered, which may have cost as much as an answer.
 
-        JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`; the message tells the last cause.
-        ValueError: the payload is no JSON (NaN is none), or the path has no slash.
+        Raises:
+            JudgeError: JudgeTimeout, JudgeUnavailable, BadReply or JudgeRefused (see `endpoint`), with the last cause.
+            ValueError: The payload is no JSON (it may hold a NaN), or the path does not begin with a slash.
         """
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline - time.monotonic(), 0.0)
         call = _Call(path, content, tokens, phase, until, unanswered)
-        # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), or callers come back together
+        # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), so that callers do not return all at once
         retrying = AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
             wait=wait_random_exponential(self._endpoint.backoff_s, self._endpoint.backoff_max_s),
-            stop=lambda s: s.attempt_number >= self._endpoint.attempts or until.left_s <= s.upcoming_sleep,
+            stop=lambda state: (
+                state.attempt_number >= self._endpoint.attempts or until.left_s <= state.upcoming_sleep
+            ),
             before_sleep=lambda _: self._counts.update(["retries"]),
             reraise=True,
         )
@@ -117,9 +133,10 @@ class EndpointClient:
             raise type(error)(f"{self.name}: {error}") from None
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start: `requests` that were sent = the sum of `outcomes` + `in_flight`; `retries`; `hedges`.
+        """Return counts since the start.
 
-        `breakers_open`: replicas that are out of service now; `breakers_opened`: how often one went.
+        `requests` is the number of requests sent, the sum of `outcomes` and `in_flight`. `breakers_open` is the number of
+        replicas that are out of service now, `breakers_opened` how often a replica went out of service.
         """
         return {
             **self._counts,
@@ -130,19 +147,24 @@ class EndpointClient:
         }
 
     async def _ask(self, call: _Call) -> dict[str, Any]:
-        share = self._endpoint.hedge_quantile
+        """Make one attempt, and note its failure."""
+        hedge_quantile = self._endpoint.hedge_quantile
         try:
-            if share is None or len(self._latencies) < ENOUGH:
+            if hedge_quantile is None or len(self._latencies) < ENOUGH:
                 return await self._request(call)
-            return await self._hedged(call, float(quantile(self._latencies, share)))
+            return await self._request_with_hedge(call, float(quantile(self._latencies, hedge_quantile)))
         except RequestFailed as failure:
             call.last_failure = f"; before that: {failure}"
-            call.bad_replies += failure.outcome == "bad_reply"
+            if failure.outcome == "bad_reply":
+                call.bad_replies += 1
             raise
 
-    async def _hedged(self, call: _Call, patience_s: float) -> dict[str, Any]:
-        """What takes longer gets a rival elsewhere (Dean and Barroso, "The Tail at Scale", 2013); the first answer wins.
-        One that fails leaves it to the other; if both fail, the error is that of the first."""
+    async def _request_with_hedge(self, call: _Call, patience_s: float) -> dict[str, Any]:
+        """Send a request, and after `patience_s` a second one to another replica; return the first reply.
+
+        Dean and Barroso, "The Tail at Scale", 2013. If one of the requests fails, the other one may still succeed; if both
+        fail, the error is that of the first one.
+        """
         call.sent = asyncio.get_running_loop().create_future()
         first: asyncio.Future[Any] = asyncio.ensure_future(self._request(call))
         tasks: list[asyncio.Future[Any]] = [first]
@@ -150,25 +172,36 @@ class EndpointClient:
             await asyncio.wait([first, call.sent], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(tasks, timeout=patience_s)
             if not first.done() and self._replicas.usable(never=call.sent.result()):
-                tasks.append(asyncio.ensure_future(self._permitted(call, never=call.sent.result())))
+                hedge = self._request_with_permit(call, never=call.sent.result())
+                tasks.append(asyncio.ensure_future(hedge))
             for task in asyncio.as_completed(tasks):
-                with contextlib.suppress(Exception):  # the other one may still answer
-                    if (reply := await task) is not None:
+                with contextlib.suppress(Exception):  # the other request may still succeed
+                    reply = await task
+                    if reply is not None:
                         return reply
             return await first
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # the loser's permit is back before we are
+            # So that the permit of the slower request is back when this function returns
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _request(self, call: _Call) -> dict[str, Any]:
-        while True:  # all may go out of service while we wait for a permit
+        """Send a request as soon as a replica can serve it."""
+        while True:
             await self._replicas.ready(call.deadline)
-            if (reply := await self._permitted(call)) is not None:
+            reply = await self._request_with_permit(call)
+            # Without a reply, all replicas went out of service during the wait for the permit
+            if reply is not None:
                 return reply
 
-    async def _permitted(self, call: _Call, never: str | None = None) -> dict[str, Any] | None:
-        """The reply to a request that has a permit; None if no replica may be asked when that comes."""
+    async def _request_with_permit(self, call: _Call, never: str | None = None) -> dict[str, Any] | None:
+        """Wait for a permit and send a request; return None if no replica can serve it when the permit comes.
+
+        Args:
+            call: The call.
+            never: Of a hedge, the address of the first request, to which it must not be sent.
+        """
         try:
             with call.deadline.put_off(), waiting("permit", self.name, self.key):
                 async with asyncio.timeout(call.deadline.latest - time.monotonic()):
@@ -177,53 +210,65 @@ class EndpointClient:
                     )
         except TimeoutError:
             raise JudgeTimeout(f"no permit for a request before the deadline{call.last_failure}") from None
-        used: float | None = 0.0  # as long as nothing is sent
+        used_tokens: float | None = 0.0  # until the request is sent
         try:
-            if call.deadline.left_s <= 0:  # the request would only be counted, not sent
+            if call.deadline.left_s <= 0:
+                # The request would be counted and not sent
                 raise JudgeTimeout(f"a permit for a request came only with the deadline{call.last_failure}")
-            if (replica := self._replicas.take(call.tried, never)) is None:
+            replica = self._replicas.take(call.tried, never)
+            if replica is None:
                 return None
             if call.sent and not call.sent.done():
                 call.sent.set_result(replica.url)
-            self._counts["hedges"] += never is not None
-            used = None  # for all that is known
+            if never is not None:
+                self._counts["hedges"] += 1
+            used_tokens = None  # unknown, so that the limiter keeps the estimate
             reply = await self._send(call, replica)
-            used = said_tokens(reply, "total_tokens")
+            used_tokens = said_tokens(reply, "total_tokens")
             return reply
-        except BaseException as error:  # also when it is cancelled
+        except BaseException as error:  # a cancellation, too
             if isinstance(error, RequestFailed) and not error.worked:
-                used = 0.0
-            if used is None and call.unanswered:
+                used_tokens = 0.0
+            if used_tokens is None and call.unanswered:
                 call.unanswered()
             raise
         finally:
-            await self._rate_limiter.release(self.key, permit, used_tokens=used)
+            await self._rate_limiter.release(self.key, permit, used_tokens=used_tokens)
 
     async def _send(self, call: _Call, replica: Replica) -> dict[str, Any]:
-        probe, left_s = replica.probing, call.deadline.left_s
-        # A probe must leave its call the time for another request, should the replica still be silent
-        allowed_s = min(self._endpoint.timeout_s, left_s / 2 if probe else left_s)
-        started, outcome, why = time.monotonic(), "cancelled", ""
+        """Send a request to a replica, and note its outcome."""
+        is_probe = replica.is_probing
+        left_s = call.deadline.left_s
+        # A probe must leave its call enough time for another request, because the replica may still not answer
+        allowed_s = min(self._endpoint.timeout_s, left_s / 2 if is_probe else left_s)
+        started_at = time.monotonic()
+        outcome = "cancelled"
+        failure_text = ""
         self._counts["requests"] += 1
         call.tried.add(replica.url)
         try:
             with waiting("sent", self.name, replica.url):
                 reply = await self._exchange.post(replica.url + call.path, call.content, allowed_s)
             outcome = "ok"
-            self._latencies.append(time.monotonic() - started)
+            self._latencies.append(time.monotonic() - started_at)
             return reply
         except RequestFailed as failure:
-            outcome, why = failure.outcome, str(failure)
+            outcome = failure.outcome
+            failure_text = str(failure)
             self._replicas.pause(replica, failure.pause_s)
             raise
         finally:
             self._outcomes[outcome] += 1
-            self._replicas.settle(replica, probe, HEALTHY.get(outcome, False), why)
+            self._replicas.settle(replica, is_probe, HEALTHY.get(outcome, False), failure_text)
 
-    def _error(self, failure: RequestFailed, attempts: int, call: _Call) -> JudgeError:
-        late = attempts < self._endpoint.attempts and call.is_worth_another(failure)
-        timeout = JudgeTimeout if late else JudgeUnavailable
-        kinds = {"refused": JudgeRefused, "bad_reply": BadReply, "timeout": timeout}
-        why = ", and the deadline leaves no time for another" if late else ""
-        message = f"{self.name}: {failure} (attempt {attempts} of {self._endpoint.attempts}{why})"
-        return kinds.get(failure.outcome, JudgeUnavailable)(message)
+    def _error(self, failure: RequestFailed, num_attempts: int, call: _Call) -> JudgeError:
+        """Return the error of a call whose last request failed."""
+        is_late = num_attempts < self._endpoint.attempts and call.is_worth_another(failure)
+        kinds = {
+            "refused": JudgeRefused,
+            "bad_reply": BadReply,
+            "timeout": JudgeTimeout if is_late else JudgeUnavailable,
+        }
+        kind = kinds.get(failure.outcome, JudgeUnavailable)
+        reason = ", and the deadline leaves no time for another" if is_late else ""
+        return kind(f"{self.name}: {failure} (attempt {num_attempts} of {self._endpoint.attempts}{reason})")

@@ -1,7 +1,7 @@
-"""`Replicas`: which of several equal addresses gets the next request.
+"""`Replicas`: chooses the address of the next request among equal servers.
 
-Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it.
-(aiobreaker and purgatory neither choose among addresses, nor let callers wait, nor obey a `Retry-After`.)
+Each replica has a circuit breaker: failures in a row take it out of service; then one request at a time probes it.
+(The libraries aiobreaker and purgatory do not choose among addresses, let callers wait, or obey a `Retry-After`.)
 """
 
 import asyncio
@@ -15,109 +15,149 @@ from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 
-TOLD_S, MAX_PAUSE_S = 10.0, 300.0  # of a pause: from when it is told, and what is waited for
-# Of `reset_s`, and from probe to probe: what fails for a moment is soon back
-FIRST_PROBE, GROWTH = 1 / 16, 1.5
+LOGGED_PAUSE_S = 10.0  # shortest requested pause that is logged
+MAX_PAUSE_S = 300.0  # longest requested pause that is waited for
+# A server that fails for a moment should soon be in service again, so the first probe comes early
+FIRST_PROBE = 1 / 16  # time until the first probe, as a share of `reset_s`
+GROWTH = 1.5  # factor from one time between probes to the next
 
 
 class Replica:
-    """One address: its breaker, its requests in flight, and until when it asked to be left alone."""
+    """State of one address. Moments are those of `time.monotonic`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.in_flight = self.sent = self.failures = 0
-        self.paused_until, self.asked_s = 0.0, 0.0
-        self.open_until: float | None = None  # None: the breaker is closed
-        self.open_s = 0.0  # how long it was opened for the last time
-        self.probing = False  # only while it is open
+        self.in_flight = 0  # requests
+        self.sent = 0  # requests so far
+        self.failures = 0  # in a row
+        self.paused_until = 0.0  # as the server has requested
+        self.requested_pause_s = 0.0  # length of that pause
+        self.open_until: float | None = None  # end of its time out of service; None: it is in service
+        self.open_s = 0.0  # length of its last time out of service
+        self.is_probing = False  # a probe is in flight; only while it is out of service
         self.last_failure = ""
 
     def ready_at(self) -> float:
-        """When the next request may be sent; inf while a probe is on its way."""
-        return math.inf if self.probing else max(self.open_until or 0.0, self.paused_until)
+        """Return the moment at which the next request may be sent; infinite while a probe is in flight."""
+        return math.inf if self.is_probing else max(self.open_until or 0.0, self.paused_until)
 
     def describe(self) -> str:
-        paused = self.paused_until > time.monotonic()
-        wish = f", asked to be left alone for {self.asked_s:.6g} s" if paused else ""
-        last = f" (the last failure: {self.last_failure})" if self.last_failure else ""
-        return f"{self.url} is {'open' if self.open_until else 'closed'}{wish}{last}"
+        """Return the state as text, for messages."""
+        is_paused = self.paused_until > time.monotonic()
+        pause = f", asked to be left alone for {self.requested_pause_s:.6g} s" if is_paused else ""
+        last_failure = f" (the last failure: {self.last_failure})" if self.last_failure else ""
+        return f"{self.url} is {'open' if self.open_until else 'closed'}{pause}{last_failure}"
 
 
 class Replicas:
-    """The least busy of those in service. Moments are those of `time.monotonic`.
+    """The replicas of one judge. Moments are those of `time.monotonic`.
 
     Args:
-        failures: in a row, that take one out of service.
-        reset_s: the longest time between two probes of one that is; the first comes after a sixteenth of it.
+        urls: The addresses.
+        failures: Number of failures in a row that take a replica out of service.
+        reset_s: Longest time between two probes of a replica out of service; the first probe comes after a sixteenth of it.
     """
 
     def __init__(self, urls: Sequence[str], failures: int, reset_s: float) -> None:
         self._replicas = [Replica(url) for url in urls]
-        self._max_failures, self._reset_s = failures, reset_s
+        self._max_failures = failures
+        self._reset_s = reset_s
         self._changed = asyncio.Event()  # replaced each time that it is set
-        self.num_opened = 0
+        self.num_opened = 0  # how often a replica went out of service
 
     @property
     def num_open(self) -> int:
-        """How many are out of service now."""
+        """Return the number of replicas that are out of service now."""
         return sum(replica.open_until is not None for replica in self._replicas)
 
     async def ready(self, deadline: Deadline) -> None:
-        """Wait until some replica may be asked, be it by a probe. Raises JudgeUnavailable if none may in time.
+        """Wait until a request or a probe may be sent to some replica.
 
-        Where a replica asked for time (`Retry-After`), the wait puts the deadline off; where all are out of
-        order it does not, or one heard too late of a judge that is gone.
+        A wait that a server has requested (`Retry-After`) extends the deadline. A wait while all replicas are out of
+        service does not, so that the call of a judge that is gone fails in time.
+
+        Raises:
+            JudgeUnavailable: No request may be sent before the deadline.
         """
         while not self.usable():
-            now, first = time.monotonic(), min(self._replicas, key=Replica.ready_at)
+            now = time.monotonic()
+            first = min(self._replicas, key=Replica.ready_at)
             ready_at = first.ready_at()
-            paused = self.num_open < len(self._replicas)
-            give_up = deadline.latest if paused else deadline.at
-            never = ready_at > give_up or (first.open_until is None and first.asked_s > MAX_PAUSE_S)
-            if now >= give_up or (never and not any(replica.probing for replica in self._replicas)):
-                described = "; ".join(map(Replica.describe, self._replicas))
-                raise JudgeUnavailable(f"no replica may be asked before the deadline: {described}")
-            queued = deadline.put_off() if paused else contextlib.nullcontext()
-            with contextlib.suppress(TimeoutError), queued:
-                async with asyncio.timeout(min(ready_at, give_up) - now):
+            is_some_in_service = self.num_open < len(self._replicas)
+            give_up_at = deadline.latest if is_some_in_service else deadline.at
+            is_pause_too_long = first.open_until is None and first.requested_pause_s > MAX_PAUSE_S
+            is_hopeless = ready_at > give_up_at or is_pause_too_long
+            is_probing = any(replica.is_probing for replica in self._replicas)
+            if now >= give_up_at or (is_hopeless and not is_probing):
+                descriptions = "; ".join(replica.describe() for replica in self._replicas)
+                raise JudgeUnavailable(f"no replica may be asked before the deadline: {descriptions}")
+            extension = deadline.put_off() if is_some_in_service else contextlib.nullcontext()
+            with contextlib.suppress(TimeoutError), extension:
+                async with asyncio.timeout(min(ready_at, give_up_at) - now):
                     await self._changed.wait()
 
     def usable(self, never: str | None = None) -> list[Replica]:
-        """Those that a request may be sent to now, `never` left out."""
+        """Return the replicas that a request may be sent to now, without the one of the address `never`."""
         now = time.monotonic()
         return [replica for replica in self._replicas if replica.ready_at() <= now and replica.url != never]
 
     def take(self, tried: Collection[str], never: str | None = None) -> Replica | None:
-        """One to send a request to now; then `settle` it. One that is out of order and due is `probing` then;
-        else the least busy one in service, rather one that was not tried. None if there is none."""
-        if not (usable := self.usable(never)):
+        """Return the replica to send a request to now; the caller must `settle` it afterwards.
+
+        A replica that is due for a probe comes first, then replicas that were not tried, then the least busy ones.
+
+        Args:
+            tried: Addresses that the call was sent to before.
+            never: Address that the request must not be sent to.
+
+        Returns:
+            The replica, with `is_probing` set if it is out of service; None if there is none.
+        """
+        usable_replicas = self.usable(never)
+        if not usable_replicas:
             return None
-        taken = min(usable, key=lambda r: (r.open_until is None, r.url in tried, r.in_flight, r.sent))
-        taken.probing = taken.open_until is not None
-        taken.in_flight += 1
-        taken.sent += 1
-        return taken
+
+        def rank(replica: Replica) -> tuple[bool, bool, int, int]:
+            return replica.open_until is None, replica.url in tried, replica.in_flight, replica.sent
+
+        chosen = min(usable_replicas, key=rank)
+        chosen.is_probing = chosen.open_until is not None
+        chosen.in_flight += 1
+        chosen.sent += 1
+        return chosen
 
     def pause(self, replica: Replica, seconds: float) -> None:
-        """The replica asked to be left alone for so long."""
+        """Send no request to a replica for some time, as its server has requested."""
         until = time.monotonic() + min(seconds, MAX_PAUSE_S)
         if until > replica.paused_until:
-            replica.paused_until, replica.asked_s = until, seconds
-            if seconds >= TOLD_S:
+            replica.paused_until = until
+            replica.requested_pause_s = seconds
+            if seconds >= LOGGED_PAUSE_S:
                 logger.warning("the judge at %s asks to be left alone for %g s", replica.url, seconds)
 
     def settle(self, replica: Replica, probe: bool, healthy: bool | None, failure: str = "") -> None:
-        """The request is over; `healthy` None says nothing of the replica."""
+        """Note the end of a request.
+
+        Args:
+            replica: The replica that the request was sent to.
+            probe: The request was a probe.
+            healthy: Whether the server works; None if the request does not show it.
+            failure: Description of the failure.
+        """
         replica.in_flight -= 1
         replica.last_failure = failure or replica.last_failure
         if probe:
-            replica.probing = False  # of one that was given up, the next request may be another
+            # The probe may have been cancelled; then the next request probes
+            replica.is_probing = False
         if probe and healthy:
             logger.warning("the judge at %s is back in service", replica.url)
-            replica.open_until, replica.failures, replica.last_failure = None, 0, ""
+            replica.open_until = None
+            replica.failures = 0
+            replica.last_failure = ""
         elif probe and healthy is False:
             self._open(replica, min(GROWTH * replica.open_s, self._reset_s))
-        elif replica.open_until is None and healthy is not None:  # open, its probe has the last word
+        elif replica.open_until is None and healthy is not None:
+            # While a replica is out of service, only its probes count
             replica.failures = 0 if healthy else replica.failures + 1
             if replica.failures >= self._max_failures:
                 self._open(replica, self._reset_s * FIRST_PROBE)
@@ -127,4 +167,6 @@ class Replicas:
         self._changed = asyncio.Event()
 
     def _open(self, replica: Replica, seconds: float) -> None:
-        replica.open_s, replica.open_until = seconds, time.monotonic() + seconds
+        """Take a replica out of service until its next probe."""
+        replica.open_s = seconds
+        replica.open_until = time.monotonic() + seconds
