@@ -147,10 +147,15 @@ class Completion(Tokens):
         return self.finish_reason is FinishReason.LENGTH
 
     @property
+    def turn_order(self) -> list[int]:
+        """Return the indices of `turns` in the order of time."""
+        numbers = [turn.number for turn in self.turns]
+        return np.argsort(numbers, kind="stable").tolist()
+
+    @property
     def turn_ranks(self) -> np.ndarray:
         """Return (turns,) the rank in time of each turn, 0 for the first."""
-        numbers = [turn.number for turn in self.turns] or [0]
-        return np.argsort(np.argsort(numbers, kind="stable"))
+        return np.argsort(self.turn_order or [0])
 
     @property
     def times(self) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, Ask, TrajectoryRecorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
+from async_grpo.options.redaction import redacted
 from async_grpo.processes.offload import offloaded
 from async_grpo.protocols import Generation
 from async_grpo.rewards.adapter.result import excerpt
@@ -190,7 +191,8 @@ class TrajectoryClient:
         for name, given in (("turn_rewards", turn_rewards), ("states", states)):
             if given and len(given) != count:
                 raise ValueError(f"{len(given)} {name} for {count} turns")
-        told = {str(name): float(value) for name, value in (numbers or {}).items()}
+        # The name of a number may hold a key, as the exception below may
+        told = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
         told["seconds"] = time.monotonic() - self._begun
         by_turn = tuple(map(float, turn_rewards)), tuple(map(str, states))
         # It goes into metrics and samples, and the exception of a program may hold a key

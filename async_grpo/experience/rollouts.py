@@ -42,11 +42,17 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if completion.outcome is not None:
-        sample["sample_text"] = "".join(turn.said + turn.text for turn in completion.turns)
+        # Adapters see turns in the order of time. Tokens stand by sequence, so where sequences took turns, the ends of
+        # the turns do not ascend
+        order = completion.turn_order
+        turns = [completion.turns[place] for place in order]
+        turn_ends = list(accumulate(turn.tokens for turn in completion.turns))
+        turn_rewards = completion.outcome.turn_rewards
+        sample["sample_text"] = "".join(turn.said + turn.text for turn in turns)
         sample["environment_reward"] = completion.outcome.reward
-        sample["turn_rewards"] = list(completion.outcome.turn_rewards)
-        sample["turn_ends"] = list(accumulate(turn.tokens for turn in completion.turns))
-        sample["turns"] = [[turn.said, turn.text] for turn in completion.turns]
+        sample["turn_rewards"] = [turn_rewards[place] for place in order] if turn_rewards else []
+        sample["turn_ends"] = [turn_ends[place] for place in order]
+        sample["turns"] = [[turn.said, turn.text] for turn in turns]
     return sample
 
 

@@ -14,7 +14,7 @@ from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
 from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.spans import Interval, union
-from async_grpo.types import Group, RewardStatus, Sample
+from async_grpo.types import Completion, Group, RewardStatus, Sample
 
 ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
 
@@ -115,7 +115,7 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "member": sample.completion.member,
             "input": group.prompt.row["input"],
             "completion": sample.completion.text,
-            **({"turns": [[t.said, t.text] for t in turns]} if (turns := sample.completion.turns) else {}),
+            **_readable_turns(sample.completion),
             "answer": group.prompt.row.get("answer"),
             "reward": sample.verdict.reward,
             "status": sample.verdict.status.value,
@@ -130,6 +130,12 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for group in groups
         for sample in group.samples
     ]
+
+
+def _readable_turns(completion: Completion) -> dict[str, Any]:
+    """Return what was told and said in each turn of a trajectory, in time; nothing of a completion without turns."""
+    turns = [completion.turns[place] for place in completion.turn_order]
+    return {"turns": [[turn.said, turn.text] for turn in turns]} if turns else {}
 
 
 class StepAlarms:

@@ -1,6 +1,6 @@
-"""`GenerationWorker`: one vLLM engine that completes prompts and changes its weights while it does so.
+"""`GenerationWorker`: one vLLM engine that completes prompts and changes its weights in between.
 
-Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in this room.
+Plain asyncio; the Ray actor around it is in `cluster/`. Types of vLLM stay in this room.
 """
 
 import asyncio
@@ -24,7 +24,14 @@ from async_grpo.errors import WorkerLost
 from async_grpo.inference.char_ends import char_ends
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
-from async_grpo.inference.requests import NOTHING, UNSYNCED, EngineRequest, TokenTimeline, new_name, tokens_of
+from async_grpo.inference.requests import (
+    NO_TOKENS,
+    UNSYNCED,
+    EngineRequest,
+    TokenTimeline,
+    new_name,
+    tokens_of,
+)
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
@@ -33,13 +40,18 @@ from async_grpo.weights.read_back import place_of
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 log = logging.getLogger(__name__)
-PARTS_EVERY_S = 5.0  # what an engine's loss costs of each of its completions
+# Seconds between two reports of unfinished completions: so much work is lost of each when an engine dies
+PARTIAL_RESULTS_EVERY_S = 5.0
 
 
 class GenerationWorker:
-    """An `Engine` of vLLM. `complete` may be called as often as wanted at once; updates wait for nobody (pause, keep)."""
+    """An `Engine` of vLLM.
 
-    worker_extension = WORKER_EXTENSION  # what vLLM's worker processes import
+    `complete` may be called any number of times at once. A weight update does not wait for requests: vLLM holds them
+    meanwhile, and they continue with the new weights.
+    """
+
+    worker_extension = WORKER_EXTENSION  # the module that vLLM's worker processes import
 
     def __init__(
         self,
@@ -49,38 +61,45 @@ class GenerationWorker:
         timeline: TokenTimeline,
         stall_s: float,
     ) -> None:
-        self.engine, self.tokenizer, self.settings, self.timeline = engine, tokenizer, settings, timeline
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.timeline = timeline
         self.stall_s = stall_s
-        self.policy_version, self._starts = UNSYNCED, 0
-        self.paused_s = 0.0
-        self._updating = asyncio.Lock()
-        self._paused_at, self._update_finished = 0.0, True
-        self._broken_reason: str | None = None
-        self._places_are_known = False  # from the first update on:
-        self._unreadable, self._readable = set[str](), set[str]()  # places (`read_back`)
-        self._inner_work = 0  # updates by packages and canaries under way
-        self._begun: dict[str, float] = {}  # unfinished request -> since when
-        self._busy: list[tuple[float, float]] = []  # the intervals of the others
+        self.policy_version = UNSYNCED
+        self.paused_s = 0.0  # since the last `progress`
+        self._num_starts = 0  # of trainers that this engine has served
+        self._broken_reason: str | None = None  # why the engine takes no more requests
+        self._requests = RequestTimes()
+        self._read_back = ReadBack()
+
+        # Held from `pause` to `resume`
+        self._update_lock = asyncio.Lock()
+        self._paused_at = 0.0
+        self._is_update_finished = True
+        self._num_trainer_calls = 0  # updates and canaries under way, which are work as requests are
 
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
-        """Load the model and start the engine (tens of seconds). Must run inside an event loop."""
+        """Load the model and start the engine, which takes tens of seconds. Must run inside an event loop."""
         if current_platform.is_cpu() and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-            # Or the model gets a process and an import of vLLM of its own: only needed to bind its threads
+            # vLLM runs the model in a process of its own only to bind its threads; that process imports vLLM again
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         timeline = TokenTimeline()
-        arguments = engine_arguments(options, settings, cls.worker_extension)
         engine = AsyncLLM.from_engine_args(
-            arguments,
-            usage_context=UsageContext.LLM_CLASS,  # prefills as large as for a batch, not a chat
+            engine_arguments(options, settings, cls.worker_extension),
+            # Prefills as large as for a batch of prompts rather than for a chat
+            usage_context=UsageContext.LLM_CLASS,
             stat_loggers=[lambda *_: timeline],
         )
         tokenizer = load_tokenizer(options.model_path)
-        engine.output_processor.tokenizer = tokenizer  # for `Sampling.stop`: it looks at the text
+        # vLLM looks at the text for `Sampling.stop`
+        engine.output_processor.tokenizer = tokenizer
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     @property
     def kv_cache_tokens(self) -> int:
+        """Return the number of tokens that the KV cache holds."""
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -91,46 +110,72 @@ class GenerationWorker:
         sampling: Sampling | None = None,
         begun: Mapping[int, Tokens] | None = None,
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
-        """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
-        has, common = begun or {}, (self.settings, prompt_token_ids)
-        asked = [
-            EngineRequest.of(*common, m, seed, sampling, has.get(m, NOTHING)) for m, seed in seeds.items()
+        """Yield completions as they finish, and from time to time the new tokens of the others; see `Engine`.
+
+        Raises:
+            ConfigurationError: The prompt leaves no room to answer.
+            WorkerLost: The engine died, or its last update failed.
+        """
+        begun = begun or {}
+        requests = [
+            EngineRequest.of(
+                self.settings,
+                prompt_token_ids,
+                member,
+                seed,
+                sampling,
+                begun.get(member, NO_TOKENS),
+            )
+            for member, seed in seeds.items()
         ]
-        requests = [asyncio.ensure_future(self._complete(one)) for one in asked]
-        waiting, due = set(requests), time.monotonic() + PARTS_EVERY_S
+        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
+        unfinished = set(tasks)
+        next_report_at = time.monotonic() + PARTIAL_RESULTS_EVERY_S
         try:
-            while waiting:
-                left_s = max(0.0, due - time.monotonic())
-                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when="FIRST_COMPLETED")
-                for request in done:
-                    yield await request
-                if time.monotonic() >= due:
-                    due += PARTS_EVERY_S
-                    parts = {one.member: one.new_tokens(self.engine) for one in asked}
-                    if told := {member: part for member, part in parts.items() if len(part)}:
-                        yield told
+            while unfinished:
+                done, unfinished = await asyncio.wait(
+                    unfinished,
+                    timeout=max(0.0, next_report_at - time.monotonic()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    yield await task
+                if time.monotonic() >= next_report_at:
+                    next_report_at += PARTIAL_RESULTS_EVERY_S
+                    new_tokens = self._new_tokens(requests)
+                    if new_tokens:
+                        yield new_tokens
         finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _complete(self, asked: EngineRequest) -> Completion:
-        self._check_fit()
-        # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
-        # takes other forms of prompts through a thread, and a pause could come between.
-        async with self._updating:
-            prompt = tokens_input(asked.token_ids, cache_salt=f"{self._starts}/{self.policy_version}")
-        if not self._begun:  # it was idle
+    def _new_tokens(self, requests: Sequence[EngineRequest]) -> dict[int, Tokens]:
+        """Return by member what unfinished requests have sampled since the last call; only those with new tokens."""
+        new_tokens = {}
+        for request in requests:
+            tokens = request.new_tokens(self.engine)
+            if len(tokens):
+                new_tokens[request.member] = tokens
+        return new_tokens
+
+    async def _complete(self, request: EngineRequest) -> Completion:
+        self._refuse_if_broken()
+        # A request must not reuse a prefix that other weights computed: the salt names them. While they change, wait.
+        # The prompt is already in vLLM's own form, because vLLM takes other forms through a thread, and a pause could
+        # come in between.
+        async with self._update_lock:
+            salt = f"{self._num_starts}/{self.policy_version}"
+            prompt = tokens_input(request.token_ids, cache_salt=salt)
+        if self._requests.num_unfinished == 0:
+            # The engine was idle; its silence so far is no stall
             self.timeline.last_progress = time.monotonic()
-        self._begun[asked.name] = time.time()
-        try:
-            final = await self._last_output(prompt, asked.params, asked.name)
-        finally:
-            self._busy.append((self._begun.pop(asked.name), time.time()))
-        self._check_fit()
-        return self._completion(final.outputs[0], asked.member, asked.given)
+        with self._requests.measure(request.name):
+            final = await self._last_output(prompt, request.params, request.name)
+        self._refuse_if_broken()
+        return self._completion(final.outputs[0], request.member, request.given)
 
-    def _check_fit(self) -> None:
+    def _refuse_if_broken(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
 
@@ -143,30 +188,34 @@ class GenerationWorker:
             raise
         return outputs[-1]
 
-    def _completion(self, output: CompletionOutput, member: int, given: Tokens = NOTHING) -> Completion:
+    def _completion(self, output: CompletionOutput, member: int, given: Tokens = NO_TOKENS) -> Completion:
+        """Return the completion of a finished request; `given` are its first tokens, of an engine that was lost."""
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
         tokens = given + tokens_of(output)
-        token_ids, stopped = tokens.token_ids, output.finish_reason == "stop"
-        by_text = isinstance(output.stop_reason, str) and token_ids[-1] not in self.settings.stop_token_ids
-        by_token = stopped and not by_text
-        text = self.tokenizer.decode(token_ids[:-1] if by_token else token_ids, skip_special_tokens=False)
+        is_stopped = output.finish_reason == "stop"
+        ends_with_stop_token = tokens.token_ids[-1] in self.settings.stop_token_ids
+        is_stopped_by_text = isinstance(output.stop_reason, str) and not ends_with_stop_token
+        has_end_token = is_stopped and not is_stopped_by_text
+        text_token_ids = tokens.token_ids[:-1] if has_end_token else tokens.token_ids
+        text = self.tokenizer.decode(text_token_ids, skip_special_tokens=False)
+        ends_of_tokens = None
+        if self.settings.char_ends:
+            ends_of_tokens = char_ends(self.tokenizer, tokens.token_ids.tolist(), text)
         return Completion(
             *tokens.arrays,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
             text=text,
-            char_ends=char_ends(self.tokenizer, token_ids.tolist(), text)
-            if self.settings.char_ends
-            else None,
+            char_ends=ends_of_tokens,
             member=member,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Replace the weights by `chunks` (safetensors images) while requests are paused; returns the receipt.
+        """Replace the weights by `chunks` (safetensors images) while requests are paused, and return the receipt.
 
-        After a failure the engine holds a mixture of two policies: it refuses every further request.
+        After a failure the engine holds a mixture of two policies and refuses every further request.
         """
-        with self._at_work():
+        with self._working_for_trainer():
             await self.pause(version)
             try:
                 await self.start_weight_update()
@@ -180,122 +229,207 @@ class GenerationWorker:
             return await self._manifest()
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """What the block awaits of the engine is work as requests are: `--engine-stall-s` counts."""
-        self._inner_work += 1
+    def _working_for_trainer(self) -> Iterator[None]:
+        """Mark what the block awaits of the engine as work, so that `--engine-stall-s` limits it as it limits requests."""
+        self._num_trainer_calls += 1
         self.timeline.last_progress = time.monotonic()
         try:
             yield
         finally:
-            self._inner_work -= 1
+            self._num_trainer_calls -= 1
 
     async def begin_anew(self) -> bool:
-        """See `Engine`. The versions of the next start are other weights: nothing that was computed may be found again."""
-        if self._broken_reason or self.engine.errored or self._updating.locked():
+        """Serve a trainer that was started again, and return whether this engine can; see `Engine`."""
+        if self._broken_reason or self.engine.errored or self._update_lock.locked():
             return False
-        self.policy_version, self._starts = UNSYNCED, self._starts + 1
+        # The same version numbers will name other weights: the salt must differ, or old prefixes would be found again
+        self._num_starts += 1
+        self.policy_version = UNSYNCED
         return True
 
-    # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `Engines`.
+    # The steps of an update. The trainer's own transport (NCCL) calls them one by one: see `Engines`.
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join a group; the engine would leave an earlier one open."""
+        """Join a transfer group, after leaving an earlier one, which the engine would keep open."""
         await self.engine.shutdown_weight_transfer_engine()
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
     async def pause(self, version: int) -> None:
-        """Hold all requests. Those that come from now on wait, and carry the salt of `version`, which will serve them."""
-        await self._updating.acquire()
+        """Hold all requests. New requests wait, and carry the salt of `version`, which will serve them."""
+        await self._update_lock.acquire()
         try:
             self._paused_at = time.monotonic()
             await self.engine.pause_generation(mode="keep", clear_cache=False)
         except BaseException:
-            self._updating.release()
+            self._update_lock.release()
             raise
-        self.policy_version, self._update_finished = version, False
+        self.policy_version = version
+        self._is_update_finished = False
 
     async def start_weight_update(self) -> None:
+        """Prepare the engine for weights."""
         await self.engine.start_weight_update()
 
     async def receive_weights(self, update_info: dict[str, Any]) -> None:
+        """Take a part of the weights."""
         await self.engine.update_weights(WeightTransferUpdateRequest(update_info))
 
     async def finish_weight_update(self) -> None:
+        """Put the weights to use."""
         await self.engine.finish_weight_update(weight_version=str(self.policy_version))
-        self._update_finished = True
+        self._is_update_finished = True
 
     async def resume(self, version: int) -> None:
-        """Go on with the requests that `pause` held; if the update did not finish, only to refuse them."""
-        if not self._update_finished:
+        """Continue the requests that `pause` held; if the update did not finish, they are refused."""
+        if not self._is_update_finished:
             self._broken_reason = f"its update to policy version {version} did not finish"
         try:
             await self.engine.resume_generation()
         finally:
-            self.timeline.last_progress = time.monotonic()
-            self.paused_s += self.timeline.last_progress - self._paused_at
-            self._updating.release()
+            now = time.monotonic()
+            self.timeline.last_progress = now
+            self.paused_s += now - self._paused_at
+            self._update_lock.release()
 
     async def receipt(self, texts: Sequence[np.ndarray]) -> Receipt:
-        return await self._manifest(), await answer_canary(self, texts)
+        """Return what arrived with the last update, and the log-probs of the canary texts."""
+        manifest = await self._manifest()
+        return manifest, await answer_canary(self, texts)
 
     async def _manifest(self) -> Manifest:
+        """Return a record of every tensor that arrived, and whether the engine computes with it."""
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
-        unused = await self._places_not_in_use()
+        self._read_back.compare(await self.engine.collective_rpc("fingerprints"))
         manifest = {}
         for name, (dtype, shape, digest, *_) in receipts[0].items():
-            places = {name, place_of(name)}
-            is_used = places.isdisjoint(unused)
-            is_read = places.isdisjoint(self._unreadable) and not places.isdisjoint(self._readable)
-            manifest[name] = TensorRecord(dtype, tuple(shape), digest, is_used, is_read)
+            manifest[name] = TensorRecord(
+                dtype,
+                tuple(shape),
+                digest,
+                in_use=self._read_back.is_in_use(name),
+                is_read_back=self._read_back.is_readable(name),
+            )
         return manifest
 
-    async def _places_not_in_use(self) -> set[str]:
-        """Where the engine computes with other weights than arrived. Some places cannot be read (quantised layers,
-        experts): those that differ after the first update, which brings what a new engine holds already."""
-        processes = await self.engine.collective_rpc("fingerprints")
-        arrived = processes[0][1]
-        used = {place: sum(own[place] for own, _ in processes) % 2**64 for place in arrived}
-        differing = {place for place in arrived if used[place] != arrived[place]}
-        if not self._places_are_known:
-            self._places_are_known = True
-            self._unreadable, self._readable = differing, arrived.keys() - differing
-            log.info("%d of %d places of the weights can be read back", len(self._readable), len(arrived))
-        return differing - self._unreadable
-
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """See `Engine`."""
-        how: Any = {"detokenize": False, "skip_reading_prefix_cache": True}
-        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, **how)
-        with self._at_work():
+        """Return (N,) float32 the log-probs of a fixed text; the first is 0. See `Engine`."""
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            skip_reading_prefix_cache=True,
+        )
+        with self._working_for_trainer():
             final = await self._last_output(tokens_input(token_ids.tolist()), params, new_name())
-        steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
-        return np.asarray([0.0, *(step[token].logprob for step, token in steps)], np.float32)
+        logprobs = [0.0]
+        for token, candidates in zip(token_ids[1:].tolist(), final.prompt_logprobs[1:], strict=True):
+            logprobs.append(candidates[token].logprob)
+        return np.asarray(logprobs, np.float32)
 
     async def until_failure(self, every_s: float = 1.0) -> str:
-        """See `Engine`; it finds a death that no request would meet."""
+        """Wait until the engine dies or stalls, and return how; finds a death that no request would meet."""
         while not self.engine.errored:
             await asyncio.sleep(every_s)
-            still_s = time.monotonic() - self.timeline.last_progress
-            waits_for_trainer = self._updating.locked() and not self._inner_work
-            if (self._begun or self._inner_work) and not waits_for_trainer and still_s > self.stall_s:
+            silence_s = time.monotonic() - self.timeline.last_progress
+            if self._has_work() and silence_s > self.stall_s:
                 self._broken_reason = (
-                    f"it made no token for {still_s:.0f} s (--engine-stall-s {self.stall_s:g}), with {len(self._begun)} "
-                    "requests under way"
+                    f"it made no token for {silence_s:.0f} s (--engine-stall-s {self.stall_s:g}), with "
+                    f"{self._requests.num_unfinished} requests under way"
                 )
                 return self._broken_reason
         return "the vLLM engine's processes died"
 
+    def _has_work(self) -> bool:
+        """Return whether the engine should make progress now."""
+        if self._num_trainer_calls:
+            return True
+        # Paused by the trainer's own transport, the engine waits for the trainer
+        is_paused = self._update_lock.locked()
+        return self._requests.num_unfinished > 0 and not is_paused
+
     def progress(self) -> dict[str, Any]:
-        """See `Engine`."""
-        paused_s, self.paused_s = self.paused_s, 0.0
-        now = time.time()
-        busy = self._busy + [(begun, now) for begun in self._begun.values()]
-        self._busy, self._begun = [], dict.fromkeys(self._begun, now)
-        timeline, self.timeline.steps = self.timeline.steps, []
-        return {"token_timeline": timeline, "paused_s": paused_s, "busy": busy}
+        """Return what happened since the last call; see `Engine`."""
+        progress = {
+            "token_timeline": self.timeline.steps,
+            "paused_s": self.paused_s,
+            "busy": self._requests.take(),
+        }
+        self.timeline.steps = []
+        self.paused_s = 0.0
+        return progress
 
     def close(self) -> None:
+        """Stop the engine and its processes."""
         self.engine.shutdown()
+
+
+class RequestTimes:
+    """The intervals (Unix time) in which an engine held each of its requests."""
+
+    def __init__(self) -> None:
+        self._begin_by_name: dict[str, float] = {}  # of unfinished requests
+        self._finished: list[tuple[float, float]] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        """Return the number of requests under way."""
+        return len(self._begin_by_name)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Count the request as under way while the block runs."""
+        self._begin_by_name[name] = time.time()
+        try:
+            yield
+        finally:
+            begin = self._begin_by_name.pop(name)
+            self._finished.append((begin, time.time()))
+
+    def take(self) -> list[tuple[float, float]]:
+        """Return all intervals since the last call; those of unfinished requests end, and begin again, now."""
+        now = time.time()
+        intervals = self._finished + [(begin, now) for begin in self._begin_by_name.values()]
+        self._finished = []
+        self._begin_by_name = dict.fromkeys(self._begin_by_name, now)
+        return intervals
+
+
+class ReadBack:
+    """Compares the weights that arrived with those that the engine computes with, place by place (`weights.read_back`).
+
+    Some places cannot be read, such as quantised layers and packed experts. They are the places that differ after the first
+    update, which brings what a new engine holds already.
+    """
+
+    def __init__(self) -> None:
+        self._readable: set[str] | None = None  # None before the first update
+        self._unreadable: set[str] = set()
+        self._not_in_use: set[str] = set()
+
+    def compare(self, processes: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> None:
+        """Take the fingerprints (used, arrived) of the engine's processes, each by place."""
+        _, arrived = processes[0]
+        differing = set()
+        for place, fingerprint in arrived.items():
+            used = sum(used_by_place[place] for used_by_place, _ in processes) % 2**64
+            if used != fingerprint:
+                differing.add(place)
+        if self._readable is None:
+            self._readable = arrived.keys() - differing
+            self._unreadable = differing
+            log.info("%d of %d places of the weights can be read back", len(self._readable), len(arrived))
+        self._not_in_use = differing - self._unreadable
+
+    def is_in_use(self, tensor_name: str) -> bool:
+        """Return whether nothing shows that the engine computes with another value of the tensor than arrived."""
+        return self._not_in_use.isdisjoint({tensor_name, place_of(tensor_name)})
+
+    def is_readable(self, tensor_name: str) -> bool:
+        """Return whether the tensor can be read back."""
+        places = {tensor_name, place_of(tensor_name)}
+        readable = self._readable or set()
+        return self._unreadable.isdisjoint(places) and not readable.isdisjoint(places)

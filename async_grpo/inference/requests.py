@@ -1,4 +1,4 @@
-"""What vLLM is asked, and what it says: the tokens of a request, finished or not, and when it made progress."""
+"""Requests to vLLM and their tokens, finished or not; and when the engine last made progress."""
 
 import itertools
 import time
@@ -18,19 +18,20 @@ from async_grpo.messages import SharedRunSettings
 from async_grpo.types import Sampling, Tokens
 from async_grpo.weights.vllm_engine import DRAWN
 
-UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
-_numbers = itertools.count()
-NOTHING = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+UNSYNCED = -1  # policy version of an engine that still holds the weights of its model folder
+NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+_request_numbers = itertools.count()
 
 
 class TokenTimeline(StatLoggerBase):
-    """Notes (wall-clock seconds, generated tokens) of every step of the engine, and when it last made one."""
+    """Notes (Unix time, generated tokens) of every step of the engine, and when it last made one."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.steps: list[tuple[float, int]] = []
         self.last_progress = time.monotonic()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a step of the engine; vLLM calls this."""
         if iteration_stats is None:
             return
         if iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens:
@@ -39,31 +40,37 @@ class TokenTimeline(StatLoggerBase):
             self.steps.append((time.time(), iteration_stats.num_generation_tokens))
 
     def log_engine_initialized(self) -> None:
-        pass
+        """Do nothing; vLLM calls this at the start."""
 
 
 def tokens_of(output: CompletionOutput) -> Tokens:
-    """The tokens of an output, in arrays of their own: an unfinished one goes on to grow."""
-    token_ids, flat = np.array(output.token_ids, np.int32), output.logprobs
-    assert isinstance(flat, FlatLogprobs) and len(flat) == len(token_ids), type(flat)
+    """Return the tokens of an output, copied because the output of an unfinished request still grows."""
+    token_ids = np.array(output.token_ids, np.int32)
+    flat_logprobs = output.logprobs
+    assert isinstance(flat_logprobs, FlatLogprobs), type(flat_logprobs)
+    assert len(flat_logprobs) == len(token_ids), (len(flat_logprobs), len(token_ids))
+    # At each position the sampled token's log-prob stands first
+    logprobs = np.array(flat_logprobs.logprobs, np.float32)[flat_logprobs.start_indices]
+
     versions = np.full(len(token_ids), UNSYNCED, np.int32)
-    for span in output.weight_versions or ():  # the engine's own
-        if span.version.lstrip("-").isdigit():
+    for span in output.weight_versions or ():
+        # Before the first update the version need not be a number
+        is_number = span.version.lstrip("-").isdigit()
+        if is_number:
             versions[span.start : span.end] = int(span.version)
-    logprobs = np.array(flat.logprobs, np.float32)[flat.start_indices]  # the first of each position
     return Tokens(token_ids, logprobs, versions)
 
 
 @dataclass
 class EngineRequest:
-    """One completion that is asked of vLLM; `given`: its first tokens, of an engine that was lost."""
+    """One completion that vLLM is asked for."""
 
-    member: int
-    token_ids: list[int]  # of the prompt, and given
+    member: int  # index of the completion in its group
+    token_ids: list[int]  # of the prompt, followed by `given`
     params: SamplingParams
-    given: Tokens
-    name: str
-    told: int = 0  # tokens that `new_tokens` returned
+    given: Tokens  # first tokens of the completion, sampled by an engine that was lost
+    name: str  # vLLM's request id
+    num_reported: int = 0  # tokens that `new_tokens` has returned
 
     @classmethod
     def of(
@@ -73,48 +80,63 @@ class EngineRequest:
         member: int,
         seed: int,
         sampling: Sampling | None = None,
-        given: Tokens = NOTHING,
+        given: Tokens = NO_TOKENS,
     ) -> Self:
-        """ConfigurationError: the prompt (L,) leaves no room to answer."""
-        sampling, room = sampling or Sampling(), settings.max_total_tokens - len(prompt)
+        """Make the request of a prompt (L,).
+
+        Raises:
+            ConfigurationError: The prompt leaves no room to answer.
+        """
+        sampling = sampling or Sampling()
+        room = settings.max_total_tokens - len(prompt)
         if room < 1:
             raise ConfigurationError(
                 f"a prompt of {len(prompt)} tokens leaves no room in {settings.max_total_tokens} tokens: shorten it or "
                 "raise --max-generation-tokens"
             )
-        temperature, longest = sampling.temperature, sampling.max_tokens
+        temperature = settings.temperature if sampling.temperature is None else sampling.temperature
+        max_tokens = min(sampling.max_tokens or settings.max_completion_tokens, room)
         params = SamplingParams(
-            temperature=settings.temperature if temperature is None else temperature,
+            temperature=temperature,
             seed=seed,
-            max_tokens=min(longest or settings.max_completion_tokens, room) - len(given),
+            max_tokens=max_tokens - len(given),
+            # The engine's patch skips the draws that made the given tokens
             extra_args={DRAWN: len(given)} if len(given) else None,
             stop_token_ids=list(settings.stop_token_ids),
             stop=list(sampling.stop) or None,
-            include_stop_str_in_output=True,  # the tokens hold it, too
-            logprobs=0,  # the sampled token's own
-            flat_logprobs=True,  # lists instead of a dictionary per token
-            skip_clone=True,  # nobody changes it
+            # The tokens of the completion hold the stop text, so its text must as well
+            include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
-            skip_special_tokens=False,  # their spelling may be such a text
+            # The spelling of a special token may be a stop text
+            skip_special_tokens=False,
+            # Only the sampled token's log-prob, in lists instead of a dictionary per token
+            logprobs=0,
+            flat_logprobs=True,
+            # Nobody changes the parameters, so vLLM need not copy them
+            skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return cls(member, [*prompt.tolist(), *given.token_ids.tolist()], params, given, new_name())
+        token_ids = [*prompt.tolist(), *given.token_ids.tolist()]
+        return cls(member, token_ids, params, given, new_name())
 
     def new_tokens(self, engine: AsyncLLM) -> Tokens:
-        """What it got since the last time, while it is unfinished. vLLM 0.32 would send them, but with one output per
-        token, or without versions."""
-        held = engine.output_processor
-        for request_id in held.external_req_ids.get(self.name, ()):
-            state = held.request_states[request_id]
-            if state.detokenizer.num_output_tokens() > self.told:
+        """Return the tokens sampled since the last call, while the request is unfinished.
+
+        vLLM 0.32 could stream them, but with one output per token, or without their weight versions.
+        """
+        output_processor = engine.output_processor
+        for request_id in output_processor.external_req_ids.get(self.name, ()):
+            state = output_processor.request_states[request_id]
+            if state.detokenizer.num_output_tokens() > self.num_reported:
                 output = state._new_completion_output([], None, None)
                 output.weight_versions = state._weight_version_spans()
-                tokens, told = tokens_of(output), self.told
-                self.told = len(tokens)
-                return Tokens(*(array[told:] for array in tokens.arrays))
-        return NOTHING
+                tokens = tokens_of(output)
+                first_new = self.num_reported
+                self.num_reported = len(tokens)
+                return Tokens(*(array[first_new:] for array in tokens.arrays))
+        return NO_TOKENS
 
 
 def new_name() -> str:
-    """Of a request, in this process."""
-    return str(next(_numbers))
+    """Return a request id that is new in this process."""
+    return str(next(_request_numbers))

@@ -1,4 +1,4 @@
-"""An end to computations whose length somebody else's file decides, such as a model's chat template."""
+"""An end to computations whose length somebody else decides: a model's chat template, an answer that is compared."""
 
 import signal
 import threading
@@ -18,14 +18,20 @@ class _TooSlow(BaseException):  # no Exception: libraries catch those in places,
 def interrupted_after(seconds: float, what: str) -> Iterator[None]:
     """Interrupt the block with a TimeoutError after so many seconds.
 
-    Only the main thread gets signals: in another one the block is not interrupted. Code in C is interrupted where it
-    looks for signals. A timer that runs already goes on afterwards. With 0 seconds or less, the block does not begin.
+    Code in C is interrupted only where it looks for signals, as matching a regular expression does. A timer that runs
+    already goes on afterwards. With 0 seconds or less, the block does not begin.
+
+    Raises:
+        TimeoutError: The block took longer, or had no time to begin with.
+        ValueError: This is not the main thread. No other thread gets signals, so the block could not be interrupted.
     """
     if seconds <= 0:
         raise TimeoutError(f"{what} has no time left: {seconds:g} s")
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+        raise ValueError(
+            f"{what} is limited to {seconds:g} s by a signal, which only the main thread of a process gets, and this is "
+            f"thread {threading.current_thread().name!r}: call it in the main thread, or in a process of its own"
+        )
 
     def give_up(signum: int, frame: FrameType | None) -> None:
         raise _TooSlow

@@ -28,8 +28,8 @@ NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # the latter logs what accepting 
 class ConnectionGate:
     """A factory of protocols for `loop.create_server`: aiohttp's server, with at most so many connections.
 
-    Where one more comes, the one that has waited longest without a request is closed. If all are busy with requests,
-    the new one is answered with status 503.
+    Where one more comes, the one that has waited longest without a request is closed: since its last answer, or since it
+    was opened. If all are busy with requests, the new one is answered with status 503.
 
     Args:
         server: `AppRunner.server`.
@@ -39,16 +39,28 @@ class ConnectionGate:
     def __init__(self, server: web.Server, most: int = MAX_CONNECTIONS) -> None:
         self._server, self.most = server, min(most, _max_files() // 2)
         self._busy: set[web.RequestHandler] = set()
+        self._last_used: dict[web.RequestHandler, None] = {}  # open connections, the longest unused first
 
     def __call__(self) -> asyncio.Protocol:
-        connected = [handler for handler in self._server.connections if handler.transport is not None]
-        if len(connected) < self.most:
+        self._note_connections()
+        if len(self._last_used) < self.most:
             return self._server()
-        for handler in connected:  # the oldest first
-            if handler not in self._busy:
+        for handler in self._last_used:
+            if not self._has_request(handler):
                 handler.force_close()
                 return self._server()
         return _Refusal(self.most)
+
+    def _note_connections(self) -> None:
+        """Forget those that are closed, and put new ones last, in the order in which they were opened."""
+        connected = {handler: None for handler in self._server.connections if handler.transport is not None}
+        still_open = {handler: None for handler in self._last_used if handler in connected}
+        self._last_used = still_open | connected
+
+    def _has_request(self, handler: web.RequestHandler) -> bool:
+        """Tell whether a request has arrived that is not answered yet. aiohttp says so in no public way."""
+        is_answering = handler in self._busy or handler._current_request is not None
+        return is_answering or bool(handler._messages)
 
     async def answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Have the handler answer; its connection counts as busy. One that does not read its answer in time is closed."""
@@ -59,6 +71,10 @@ class ConnectionGate:
             return response
         finally:
             self._busy.discard(request.protocol)
+            self._note_connections()
+            if request.protocol in self._last_used:
+                del self._last_used[request.protocol]
+                self._last_used[request.protocol] = None  # the last in the row
 
 
 async def write_in_time(request: web.Request, response: web.StreamResponse) -> None:

@@ -18,12 +18,13 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 BEAT_S = 0.25
 LIMIT_S = 1.0  # of a turn
 FRAMES = 6  # of a stack, in the log
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0  # between two lines about one place
+UNKNOWN_PLACE = "a call that kept Python's lock and has returned since, so that its place is not known"
 PACKAGE = str(Path(__file__).resolve().parents[1])
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class LoopWatch:
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
+        self._reported_beats = -1  # the last turn that was logged, by the heartbeat that it began after
         # Of the watching thread: how late its waits ended so far, and when the present one is due. One tuple, as the
         # loop's thread must not see one number without the other
         self._watcher_delay = (0.0, math.inf)
@@ -125,6 +127,9 @@ class LoopWatch:
             ),
         )
         self._longest_s = max(self._longest_s, turn.blamed_s)
+        if turn.blamed_s > self._limit_s and self._reported_beats != self._beats:
+            # The watching thread never got Python's lock during this turn
+            self._log_turn(turn, UNKNOWN_PLACE, UNKNOWN_PLACE)
         self._starved_at_beat_s, self._delay_at_beat_s = starved_s, delay_s
         self._cpu_at_beat_s, self._thread_cpu_at_beat_s = cpu_s, thread_cpu_s
         self._due_at = now + BEAT_S
@@ -181,18 +186,22 @@ class LoopWatch:
 
     def _report(self, turn: LateTurn) -> None:
         if turn.blamed_s > self._limit_s:
+            self._reported_beats = self._beats
             place, stack = _stack_of(sys._current_frames().get(self._thread_id))
-            if self._places.may_log(place):
-                log.warning(
-                    "one turn of the event loop has lasted %.1f s, in which nobody else is served: %s: %s",
-                    turn.blamed_s,
-                    turn.cause,
-                    stack,
-                )
+            self._log_turn(turn, place, stack)
         elif turn.starved_s > self._limit_s and self._places.may_log("starved"):
             log.warning(
                 "the event loop was ready for %.1f s and got no processor: this machine has more to do than it can",
                 turn.starved_s,
+            )
+
+    def _log_turn(self, turn: LateTurn, place: str, stack: str) -> None:
+        if self._places.may_log(place):
+            log.warning(
+                "one turn of the event loop has lasted %.1f s, in which nobody else is served: %s: %s",
+                turn.blamed_s,
+                turn.cause,
+                stack,
             )
 
     def _starved_s(self) -> float:
@@ -225,13 +234,36 @@ def _thread_times() -> dict[int, float]:
 
 
 def _stack_of(frame: FrameType | None) -> tuple[str, str]:
-    """Return the place that a line in the log is about, the innermost of this package; and the stack, innermost first."""
-    described, place = list[str](), ""
+    """Return the place that a line in the log is about, the innermost of this package; and the stack, innermost first.
+
+    A call that keeps Python's lock lets the watching thread look only when it has returned, perhaps when the loop waits for
+    its next turn already. Then the place is not known, and nothing else is blamed.
+    """
+    if frame is None:
+        return "?", "?"
+    if _is_between_turns(frame):
+        return UNKNOWN_PLACE, UNKNOWN_PLACE
+    entries = list[str]()
+    place = ""
     while frame is not None:
         code = frame.f_code
         entry = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         if not place and code.co_filename.startswith(PACKAGE):
             place = entry
-        described.append(entry)
+        entries.append(entry)
         frame = frame.f_back
-    return place or (described or ["?"])[0], " < ".join(described[:FRAMES])
+    return place or entries[0], " < ".join(entries[:FRAMES])
+
+
+def _is_between_turns(frame: FrameType) -> bool:
+    """Return whether a thread that runs an event loop waits for the next turn, or is in the heartbeat."""
+    codes = list[CodeType]()
+    outer: FrameType | None = frame
+    while outer is not None:
+        codes.append(outer.f_code)
+        outer = outer.f_back
+    if any(code is LoopWatch._beat.__code__ for code in codes):
+        return True
+    names = [code.co_name for code in codes]
+    # The loop runs callbacks through `Handle._run`; without one, it is the loop itself that runs
+    return "_run_once" in names and "_run" not in names[: names.index("_run_once")]

@@ -114,8 +114,8 @@ def prove_landed(
             f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by "
             f"{change:.3g} (root mean square without the largest tenth, or the median of {BLOCK_TOKENS} tokens in a row; "
             f"allowed: {package.tolerance:.3g}). A tensor does not reach the place where the engine uses it (a tied "
-            "head, a packed copy), or engine and trainer disagree on the model or its dtype; --canary-tolerance sets what "
-            "is allowed"
+            "head, a packed copy), or engine and trainer disagree on the model or its dtype. --canary-tolerance sets what "
+            "is allowed; an engine with quantised weights (--engine-options quantization=...) may need it"
         )
     return difference
 

@@ -25,7 +25,9 @@ from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST, canary_miss, pack_weights, prove_landed, record
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
+    ORIGINALS_BYTES,
     SENSITIVITIES,
+    groups_within,
     measure_sensitivity,
     perturbed,
     round_tolerance,
@@ -87,9 +89,11 @@ class Publisher:
     config: WeightConfig
 
     chunk_bytes = 256 << 20
+    originals_bytes = ORIGINALS_BYTES
 
     def __post_init__(self) -> None:
         self._rounding: float | None = None  # the largest difference (`canary_miss`) of proven weights
+        self._unchanged_sensitivity = 0.0  # the trainer's own, at the first sync; 0: not measured
         self._unread: set[str] = set()  # tensors that some worker cannot read back; known on rank 0 alone
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
@@ -130,11 +134,11 @@ class Publisher:
     def _run_self_test(self, model: nn.Module) -> None:
         """Send the weights as they are, then with all tensors changed, and prove both.
 
-        What engine and trainer differ by in the first round is a measure of every tolerance after it. In the second,
-        engines name each tensor that they hold a place for and do not use; in float32 the canary shows a lost tensor as
-        well, by more than a thousand times its rounding. In bfloat16 it does not: 30 layers of changed tensors amplify
-        rounding to more than a lost one makes. There, tensors that some engine cannot read back have rounds of their own,
-        one layer at a time, in between.
+        What engine and trainer differ by in the first round is a measure of every tolerance after it. When all tensors
+        are changed (in several rounds, if the originals of all do not fit into `originals_bytes`), engines name each tensor
+        that they hold a place for and do not use; in float32 the canary shows a lost tensor as well, by more than a
+        thousand times its rounding. In bfloat16 it does not: 30 changed layers amplify rounding to more than a lost tensor
+        makes. There, tensors that some engine cannot read back have rounds of their own before, one layer at a time.
         """
         weights = dict(self.named_weights(model))
         unchanged = self._draft(model, SELF_TEST)
@@ -148,13 +152,13 @@ class Publisher:
 
     def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
         """Return the tensors to change in each round of the self-test, the same on every rank."""
-        everything = frozenset(weights)
+        everything = groups_within(weights, self.originals_bytes)
         if self.wire_dtype is torch.float32:
-            return [everything]
+            return everything
         groups = self_test_groups(weights)
         are_unread = self.canary.max_over_ranks([float(bool(group & self._unread)) for group in groups])
         unread = [group for group, is_unread in zip(groups, are_unread, strict=True) if is_unread]
-        return [*unread, everything]
+        return [*unread, *everything]
 
     def _draft_of_round(self, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> WeightPackage:
         """Return a package without its tensors, of a round in which some of `weights` are changed. A collective."""
@@ -162,7 +166,8 @@ class Publisher:
         tolerance = self.config.canary_tolerance
         if tolerance is None:
             sensitivity = self._sensitivity(model, expected, weights)
-            tolerance = round_tolerance(sensitivity, self._rounding or 0.0, self.wire_dtype)
+            difference = self._rounding or 0.0
+            tolerance = round_tolerance(sensitivity, self._unchanged_sensitivity, difference, self.wire_dtype)
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
@@ -172,6 +177,7 @@ class Publisher:
             tolerance = self.config.canary_tolerance
         elif self._rounding is None:
             sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
+            self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)

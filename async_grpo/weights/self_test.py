@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from async_grpo.modeling import local_shard
+from async_grpo.modeling import copies, local_shard
 from async_grpo.weights.package import canary_miss
 
 # The smallest tolerance of any comparison, nats: below it, float32 log-probs of one text differ on different machines
@@ -19,6 +19,10 @@ SENSITIVITIES = {torch.float32: 48.0, torch.bfloat16: 3.0}
 # Or, in a self-test, by so many times what they differed by before anything was changed: an engine with other kernels, or
 # with quantised weights, differs by more than rounding
 UNCHANGED_DIFFERENCES = 1.5
+
+# Main memory that all ranks together may fill with originals while tensors are changed. 70 billion parameters in float32
+# are 280 GB, which a node need not have beside packed weights and the object store
+ORIGINALS_BYTES = 8 << 30
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
 
@@ -39,13 +43,40 @@ def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
     return [frozenset(group) for group in groups.values()]
 
 
+def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list[frozenset[str]]:
+    """Join the groups of `self_test_groups`, in order, while the originals of all ranks fit into `limit_bytes`.
+
+    Every tensor is in exactly one of them. A group that is larger than the limit stands alone: an engine that fuses
+    tensors of a layer loads them together. The bytes are those of whole tensors, so that every rank joins alike.
+
+    >>> weights = {f"layers.{number}.{kind}": torch.zeros(4) for number in range(3) for kind in "qk"}  # 16 bytes each
+    >>> [sorted(group) for group in groups_within(weights, 64)]
+    [['layers.0.k', 'layers.0.q', 'layers.1.k', 'layers.1.q'], ['layers.2.k', 'layers.2.q']]
+    """
+    joined: list[frozenset[str]] = []
+    room_bytes = 0
+    for group in self_test_groups(weights):
+        group_bytes = sum(_bytes_on_all_ranks(weights[name]) for name in group)
+        if joined and group_bytes <= room_bytes:
+            joined[-1] |= group
+        else:
+            joined.append(group)
+            room_bytes = limit_bytes
+        room_bytes -= group_bytes
+    return joined
+
+
+def _bytes_on_all_ranks(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size() * copies(weight)
+
+
 @contextmanager
 @torch.no_grad()
 def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Add noise to each of `weights` (shards included) while the block runs.
 
     An engine that loses one of the tensors then holds, and computes, something visibly different, whatever the learning
-    rate would have hidden. The originals are kept in main memory meanwhile.
+    rate would have hidden. The originals are kept in main memory meanwhile (`groups_within`).
     """
     shards = [local_shard(weight) for weight in weights.values()]
     originals = [shard.detach().to("cpu", copy=True) for shard in shards]
@@ -72,16 +103,31 @@ def noise_scale(shard: torch.Tensor) -> float:
     return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)
 
 
-def round_tolerance(sensitivity: float, unchanged_difference: float, wire_dtype: torch.dtype) -> float:
+def round_tolerance(
+    sensitivity: float,
+    unchanged_sensitivity: float,
+    unchanged_difference: float,
+    wire_dtype: torch.dtype,
+) -> float:
     """Return what a healthy engine may miss the canary by in a round of the self-test, `canary_miss` in nats.
+
+    An engine that rounds more coarsely than the wire, such as one with weights in fp8, does so in the changed model, too:
+    what it differed by before grows as much as the trainer's own sensitivity does.
 
     Args:
         sensitivity: Of the changed model, see `measure_sensitivity`.
-        unchanged_difference: What engine and trainer differed by before anything was changed.
+        unchanged_sensitivity: The same before anything was changed.
+        unchanged_difference: What engine and trainer differed by then.
         wire_dtype: The engines' dtype.
+
+    >>> round_tolerance(0.02, 0.001, 0.002, torch.bfloat16)  # rounds as the wire does: 3 times 0.02
+    0.06
+    >>> round_tolerance(0.02, 0.001, 0.01, torch.bfloat16)  # differs by 10 times the sensitivity: 1.5 * 10 * 0.02
+    0.3
     """
     rounding = SENSITIVITIES[wire_dtype] * sensitivity
-    other_kernels = UNCHANGED_DIFFERENCES * unchanged_difference
+    growth = max(1.0, sensitivity / unchanged_sensitivity) if unchanged_sensitivity else 1.0
+    other_kernels = UNCHANGED_DIFFERENCES * unchanged_difference * growth
     return max(rounding, other_kernels, MIN_TOLERANCE)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
@@ -19,9 +20,11 @@ from templates import MODEL, chat_of
 from test_played import SETTINGS, OneSession, prompt_of, run, trajectories
 from test_token_exactness import check
 
+from async_grpo.environments import played
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.make import make_played, source_of
+from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.errors import ConfigurationError, WorkerLost
@@ -139,11 +142,28 @@ def test_an_agent_s_result_is_what_it_reported_or_its_exit_status(tmp_path, text
         assert one.outcome.numbers["tries"] == 2
 
 
-def test_so_many_agents_run_at_once_and_the_time_of_those_that_wait_does_not_run(tmp_path):
-    text = "import time; time.sleep(1.2)\n" + HELPERS + "POST('completions', {'prompt': 'x'})"
-    playing, _ = agent(tmp_path, text, max_trajectory_s=4.5, environment_processes=1)
-    found = run(trajectories(playing, prompt_of(), count=4))
-    assert [one.outcome.reward for one in found] == [1.0] * 4
+def with_limits(monkeypatch, limit_of) -> None:
+    """Have `limit_of(seconds)` make the time limits of trajectories."""
+    other = {**vars(asyncio), "timeout": limit_of}
+    monkeypatch.setattr(played, "asyncio", SimpleNamespace(**other))
+
+
+def test_so_many_agents_run_at_once_and_the_time_of_those_that_wait_does_not_run(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    log.touch()
+    note = f"open({str(log)!r}, 'a').write"
+    text = f"{note}('begin ')\n{HELPERS}POST('completions', {{'prompt': 'x'}})\n{note}('end ')"
+    playing, _ = agent(tmp_path, text, max_trajectory_s=600, environment_processes=1)
+    before_limits = []  # what agents had done when the time of the next one began
+
+    def limit_of(seconds):
+        before_limits.append(log.read_text().split())
+        return asyncio.timeout(seconds)
+
+    with_limits(monkeypatch, limit_of)
+    completions = run(trajectories(playing, prompt_of(), count=4))
+    assert [completion.outcome.reward for completion in completions] == [1.0] * 4
+    assert before_limits == [["begin", "end"] * number for number in range(4)]
 
 
 @pytest.mark.parametrize("name", ["agent:exec {python} {page}", "{page}:Reads"])
@@ -330,12 +350,27 @@ def test_of_several_answers_none_goes_on_once_one_is_refused_and_what_waits_hear
     run(story())
 
 
-def test_an_agent_that_reported_and_then_never_ends_has_its_reward(tmp_path):
+def test_an_agent_that_reported_and_then_never_ends_has_its_reward(tmp_path, monkeypatch):
+    """Its time is up as soon as it has reported."""
     text = (
         HELPERS
         + "POST('completions', {'prompt': 'x'})\nREPORT({'reward': 0.5})\nimport time; time.sleep(987)"
     )
-    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=4.0)[0], prompt_of()))
+    limits = []
+
+    def limit_of(seconds):
+        limits.append(asyncio.timeout(seconds))
+        return limits[-1]
+
+    report = Trajectory.report
+
+    def reported(trajectory, result):
+        report(trajectory, result)
+        limits[-1].reschedule(asyncio.get_running_loop().time())
+
+    with_limits(monkeypatch, limit_of)
+    monkeypatch.setattr(Trajectory, "report", reported)
+    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=600.0)[0], prompt_of()))
     assert one.outcome.reward == 0.5 and one.truncated and len(one.turns) == 1
 
 

@@ -320,6 +320,65 @@ def test_one_connection_too_many_closes_the_idle_one_or_is_told_so():
     run(story())
 
 
+def test_of_idle_connections_the_one_whose_last_answer_is_longest_ago_makes_room():
+    """The one that was opened first has just been served: it is an honest client that keeps its connection."""
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def asked(reader, writer) -> None:
+        writer.write(request)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        await asyncio.wait_for(reader.readexactly(length), 20)
+
+    async def story():
+        async with Server() as server:
+            gate: ConnectionGate = server.endpoint._gate
+            gate.most = 3
+            connections = []
+            for _ in range(3):
+                connections.append(await asyncio.open_connection("127.0.0.1", server.endpoint._port))
+                await asked(*connections[-1])
+            served, longest_unused, unused = connections
+            await asked(*served)
+            new = await asyncio.open_connection("127.0.0.1", server.endpoint._port)
+            await asked(*new)
+            assert await asyncio.wait_for(longest_unused[0].read(), 20) == b""
+            for connection in (served, unused, new):
+                await asked(*connection)
+            for _, writer in (*connections, new):
+                writer.close()
+
+    run(story())
+
+
+def test_a_connection_whose_request_has_arrived_and_waits_for_its_answer_is_not_closed():
+    class Listed:
+        def __init__(self):
+            self.connections = []
+
+        def __call__(self):
+            return "accepted"
+
+    class Connection:
+        def __init__(self, *, messages=(), current_request=None):
+            self.transport, self._messages, self._current_request = object(), messages, current_request
+            server.connections.append(self)
+
+        def force_close(self):
+            self.transport = None
+
+    server = Listed()
+    arrived = Connection(messages=["a request"])
+    answering = Connection(current_request="a request")
+    idle = Connection()
+    gate = ConnectionGate(server, most=3)
+    assert gate() == "accepted"
+    assert idle.transport is None and arrived.transport is not None and answering.transport is not None
+    gate.most = 2
+    assert gate() != "accepted"
+    assert arrived.transport is not None and answering.transport is not None
+
+
 def record_of(name: str, message: str, error: BaseException) -> logging.LogRecord:
     about = (type(error), error, error.__traceback__)
     return logging.LogRecord(name, logging.ERROR, "x.py", 1, message, (), about)

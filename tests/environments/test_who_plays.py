@@ -186,3 +186,15 @@ def test_a_call_of_a_tool_in_an_answer_that_was_cut_off_does_not_end_as_a_call()
     cut = replace(whole, completion=completion(2, truncated=True))
     reasons = [choice["finish_reason"] for choice in body_of(asked, [whole, cut])["choices"]]
     assert reasons == ["tool_calls", "length"]
+
+
+def test_a_key_in_the_name_of_an_environment_s_number_reaches_no_metric(monkeypatch):
+    monkeypatch.setenv("A_SECRET_KEY", "sk-0123456789")
+
+    async def names_its_key(prompt, policy):
+        await policy.complete("go")
+        return policy.trajectory(1.0, numbers={"calls with sk-0123456789": 2.0, "tries": 1.0})
+
+    (one,) = run(all_of(names_its_key, Engine()))
+    numbers = one.outcome.numbers
+    assert (numbers["calls with ***"], numbers["tries"]) == (2.0, 1.0) and "sk-0" not in str(one.outcome)

@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 
 from async_grpo.experience.rollouts import reward_sample
+from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.rewards.builtin.environment import environment_turns
 from async_grpo.rewards.standalone import _samples
 from async_grpo.testing import completion
-from async_grpo.types import Outcome, Prompt, Turn
+from async_grpo.types import Group, Outcome, Prompt, RewardStatus, Sample, Turn, Verdict
 
 PROMPT = Prompt(7, np.array([1, 2], np.int32), {"input": "q:", "answer": "5", "input_token_ids": [1, 2]})
 
@@ -35,6 +37,28 @@ def test_a_reward_is_told_what_a_trajectory_earned_turn_by_turn():
     assert told["turns"] == [["a?", "b"], ["c?", "d"]] and told["sample_text"] == "a?bc?d"
     assert told["turn_ends"] == [2, 5]
     assert told["turn_rewards"] == [0.5, 1.0] and told["environment_reward"] == 1.5
+
+
+def test_turns_of_sequences_that_took_turns_are_told_in_time():
+    """Turns 0 and 2 are one sequence, turn 1 is another, which ended first and so stands first."""
+    nothing = np.empty(0, np.int32)
+    turns = (
+        Turn(nothing, 1, True, "second?", "b", number=1),
+        Turn(nothing, 2, True, "first?", "a", number=0),
+        Turn(nothing, 3, False, "third?", "c", number=2),
+    )
+    outcome = Outcome(6.0, turn_rewards=(20.0, 10.0, 30.0))  # as the turns stand
+    made = replace(completion(6), turns=turns, outcome=outcome, text="c")
+    told = reward_sample(PROMPT, made)
+    in_time = [["first?", "a"], ["second?", "b"], ["third?", "c"]]
+    assert told["turns"] == in_time and told["sample_text"] == "first?asecond?bthird?c"
+    assert told["turn_rewards"] == [10.0, 20.0, 30.0]
+    assert told["turn_ends"] == [3, 1, 6]  # of each turn, in the tokens, which stand by sequence
+    steps = {step["token_end"]: step["reward"] for step in environment_turns(told)["step_rewards"]}
+    assert steps == {3: 10.0, 1: 20.0, 6: 30.0}
+    sample = Sample(PROMPT, made, Verdict(RewardStatus.OK, 6.0))
+    (row,) = readable_samples([Group(PROMPT, (sample,), 0, 0)])
+    assert row["turns"] == in_time
 
 
 def test_a_reward_of_another_trainer_is_told_which_completions_were_truncated():

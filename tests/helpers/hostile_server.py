@@ -165,12 +165,15 @@ async def truncated(request: Request, connection: Connection, then_reset: bool =
 
 
 @behaviour
-async def one_too_many(request: Request, connection: Connection, unasked: Any, later_s: float = 0.0) -> bool:
-    """What was asked, and then a reply more that nothing asked for."""
+async def one_too_many(
+    request: Request, connection: Connection, unasked: Any, later: asyncio.Event | None = None
+) -> bool:
+    """What was asked, and then a reply more that nothing asked for: with it, or when `later` is set."""
     replies = [message(200, json.dumps(one).encode()) for one in (request.json, unasked)]
-    if later_s:
+    if later is not None:
         await connection.write(replies.pop(0))
-        await asyncio.sleep(later_s)
+        await later.wait()
+        later.clear()
     await connection.write(b"".join(replies))
     return True
 

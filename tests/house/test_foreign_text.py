@@ -23,7 +23,17 @@ from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
-from async_grpo.rewards.builtin import answers, code, countdown, json_schema, math_verify, mathd, sympy, text
+from async_grpo.rewards.builtin import (
+    answers,
+    code,
+    countdown,
+    json_schema,
+    math_notation,
+    math_verify,
+    mathd,
+    sympy,
+    text,
+)
 from async_grpo.rewards.http.exchange import json_object, retry_after_s
 from async_grpo.rewards.judges import judge_prompts, judge_replies
 
@@ -127,14 +137,27 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"<answer>(.*?)(</answer>|\Z)": "countdown",
         r"[0-9]+": "countdown",
     },
+    "rewards/builtin/math_notation.py": {
+        r"'[' + ''.join(_SIGNS) + ']'": "notation",
+        r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}))(?![\w.])": "notation",  # noqa: E501
+        r"(\\[dtc]?frac)\s{0,8}(\d)\s{0,8}(\d)(?!\d)": "notation",
+        r"(^|[(\[{,=:])(\s{0,8})\u2013(?=\s{0,8}[\d.\\])": "notation",
+        "[\xbc-\xbe\u2150-\u215e]": "notation",
+        "[\uff01-\uff5e]": "notation",
+        r"\\mathrm\s{0,8}\{\s{0,8}([ei])\s{0,8}\}": "notation",
+        r"\u221a\s*(?:\(([^()]{0,200})\)|\{([^{}]{0,200})\}|(\d+(?:\.\d+)?|[a-zA-Z]))": "notation",
+        r"f'[{_SUPERSCRIPTS}]+'": "notation",
+        r"f'\\s*({_NUMBER})(?:\\s|~|\\\\[, ]){{0,8}}{_UNIT}(?:/{_UNIT})?\\s*\\.?\\s*'": "notation",
+    },
     "rewards/builtin/math_verify.py": {
+        r"(?<!\\)\$|\\[(\[]": "math_verify's answer",
+        r"(?<=[\w)\]}%])(?<!\\right)(?<!\\left)[\s.,;:]{1,20}\Z": "math_verify's answer",
         r"(?<=\d)[ \t]+(?=\d)": "readable",
         r"[\d\s]++/?": "readable",
         r"[^\t\n\r\x20-\x7e]": "readable",
-        r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f]": "math_verify's answer",
-        r"\$|\\[(\[]": "math_verify's answer",
+        r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]": "math_verify's answer",
+        r"\\(?:begin|end)\{[a-z]+\*?\}|\\text\{\s{0,8}(?:and|or)\s{0,8}\}|\\[a-zA-Z]+|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})(?![a-zA-Z])": "math_verify's answer",  # noqa: E501
         r"\\.|[{}]": "math_verify's answer",
-        r"\\[a-zA-Z]+": "math_verify's answer",
     },
     "rewards/builtin/mathd.py": {
         r"(-?\d+)/(-?\d+)": "mathd",
@@ -254,7 +277,14 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     ],
     "torchrun_root": supervisor.torchrun_root,
     "stated_answer": lambda completion: [stated_answer(completion, [form]) for form in get_args(Form)],
-    "math_verify's answer": lambda completion: math_verify._answer_to_parse(completion),
+    "math_verify's answer": lambda completion: [
+        math_verify._answers_to_parse(completion),
+        math_verify._answers_to_parse(f"<answer>{completion[:19_000]}</answer>"),
+    ],
+    "notation": lambda answer: [
+        math_notation.as_latex(answer),
+        math_notation.number_before_unit(answer[:20_000]),
+    ],
     "control tokens": CONTROL_TOKENS.breaks_of,
     "ungrouped": answers.ungrouped,
     "countdown": scored(countdown.score_steps, nums=[3, 4], target=7),

@@ -1,5 +1,6 @@
 """A computation has the time that it is given; with no time left it does not begin."""
 
+import threading
 import time
 
 import pytest
@@ -20,3 +21,21 @@ def test_a_block_that_does_not_end_is_interrupted():
     is_refused = pytest.raises(TimeoutError, match="the template takes more than 0.05 s")
     with is_refused, interrupted_after(0.05, "the template"):
         time.sleep(60)
+
+
+def test_outside_the_main_thread_where_no_signal_arrives_the_block_does_not_begin():
+    outcomes = []
+
+    def call() -> None:
+        try:
+            with interrupted_after(60, "the template"):
+                outcomes.append("begun")
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=call, name="reader")
+    thread.start()
+    thread.join(timeout=60)
+    assert len(outcomes) == 1
+    assert "the template is limited to 60 s by a signal" in outcomes[0]
+    assert "this is thread 'reader': call it in the main thread" in outcomes[0]

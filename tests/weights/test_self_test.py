@@ -83,16 +83,36 @@ class Engine(WatchedLink):
         return np.concatenate([np.zeros(1, np.float32), chosen]) + np.float32(self.bias)
 
 
+def rounded_to_eight_bits(weight: torch.Tensor) -> torch.Tensor:
+    """What vLLM's fp8 makes of a matrix: e4m3 (448 at most) times one scale."""
+    scale = weight.float().abs().max() / 448
+    return ((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
+
+
+class EightBitEngine(Engine):
+    """An engine whose linear layers keep their weights in fp8, as vLLM's do with quantization=fp8."""
+
+    def update(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+        manifest = super().update(tensors)
+        with torch.no_grad():
+            for name in tensors:
+                if name.endswith("_proj.weight"):
+                    self.weights[name].copy_(rounded_to_eight_bits(self.weights[name]))
+        return manifest
+
+
 def synced(
     layers=2, hidden=256, watched=(), tolerance=None, dtype=torch.bfloat16, is_watched=None
 ) -> tuple[Engine, Publisher, PolicyModel]:
     """An engine, its trainer's publisher and policy."""
-    engine, canary = (
-        Engine(layers, hidden, watched, dtype, is_watched),
-        Canary([Canary.text(VOCAB, TOKENS)], canary_logprobs),
-    )
-    sender = Publisher(engine, named_weights, canary, dtype, 0, WeightConfig(canary_tolerance=tolerance))
+    engine = Engine(layers, hidden, watched, dtype, is_watched)
+    sender = publisher_of(engine, dtype, tolerance)
     return engine, sender, PolicyModel(fresh_model(layers, hidden, dtype))
+
+
+def publisher_of(engine: Engine, dtype=torch.bfloat16, tolerance: float | None = None) -> Publisher:
+    canary = Canary([Canary.text(VOCAB, TOKENS)], canary_logprobs)
+    return Publisher(engine, named_weights, canary, dtype, 0, WeightConfig(canary_tolerance=tolerance))
 
 
 @pytest.mark.timeout(600)  # without instructions for bfloat16, a minute and a half on a quiet core
@@ -127,6 +147,25 @@ def test_the_sums_of_a_wide_float32_model_may_round_in_the_self_test():
     assert len(engine.healthy) == 1 and engine.healthy[0] < 0.5
     assert len(engine.lost) == 15 and min(engine.lost.values()) > 20
     assert engine.tolerances[-1] <= 5e-5  # of the syncs that follow: there the weights are not so wild
+
+
+def test_an_engine_with_weights_in_eight_bits_starts_and_each_tensor_that_it_loses_shows():
+    """Changed layers amplify its coarser rounding, too: what it differs by unchanged is not enough for all of them."""
+    engine = EightBitEngine(4, 256, watched=(1,))
+    sender = publisher_of(engine)
+    policy = PolicyModel(fresh_model(4, 256))
+    sender.publish(policy, 0, self_test=True)()
+    assert len(engine.healthy) == 4 + 2  # one round per layer, one of what lies outside, one of all
+    assert len(engine.lost) == 12 and min(engine.lost.values()) > 1.25
+
+
+def test_an_engine_that_rounds_too_coarsely_to_be_proven_is_refused_with_the_way_out():
+    engine = EightBitEngine(4, 256, dtype=torch.float32)
+    sender = publisher_of(engine, torch.float32)
+    policy = PolicyModel(fresh_model(4, 256, torch.float32))
+    way_out = r"--canary-tolerance sets what is allowed; an engine with quantised weights .* may need it"
+    with pytest.raises(WeightsDidNotLand, match=way_out):
+        sender.publish(policy, 0, self_test=True)()
 
 
 def change(model: PolicyModel, size: float) -> None:

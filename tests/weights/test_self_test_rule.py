@@ -1,6 +1,7 @@
 """What the self-test allows a healthy engine, measured on a model that amplifies rounding as trained ones do."""
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -130,6 +131,41 @@ def test_only_layers_that_cannot_be_read_back_have_a_round_of_their_own():
     publisher(engine).publish(trained(), 0, self_test=True)()
     third, ninth = ({f"layers.{n}.weight", f"layers.{n}.bias"} for n in (3, 9))
     assert engine.sent == [everything, third, third | ninth, everything]
+
+
+@pytest.mark.parametrize("unread", [(), ("layers.3.weight",)], ids=["all read back", "one layer not"])
+def test_originals_that_do_not_fit_into_main_memory_at_once_make_several_rounds(unread, monkeypatch):
+    sizes = {name: weight.nbytes for name, weight in trained().named_parameters()}
+    two_layers_bytes = 2 * (sizes["layers.0.weight"] + sizes["layers.0.bias"])
+    monkeypatch.setattr(Publisher, "originals_bytes", two_layers_bytes)
+    changed_in_round, originals = [], dict(trained().named_parameters())
+
+    @contextmanager
+    def noted(weights):
+        with perturbed(weights):
+            changed_in_round.append(
+                {n for n, weight in weights.items() if not torch.equal(weight, originals[n])}
+            )
+            yield
+
+    monkeypatch.setattr("async_grpo.weights.publisher.perturbed", noted)
+    engine, model = ReadingEngine(unread=unread), trained()
+    publisher(engine).publish(model, 0, self_test=True)()
+    layers = [{f"layers.{n}.weight", f"layers.{n}.bias"} for n in range(LAYERS)]
+    assert changed_in_round[: len(unread)] == [layers[3]] * len(unread)
+    # `embed` is smaller than a layer
+    pairs = [first | second for first, second in zip(layers[1:-1:2], layers[2::2], strict=True)]
+    assert changed_in_round[len(unread) :] == [{"embed"} | layers[0], *pairs, layers[-1]]
+    assert all(torch.equal(weight, originals[name]) for name, weight in model.named_parameters())
+    for name, weight in engine.model.named_parameters():  # in the engine, too
+        assert torch.equal(weight, originals[name].bfloat16())
+
+
+def test_a_lost_tensor_is_refused_in_whichever_round_it_changes(monkeypatch):
+    monkeypatch.setattr(Publisher, "originals_bytes", 1)
+    for name in LOST:
+        with pytest.raises(WeightsDidNotLand, match=f"received, yet not in use: {name};"):
+            publisher(ReadingEngine(loses=name)).publish(trained(), 0, self_test=True)()
 
 
 def test_other_ranks_take_part_in_the_rounds_that_rank_0_needs(monkeypatch):

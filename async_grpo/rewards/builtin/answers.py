@@ -1,12 +1,10 @@
-r"""What the rewards share: the text to score, the row's gold answer, and an end to computations.
+r"""What the rewards share: the text to score and the row's gold answer.
 
 How the answer is read in a text stands in `async_grpo.rewards.answer_reading.stated`, for all rewards alike.
 """
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+import math
+from decimal import Decimal
 from typing import Any
 
 from async_grpo.rewards.answer_reading.boxes import boxed_answer as boxed_answer
@@ -17,30 +15,6 @@ from async_grpo.rewards.answer_reading.boxes import without_layout as without_la
 from async_grpo.rewards.answer_reading.stated import answer_block as answer_block
 from async_grpo.rewards.answer_reading.stated import fenced_blocks as fenced_blocks
 from async_grpo.rewards.answer_reading.stated import stated_answer as stated_answer
-
-
-class _TimeLimitReached(BaseException):  # no Exception: libraries catch those in places, and go on
-    pass
-
-
-@contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Interrupt the block after so many seconds, with a TimeoutError. Raises ValueError outside the main thread, where no
-    signal arrives. Code in C is interrupted only where it looks for signals, as matching a regular expression does.
-    """
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise _TimeLimitReached
-
-    previous = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except _TimeLimitReached as error:
-        raise TimeoutError(f"{what} takes more than {seconds:g} s") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def completion_text(sample: dict[str, Any]) -> str:
@@ -65,8 +39,8 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     answer = sample.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"the row's answer must be text or a number, not {answer!r}")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
+    if isinstance(answer, float) and math.isfinite(answer):
+        answer = int(answer) if answer.is_integer() else f"{Decimal(repr(answer)):f}"  # Python writes 1e-05
     text = str(answer).rpartition("####")[2].strip()
     if has_box(text):
         boxed = boxed_answer(text)

@@ -15,8 +15,9 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.result import finite, unique_names
-from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks, time_limit
+from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 
 MAX_CHARACTERS = 200_000
 SECONDS = 2.0
@@ -56,7 +57,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     except (ValueError, RecursionError):
         return {"reward": 0.0, "parsed": 0.0}
     try:
-        with time_limit(SECONDS, "validation"):
+        with interrupted_after(SECONDS, "validation"):
             return {"reward": float(validator.is_valid(value)), "parsed": 1.0}
     except RecursionError:  # the value is too deep for the schema's rules
         return {"reward": 0.0, "parsed": 1.0}

@@ -2,8 +2,8 @@ r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, unit
 
 If there is a \boxed{}, it counts and nothing else (see `stated_answer`). Without one it is the one <answer>, else what
 follows "####" as in GSM8K, else "the answer is ...", else the last formula or number; a thought does not count. Of an
-equation the right side counts, and numbers agree to six decimals. LaTeX is read by a grammar; the library hands to sympy's
-parser nothing but digits and + - * / ^ ( ).
+equation the right side counts. Numbers agree to six decimals, and those below a thousandth to 1 %, too.
+LaTeX is read by a grammar; the library hands to sympy's parser nothing but digits and + - * / ^ ( ).
 Time is limited by a signal: outside a main thread this adapter raises. The library's own limits are off, because they make
 a wrong answer of one that took too long.
 """
@@ -13,19 +13,23 @@ import re
 import unicodedata
 from typing import Any
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.builtin.answers import (
     completion_text,
     gold_answer,
     stated_answer,
-    time_limit,
     ungrouped,
     without_layout,
 )
+from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit
 from async_grpo.rewards.builtin.sympy import is_computable
 
 MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
+TINY = 1e-3  # below it, numbers that agree to six decimals may differ by much
+TINY_TOLERANCE = 0.01  # by which tiny numbers may differ
 SECONDS = 5.0  # for one parse or one comparison; then there is no judgement
 
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
@@ -33,10 +37,17 @@ _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 # slash, babble of numbers would take quadratic time
 _NUMBERS = re.compile(r"[\d\s]++/?")
 _GAP = re.compile(r"(?<=\d)[ \t]+(?=\d)")
-_DELIMITER = re.compile(r"\$|\\[(\[]")  # of a formula
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-# Words, units, bold letters and signs such as that of a currency: of these the library looks for numbers among words
-_PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f]")
+_DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]")  # of a formula
+# What letters may mean in a formula beside single variables
+_FORMULA_WORD = re.compile(
+    r"\\(?:begin|end)\{[a-z]+\*?\}|\\text\{\s{0,8}(?:and|or)\s{0,8}\}|\\[a-zA-Z]+"
+    r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
+    r"(?![a-zA-Z])"
+)
+_END_OF_SENTENCE = re.compile(r"(?<=[\w)\]}%])(?<!\\right)(?<!\\left)[\s.,;:]{1,20}\Z")
+# Words, units, bold letters and signs such as that of a currency: of these the library looks for numbers among words.
+# Greek letters and mathematical operators are parts of formulas
+_PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # It warns of each of its limits that is off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -63,7 +74,7 @@ def readable(text: str) -> str:
 
 def parsed(text: str, what: str) -> list[Any]:
     """Return the answers that the library finds. Raises TimeoutError if that takes too long."""
-    with time_limit(SECONDS, f"reading {what}"):
+    with interrupted_after(SECONDS, f"reading {what}"):
         answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
     return answers
 
@@ -79,21 +90,40 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     {'reward': 1.0}
     """
     gold = ungrouped(gold_answer(sample).replace(r"\$", "").strip())
-    marked = gold if "$" in gold else f"${gold}$"
+    marked = gold if "$" in gold else f"${as_latex(gold)}$"
     gold_answers = parsed(marked, "the row's answer")
     if not gold_answers:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
-    answers = parsed(_answer_to_parse(completion_text(sample)), "the answer")
-    answers = [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
-    with time_limit(SECONDS, "the comparison"):
-        return {"reward": float(verify(gold_answers, answers, timeout_seconds=None))}
+    for text in _answers_to_parse(completion_text(sample)):
+        answers = parsed(text, "the answer")
+        answers = [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
+        with interrupted_after(SECONDS, "the comparison"):
+            is_equal = verify(gold_answers, answers, timeout_seconds=None)
+            if is_equal and not _are_different_tiny_numbers(gold_answers, answers):
+                return {"reward": 1.0}
+    return {"reward": 0.0}
+
+
+def _are_different_tiny_numbers(gold_answers: list[Any], answers: list[Any]) -> bool:
+    """Return whether two numbers differ that the library takes for 0, and so for equal."""
+    numbers = (gold_answers[0], answers[0])
+    if not all(isinstance(number, sympy.Expr) and is_computable(number) for number in numbers):
+        return False
+    # A percentage is a product with an unevaluated hundredth
+    gold, answer = (number.doit() for number in numbers)
+    if not gold.is_comparable or not answer.is_comparable or not 0 < abs(gold.evalf()) < TINY:
+        return False
+    ratio = (answer / gold).evalf()
+    # The library takes a percentage for its number, and for its hundredth
+    return all(abs(ratio * factor - 1) > TINY_TOLERANCE for factor in (1, 100, 0.01))
 
 
 def _is_bare_formula(text: str) -> bool:
-    """Return whether all of a text is a formula without delimiters, which the library would not find in it."""
+    """Return whether all of a text is a formula, which the library would not find in it, or not as a whole."""
+    text = without_layout(text)
     if len(text) > MAX_CHARACTERS or _DELIMITER.search(text) or not _has_balanced_braces(text):
         return False
-    return _PROSE.search(_COMMAND.sub(" ", text)) is None
+    return _PROSE.search(_FORMULA_WORD.sub(" ", as_latex(text))) is None
 
 
 def _has_balanced_braces(text: str) -> bool:
@@ -105,14 +135,23 @@ def _has_balanced_braces(text: str) -> bool:
     return depth == 0
 
 
-def _answer_to_parse(text: str) -> str:
-    """Return the part of a completion in which the library looks for the answer; "" if it states none."""
+def _answers_to_parse(text: str) -> list[str]:
+    """Return the texts in which the library looks for the answer of a completion; none if it states none.
+
+    There are two where a letter may be a unit or a variable.
+    """
     boxed = stated_answer(text, ("box",))
     if boxed is not None:
-        return readable(rf"\boxed{{{ungrouped(boxed)}}}") if len(boxed) <= MAX_CHARACTERS else ""
+        return _formulas(boxed) if len(boxed) <= MAX_CHARACTERS else []
     marked = stated_answer(text, ("box", "block", "marker"))
-    if marked is not None and _is_bare_formula(marked):
-        formula = without_layout(marked.rstrip(" .,;:"))
-        return readable(rf"\boxed{{{ungrouped(formula)}}}")
+    if marked is not None and (_is_bare_formula(marked) or number_before_unit(without_layout(marked))):
+        return _formulas(marked)
     answer = marked if marked is not None else stated_answer(text, ("box", "rest")) or ""
-    return readable(answer[-MAX_CHARACTERS - 8 :])
+    return [readable(answer[-MAX_CHARACTERS - 8 :])]
+
+
+def _formulas(answer: str) -> list[str]:
+    """Return the texts for the library of an answer that is a formula, perhaps with a unit."""
+    formula = _END_OF_SENTENCE.sub("", without_layout(_END_OF_SENTENCE.sub("", answer)))
+    readings = [formula, number_before_unit(formula)]
+    return [readable(rf"\boxed{{{as_latex(ungrouped(reading))}}}") for reading in readings if reading]

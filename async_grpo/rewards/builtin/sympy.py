@@ -13,7 +13,8 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer, time_limit
+from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
 SECONDS = (
@@ -60,6 +61,8 @@ def exact_form(text: str) -> str | None:
 
 def same_value(gold: Any, given: Any) -> bool:
     """Whether two are equal: numbers to 12 digits, formulas by `simplify`, sets and relations literally."""
+    if sympy.zoo in (gold, given):
+        return False  # 1/0 is no value: the ratios 1:0 and 2:0 would be equal
     are_formulas = isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr)
     if not are_formulas or gold.is_infinite or given.is_infinite:  # a distance to infinity says nothing
         return bool(gold == given)
@@ -84,7 +87,7 @@ def equal_elements(gold: str, given: str) -> bool:
     if _INTEGER.fullmatch(gold_text) or (exact_form(gold_text) and exact_form(given_text)):
         return exact_form(gold_text) == exact_form(given_text)
     gold_expression = parse(gold)
-    with time_limit(SECONDS, "the comparison"):
+    with interrupted_after(SECONDS, "the comparison"):
         try:
             return same_value(gold_expression, parse(given))
         except _SYMPY_ERRORS:  # over text of the model: whatever sympy cannot digest is no right answer

@@ -9,6 +9,7 @@ import unicodedata
 from importlib import import_module
 from typing import Any
 
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.decorators import best_reward
 from async_grpo.rewards.builtin import answers
 
@@ -103,7 +104,7 @@ def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = Fal
     text = answers.completion_text(sample).rpartition("</think>")[2].strip()
     if len(text) > MAX_CHARACTERS:
         return {"reward": 0.0}
-    with answers.time_limit(SECONDS, f"the pattern {pattern!r:.200} on this text"):
+    with interrupted_after(SECONDS, f"the pattern {pattern!r:.200} on this text"):
         match = expression.search(text) if search else expression.fullmatch(text)
     return {"reward": float(match is not None)}
 

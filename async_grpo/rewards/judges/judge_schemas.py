@@ -49,8 +49,18 @@ def _validator_of(schema_text: str) -> Any:
             )
 
     draft = jsonschema.Draft202012Validator
+    check_multiple = draft.VALIDATORS["multipleOf"]
+
+    def multiple_rule(validator: Any, argument: Any, value: Any, schema: Any) -> Any:
+        """Check the rule `multipleOf`, which breaks on integers that no float can hold."""
+        try:
+            yield from check_multiple(validator, argument, value, schema) or ()
+        except OverflowError:
+            yield jsonschema.ValidationError(f"a number is too large to be a multiple of {argument!r}")
+
     rules = {name: _stoppable(rule) for name, rule in draft.VALIDATORS.items()}
     rules["pattern"] = pattern_rule
+    rules["multipleOf"] = multiple_rule
     schema = json.loads(schema_text, object_hook=_without_dialect)
     return jsonschema.validators.extend(draft, rules)(schema, registry=Registry())
 
@@ -79,9 +89,12 @@ def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_k
 
 
 def _check_pattern(pattern: str) -> None:
+    import regex
+
     try:
         groups = re.compile(pattern).groups
-    except re.error as error:
+        regex.compile(pattern)  # it reads `{e}` as a rule of its own
+    except (re.error, regex.error) as error:
         raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
     require_all((groups == 1, f"{pattern=} has {groups} groups: the score must be the only one"))
 
@@ -107,6 +120,41 @@ def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
         (not _has_rule(schema, lambda part: "patternProperties" in part), endless),
         (not _has_rule(schema, lambda part: part.get("uniqueItems") is True), quadratic),
     )
+    _check_references(schema, score_key)
+
+
+def _check_references(schema: Mapping[str, Any], score_key: str) -> None:
+    """Raise ConfigurationError for references that lead out of the schema, nowhere, or round in a circle."""
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
+
+    # The registry is empty: a schema of another address, be it of JSON Schema itself, could hold what is refused here
+    resource = DRAFT202012.create_resource(json.loads(json.dumps(schema), object_hook=_without_dialect))
+    waiting = [(resource, EMPTY_REGISTRY.resolver_with_root(resource))]
+    checked = set[int]()
+    reference = ""
+    try:
+        while waiting:
+            part, resolver = waiting.pop()
+            if id(part.contents) in checked or not isinstance(part.contents, dict):
+                continue
+            checked.add(id(part.contents))
+            for name in ("$ref", "$dynamicRef"):
+                if isinstance(part.contents.get(name), str):
+                    reference = part.contents[name]
+                    target = resolver.lookup(reference)
+                    waiting.append((DRAFT202012.create_resource(target.contents), target.resolver))
+            for inner in part.subresources():
+                waiting.append((inner, resolver.in_subresource(inner)))
+        breach_of({score_key: 0}, schema, ReadingBudget())
+    except Unresolvable as error:
+        raise ConfigurationError(
+            f"json_schema refers to {reference!r}, which is not in it: write that part under $defs"
+        ) from error
+    except RecursionError as error:
+        raise ConfigurationError(
+            "json_schema refers to itself without an end: let a reference stand under a property"
+        ) from error
 
 
 def _has_rule(schema: Any, is_in: Callable[[Mapping[str, Any]], bool]) -> bool:

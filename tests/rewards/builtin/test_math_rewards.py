@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from async_grpo.rewards.builtin.answers import boxed_answer, time_limit
+from async_grpo.rewards.builtin.answers import boxed_answer
 from async_grpo.rewards.builtin.math_verify import readable
 from async_grpo.rewards.builtin.math_verify import score as math_verify
 from async_grpo.rewards.builtin.mathd import normalise
@@ -218,12 +218,6 @@ def test_text_of_the_model_is_never_executed(adapter, tmp_path):
     assert not trap.exists()
 
 
-def test_the_time_limit_interrupts_a_computation():
-    with pytest.raises(TimeoutError, match="the loop takes more than 0.05 s"), time_limit(0.05, "the loop"):
-        while True:
-            pass
-
-
 @pytest.mark.parametrize("adapter", [math_verify, sympy])
 def test_outside_the_main_thread_the_adapter_raises_instead_of_rejecting_everything(adapter):
     errors = []
@@ -236,4 +230,4 @@ def test_outside_the_main_thread_the_adapter_raises_instead_of_rejecting_everyth
     thread = threading.Thread(target=call)
     thread.start()
     thread.join(timeout=20)
-    assert errors and ("signal" in errors[0] or "thread" in errors[0])
+    assert errors and "call it in the main thread" in errors[0]

@@ -14,6 +14,7 @@ import tracemalloc
 
 import hostile_server as hostile
 import pytest
+from aiohttp.client_proto import ResponseHandler
 from hostile_server import HostileServer, reply, status, until
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
@@ -237,14 +238,25 @@ async def test_a_slow_complaint_does_not_hide_what_was_complained_about():
         assert counted(client) == {"429": 1, "ok": 1}
 
 
-@pytest.mark.parametrize("later_s", [0.0, 0.05], ids=["with the reply", "a moment later"])
-async def test_a_reply_too_many_never_becomes_the_answer_to_the_next_call(later_s):
+@pytest.mark.parametrize("comes_later", [False, True], ids=["with the reply", "a moment later"])
+async def test_a_reply_too_many_never_becomes_the_answer_to_the_next_call(comes_later, monkeypatch):
     """The connection that holds it is dropped, whether it came with the reply or while the connection was idle."""
-    behaviour = hostile.one_too_many({"n": "somebody else's"}, later_s=later_s)
+    later, has_arrived = asyncio.Event(), asyncio.Event()
+    receive = ResponseHandler.data_received
+
+    def noted(protocol: ResponseHandler, data: bytes) -> None:
+        receive(protocol, data)
+        has_arrived.set()
+
+    monkeypatch.setattr(ResponseHandler, "data_received", noted)
+    behaviour = hostile.one_too_many({"n": "somebody else's"}, later=later if comes_later else None)
     async with asking(behaviour) as (server, client):
         for n in range(5):
-            assert await ask(client, payload={"n": n}) == {"n": n}
-            await asyncio.sleep(2 * later_s)
+            assert await ask(client, 60, payload={"n": n}) == {"n": n}
+            if comes_later:
+                has_arrived.clear()
+                later.set()
+                await asyncio.wait_for(has_arrived.wait(), 60)
         assert server.connections == 5 and counted(client) == {"ok": 5}
 
 
