@@ -227,7 +227,7 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
     """With the same draws: the completion is the same, token by token, though its prefix now is part of the prompt."""
     from async_grpo.inference import generation_worker
 
-    monkeypatch.setattr(generation_worker, "PARTS_EVERY_S", 0.01)
+    monkeypatch.setattr(generation_worker, "PARTIAL_RESULTS_EVERY_S", 0.01)
     prompt, seeds = CANARY[:8], {member: 100 + member for member in range(6)}
 
     async def all_of(begun=None) -> tuple[dict[int, Completion], dict[int, list[Tokens]]]:
