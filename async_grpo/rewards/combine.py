@@ -49,8 +49,8 @@ class Combination:
         if not self.adapters or len(set(self.adapters)) != len(self.adapters):
             raise ConfigurationError(f"at least one adapter is needed, and each once, not {self.adapters}")
         if self.mode not in MODES:
-            known = ", ".join(MODES)
-            raise ConfigurationError(f"unknown reward combination {self.mode!r}; choose one of {known}")
+            modes = ", ".join(MODES)
+            raise ConfigurationError(f"unknown reward combination {self.mode!r}; choose one of {modes}")
         self._refuse_unknown("weight", self.weights)
         self._refuse_unknown("constant", self.constants)
         if self._combined(dict.fromkeys(self.adapters, 0.0)) is None:

@@ -194,17 +194,17 @@ def accepted_options(
 
 def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an option that none of the adapters names; it would be lost without a sign."""
-    known: set[str] = set()
+    known_options: set[str] = set()
     for adapter in adapters.values():
         if is_judge(adapter):
             continue
         if isinstance(adapter, type):
             # The method's first parameters are `self` and the sample
-            known |= accepted_options(function_of(adapter), options, num_given=2).keys()
-            known |= accepted_options(adapter, options, num_given=0).keys()
+            known_options |= accepted_options(function_of(adapter), options, num_given=2).keys()
+            known_options |= accepted_options(adapter, options, num_given=0).keys()
         else:
-            known |= accepted_options(function_of(adapter), options, num_given=1).keys()
-    unknown = sorted(set(options) - known)
+            known_options |= accepted_options(function_of(adapter), options, num_given=1).keys()
+    unknown = sorted(set(options) - known_options)
     if unknown:
         raise ConfigurationError(
             f"no reward function of {', '.join(adapters)} takes the option {', '.join(unknown)}: "

@@ -21,14 +21,14 @@ REGISTRY_FILE = "reward_registry.py"
 SHIPPED_REGISTRY = Path(__file__).parents[2] / "data" / REGISTRY_FILE
 
 
-def registry_file(given: str | Path | None = None) -> Path:
+def registry_file(path: str | Path | None = None) -> Path:
     """Return the registry file of a command: the given one, or that of the working folder, or the shipped one.
 
     >>> registry_file("rewards/mine.py")
     PosixPath('rewards/mine.py')
     """
-    if given:
-        return Path(given)
+    if path:
+        return Path(path)
     here = Path(REGISTRY_FILE)
     return here if here.is_file() else SHIPPED_REGISTRY
 

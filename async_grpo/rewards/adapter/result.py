@@ -72,8 +72,8 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
     if isinstance(returned, Real) and not process:
         returned = {"reward": returned}
     if not isinstance(returned, dict):
-        wanted = f"a dict with {' or '.join(KINDS)}" if process else "a number or a dict with a `reward`"
-        return failure(f"the adapter returned a {type(returned).__name__}, not {wanted}")
+        expected = f"a dict with {' or '.join(KINDS)}" if process else "a number or a dict with a `reward`"
+        return failure(f"the adapter returned a {type(returned).__name__}, not {expected}")
     abstain_reason = returned.get("abstain", False)
     if abstain_reason is not False:
         return failure(str(abstain_reason), "abstained")
@@ -278,8 +278,8 @@ def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
         ValueError: The step is malformed, or its end lies outside the completion.
     """
     if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
-        wanted = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
-        raise ValueError(f"{where} is {shown(step, MAX_REASON_CHARACTERS)}, not {wanted}")
+        expected = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
+        raise ValueError(f"{where} is {shown(step, MAX_REASON_CHARACTERS)}, not {expected}")
     (name,) = step.keys() & _ENDS
     column, unit = _ENDS[name]
     end = step[name]

@@ -29,10 +29,10 @@ def require_all(*rules: tuple[object, str]) -> None:
             raise ConfigurationError(message)
 
 
-def check_field(settings: object, name: str, fits: Callable[[Any], bool], wanted: str) -> None:
-    """Raise ConfigurationError if the field's value does not fit; `wanted` completes "NAME must ..."."""
+def check_field(settings: object, name: str, fits: Callable[[Any], bool], requirement: str) -> None:
+    """Raise ConfigurationError if the field's value does not fit; `requirement` completes "NAME must ..."."""
     value = getattr(settings, name)
-    require_all((fits(value), f"{name} must {wanted}: {value}"))
+    require_all((fits(value), f"{name} must {requirement}: {value}"))
 
 
 class JudgeError(AsyncGrpoError, RuntimeError):

@@ -85,19 +85,19 @@ def numbers(table: str, machine: str) -> dict[str, int]:
     return numbers_by_name
 
 
-def _check(argument: int, *values: int, test: int = _EQUAL, found: int = _ALLOW) -> list[Instruction]:
+def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALLOW) -> list[Instruction]:
     """Return instructions that compare an argument with values, and end the filter.
 
     Args:
         argument: Index of the argument. Its low 32 bits are compared; the kernel reads no more of these arguments.
         values: The values.
         test: Comparison of the argument with each value.
-        found: What the filter returns if a comparison holds, _ALLOW or _EPERM; otherwise it returns the other one.
+        if_found: What the filter returns if a comparison holds, _ALLOW or _EPERM; otherwise it returns the other one.
     """
     code: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + _ARGUMENT_BYTES * argument)]
     for value in values:
-        code += [(test, 0, 1, value), (_RETURN, 0, 0, found)]
-    not_found = _EPERM if found == _ALLOW else _ALLOW
+        code += [(test, 0, 1, value), (_RETURN, 0, 0, if_found)]
+    not_found = _EPERM if if_found == _ALLOW else _ALLOW
     return [*code, (_RETURN, 0, 0, not_found)]
 
 
@@ -117,8 +117,8 @@ def program(machine: str, pid: int) -> list[Instruction]:
     for number in numbers(_PLAIN, machine).values():
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     checks = {
-        "open": _check(1, _WRITING, test=_ANY_BIT, found=_EPERM),
-        "openat": _check(2, _WRITING, test=_ANY_BIT, found=_EPERM),
+        "open": _check(1, _WRITING, test=_ANY_BIT, if_found=_EPERM),
+        "openat": _check(2, _WRITING, test=_ANY_BIT, if_found=_EPERM),
         "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # allows threads, and no processes
         "kill": _check(0, pid),
         "tgkill": _check(0, pid),

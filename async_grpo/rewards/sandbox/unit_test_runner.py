@@ -100,8 +100,8 @@ class Solution(dict[str, Any]):
         owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         owner_names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
         self._modules = owner_names & sys.stdlib_module_names
-        self.asked = False  # the tests have used a name of the tested code
-        self.missing = False  # a name that the tests use is not defined
+        self.has_used_solution = False  # the tests have used a name of the tested code
+        self.has_missing_name = False  # a name that the tests use is not defined
         self.failure: WireError | Unsendable | None = (
             None  # kept here, because the tests may catch the exception
         )
@@ -110,12 +110,12 @@ class Solution(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in self._modules:
             return self.setdefault(name, import_module(name))
-        self.asked = True
+        self.has_used_solution = True
         try:
             return self.setdefault(name, self.ask("getattr", self.module, name))
         except AttributeError:
             # Tests that expect an exception could otherwise pass by the NameError
-            self.missing = True
+            self.has_missing_name = True
             raise KeyError(name) from None
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -162,14 +162,14 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
     except (SyntaxError, ValueError, RecursionError) as error:
         return str(error)
     solution = Solution(channel, tree)
-    passed = False
+    has_passed = False
     try:
         # Raises if the tested code could not be loaded
         solution.ask("bool", solution.module)
         exec(code, {"__builtins__": solution, "__name__": "tests"})
-        if not solution.asked:
+        if not solution.has_used_solution:
             return "the tests use nothing that the tested code could define"
-        passed = not solution.missing
+        has_passed = not solution.has_missing_name
     except ImportError as error:
         if error is not solution.error:
             return str(error)
@@ -177,7 +177,7 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
         pass
     if isinstance(solution.failure, Unsendable):
         return str(solution.failure)
-    return passed and solution.failure is None
+    return has_passed and solution.failure is None
 
 
 def _reference_to(value: Any) -> int | str:
