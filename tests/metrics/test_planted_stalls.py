@@ -103,7 +103,7 @@ def test_a_queue_of_finished_groups_that_is_deadlocked(tmp_path, monkeypatch):
 
     async def locked(self, group):
         if group.sequence_number == GROUPS:
-            async with self._offering:
+            async with self._offer_lock:
                 await planted.until_released()
         await offer(self, group)
 
