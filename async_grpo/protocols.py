@@ -53,7 +53,7 @@ class Verification(Protocol):
         """Return the final verdicts on a whole group, after the rewards have processed all of its samples together."""
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return statistics since the last call: `verifiers`, counts and latencies by adapter, and those of cache and budget."""
+        """Return statistics since the last call: `verifiers`, counts and latencies by adapter, of cache and budget too."""
 
     async def close(self) -> None:
         """Stop everything that `start` started, within a few seconds."""

@@ -175,7 +175,9 @@ def mismatch_sums(
     ids = compact_ids(sequence_ids, mask)
     has_tokens = sequence_sums(mask.long(), ids) > 0
     weights = torch.where(mask, clamp_log_ratio(x).exp(), 0)
-    sequence_weights = torch.where(has_tokens, clamp_log_ratio(sequence_sums(clamp_log_ratio(x), ids)).exp(), 0)
+    sequence_weights = torch.where(
+        has_tokens, clamp_log_ratio(sequence_sums(clamp_log_ratio(x), ids)).exp(), 0
+    )
     sums = {
         "tokens": mask.double(),
         "k1": -x,
