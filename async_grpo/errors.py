@@ -1,12 +1,14 @@
-"""Every error of the library. Each one also is the builtin it refines, and each one can be pickled."""
+"""All errors of the library. Each is also a builtin error, and each can be pickled."""
 
-EXIT_USAGE = 2  # of a program that refuses its settings: the user's mistake
-EXIT_FAILED = 1  # of a program that failed
-EXIT_INTERRUPTED = 75  # of a run that was told to end and saved: the same command goes on (EX_TEMPFAIL)
+EXIT_USAGE = 2  # exit code of a program that refuses its settings
+EXIT_FAILED = 1  # exit code of a program that failed
+EXIT_INTERRUPTED = (
+    75  # exit code of a run that saved and ended on request; the same command resumes it (EX_TEMPFAIL)
+)
 
 
 class AsyncGrpoError(Exception):
-    """Base of all errors raised on purpose by this library."""
+    """Base of all errors that this library raises on purpose."""
 
     exit_code = EXIT_FAILED
 
@@ -22,7 +24,7 @@ class WorkerLost(AsyncGrpoError, RuntimeError):
 
 
 class PromptSetAside(WorkerLost):
-    """So many workers were lost over one prompt that it looks like the prompt's own fault."""
+    """A prompt was set aside, because so many workers were lost while they processed it."""
 
 
 class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
@@ -30,26 +32,26 @@ class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
 
 
 class StalenessViolated(AsyncGrpoError, AssertionError):
-    """A token older than `max_staleness` steps was about to be trained on: our bug."""
+    """A token older than `max_staleness` steps was about to be trained on, which is a bug of this library."""
 
 
 class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
-    """The loss or gradient of a step holds NaN or inf. The step was not taken and the gradient is discarded."""
+    """The loss or the gradient of a step contains NaN or inf. The step was not taken, and its gradient was discarded."""
 
 
 class DeadlineExceeded(AsyncGrpoError, TimeoutError):
-    """A bounded wait ran out. The message names what was waited for, for how long, and who should have answered."""
+    """A wait exceeded its deadline. The message names the awaited event, the deadline, and the process that is late."""
 
 
 class CheckpointBroken(AsyncGrpoError, ValueError):
-    """A checkpoint is not as it was written, or of a format that this version does not read."""
+    """A checkpoint was altered after it was written, or has a format that this version does not read."""
 
 
 class RunInterrupted(AsyncGrpoError, RuntimeError):
-    """The run was told to end before its time; its checkpoint is saved."""
+    """The run ended early on request, with its checkpoint saved."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class RunFailed(AsyncGrpoError, RuntimeError):
-    """A background task of the run failed; the message carries its error."""
+    """A background task of the run failed. The message contains its error."""

@@ -1,14 +1,14 @@
-"""(rewards, mask, groups) -> advantages: the estimators by name, or by `FILE.py:NAME`, and the rules for every one.
+"""Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that hold for all of them.
 
-A reward that is missing or not a number must never move a baseline, and a sample without a rival teaches nothing:
+A missing or non-finite reward must never move a baseline, and a sample without a rival teaches nothing:
 
-- *Participants* are the valid rows with an unmasked token that have at least one other such row in their group. The
-  rest enters no statistic, of the group or of the batch, and gets zeros. This holds for `reinforce_plus_plus` and `gae`
-  too: rows that are not to be compared by prompt share one group id.
-- What stands at masked positions and in invalid rows may be anything, NaN included, and changes nothing; so do rewards
-  outside a `step_mask` or `masks`. There, and where a row does not participate, the advantages are zero.
-- Statistics are float64, a deviation has ddof 1. Equal rewards give exactly zero, not rounding noise.
-- Advantages are finite. What would overflow on the way, or in the dtype of the rewards, is a ValueError.
+- *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. All
+  other rows enter no statistic, neither of the group nor of the batch, and get zeros. This holds for
+  `reinforce_plus_plus` and `gae` too: rows that should not be compared by prompt must share one group id.
+- Values at masked positions and in invalid rows may be anything, NaN included, and change nothing; the same holds for
+  rewards outside a `step_mask` or `masks`. The advantages there, and of rows that do not participate, are zero.
+- Statistics are float64, and a standard deviation has ddof 1. Equal rewards give exactly zero, not rounding noise.
+- Advantages are finite. A value that overflows on the way, or in the dtype of the rewards, raises a ValueError.
 """
 
 import inspect
@@ -26,47 +26,49 @@ from async_grpo.algorithm.statistics import Groups
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import find_entry
 
-LARGEST = 1e100  # of rewards, baselines and values: their squares and sums stay far within float64
-SOLE = "reward"  # the name of a reward that came as a bare tensor
+LARGEST = 1e100  # bound of rewards, baselines and values: their squares and sums stay far within float64
+SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 
 # How the rewards of a sample reach an estimator
-TOTAL = "total"  # one tensor: all that the sample earned, each part on the token that it was earned on
-COMPONENTS = "components"  # a dict by name: the reward of each adapter on the last token, apart
-SOURCES = "sources"  # a dict by name: each process reward on its tokens, and the outcome on the last one
+TOTAL = "total"  # one tensor: the sum of all rewards, each at the token that earned it
+COMPONENTS = "components"  # a dict by name: the reward of each adapter, at the last token
+SOURCES = "sources"  # a dict by name: each process reward at its tokens, and the outcome at the last token
 
 # Inputs that the library provides to an estimator whose function has a keyword of that name: the critic's values, the
-# reward of the greedy completion, where step rewards stand (of a total; of each source), the user's --reward-weights
+# reward of the greedy completion, the places of step rewards (of the total; of each source), and `--reward-weights`
 PROVIDED = ("values", "baselines", "step_mask", "masks", "weights")
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only parameters and their defaults."""
+    """Return the keyword-only parameters of a function and their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """One advantage estimator and all that the rest of the library must know of it; defaults: those of a bare function.
+    """One advantage estimator, and what the rest of the library must know about it.
+
+    The defaults are those of a bare function.
 
     Args:
-        function: (rewards, used, groups, *, options and inputs) -> advantages, see `outcome_advantages`. Keywords with
-            a number as default are its options, the others its inputs.
-        group_local: the result for a group depends on that group alone, so groups may be handed on as they complete; a
+        function: (rewards, used, groups, *, options and inputs) -> advantages, see `outcome_advantages`. Keywords whose
+            default is a number are options, all others are inputs.
+        group_local: The advantages of a group depend on that group alone, so groups may be passed on as they complete. A
             batch-coupled estimator has to wait for its whole minibatch.
-        outcome: it does with one score per sample, placed on the row's last unmasked token.
-        process: it knows which token a reward stands on.
-        per_sample: given one score per sample, it gives all tokens of the sample the same advantage, and given several
-            those up to each (unless its option `gamma` discounts): one column for all of them does.
-        sums: only the sum of a sample's rewards counts, whichever tokens they stand on; implies `per_sample`.
+        outcome: The estimator accepts one score per sample, placed on the row's last unmasked token.
+        process: The estimator uses the token at which a reward stands.
+        per_sample: With one score per sample, all tokens of the sample get the same advantage; with several scores, all
+            tokens up to each score do (unless the option `gamma` discounts). One column can then stand for all of them.
+        sums: Only the sum of a sample's rewards counts, whichever tokens they stand on; implies `per_sample`.
         rewards: TOTAL, COMPONENTS or SOURCES.
-        compares_with_batch: groups of equal rewards teach it too, so they must not be left out or replaced.
-        needs_all_rewards: a sample counts only if every adapter gave it a reward. With TOTAL that is asked where some
-            rewards come step by step; elsewhere their combination says what a sample is worth.
-        inputs: inputs of its own, name -> function of a `Sample`: a number, or one number per completion token. A column
-            of the data row is `lambda sample: sample.prompt.row["difficulty"]`.
-        critic_returns: (rewards, values, mask, *, options) -> (advantages, returns), (B, T) each: it compares with the
-            values of a critic, so the trainer computes it, and trains the critic towards the returns.
+        compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
+        needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only where some
+            rewards belong to single steps; elsewhere the combined verdict decides.
+        inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
+            token. A column of the data row is `lambda sample: sample.prompt.row["difficulty"]`.
+        critic_returns: (rewards, values, mask, *, options) -> (advantages, returns), (B, T) each. The estimator compares
+            with the values of a critic, so the trainer computes it and trains the critic towards the returns.
     """
 
     function: Callable[..., Tensor]
@@ -82,32 +84,33 @@ class Estimator:
     critic_returns: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     @property
-    def named(self) -> bool:
-        """It takes several rewards apart, a dict of (B, T) by name."""
+    def takes_named_rewards(self) -> bool:
+        """Return whether the function takes several rewards, a dict of (B, T) by name."""
         return self.rewards != TOTAL
 
     @property
     def needs_critic(self) -> bool:
+        """Return whether the advantages need the values of a critic."""
         return self.critic_returns is not None
 
     @property
     def compares_with_greedy(self) -> bool:
-        """Every prompt also needs a greedy completion with a reward."""
+        """Return whether every prompt also needs a greedy completion with a reward."""
         return "baselines" in self.keywords
 
     @property
     def options(self) -> dict[str, float]:
-        """Its scalar options and their defaults."""
+        """Return the scalar options and their defaults."""
         return {name: value for name, value in self.keywords.items() if isinstance(value, (int, float))}
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The tensors that it cannot do without, beside rewards and mask."""
+    def required_inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs without a default, besides rewards and mask."""
         return tuple(name for name, value in self.keywords.items() if value is inspect.Parameter.empty)
 
-    @cached_property  # asked for several times per group, and a signature is slow
+    @cached_property  # read several times per group, and inspecting a signature is slow
     def keywords(self) -> dict[str, Any]:
-        """Options and inputs, and their defaults."""
+        """Return options and inputs with their defaults."""
         return keywords(self.function)
 
     @torch.no_grad()
@@ -120,14 +123,21 @@ class Estimator:
         valid: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Advantages (B, T) of `rewards` (B, T), in their dtype.
+        """Return the advantages (B, T) in the dtype of the rewards.
 
-        mask (B, T): True on the tokens that are trained on. A column may stand for several tokens of its row, and then
-        says how many: rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths. group_ids (B,): rows of
-        one prompt share an id. valid (B,): False where the reward is missing; such a row may hold NaN. `options` go to
-        the estimator: scalars, and inputs such as `baselines` (B,), `values` (B, T), `step_mask` (B, T).
-        ValueError: an option that is unknown or missing, a shape that does not fit, several rewards where one is taken,
-        a valid row whose reward, baseline or value is not finite or beyond 1e100, or an advantage beyond the dtype.
+        Args:
+            rewards: (B, T), or a dict of (B, T) by name where the estimator takes several rewards.
+            mask: (B, T), True at the tokens that are trained on. A column may stand for several tokens of its row; then
+                the mask holds their number: rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths.
+            group_ids: (B,), equal for the rows of one prompt.
+            valid: (B,), False where the reward is missing; such a row may hold NaN.
+            options: Scalar options of the estimator, and inputs such as `baselines` (B,), `values` (B, T) and
+                `step_mask` (B, T).
+
+        Raises:
+            ValueError: An option is unknown or missing, a shape does not fit, several rewards are passed to an estimator
+                that takes one, a valid row has a reward, baseline or value that is not finite or beyond 1e100, or an
+                advantage is beyond the range of the dtype.
 
         >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
@@ -135,51 +145,95 @@ class Estimator:
         """
         self._check_options(options)
         options = {name: value for name, value in options.items() if value is not None}
-        sources = self._by_name(rewards, mask, group_ids, valid)
-        if self.named:
-            _refuse_unknown("weights", options.get("weights", {}), sources)
-        tokens, mask = mask, mask.bool()
-        candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
-        groups, read = Groups.of(group_ids, candidates), mask & candidates[:, None]
+        rewards_by_name = self._rewards_by_name(rewards, mask, group_ids, valid)
+        if self.takes_named_rewards:
+            _refuse_unknown("weights", options.get("weights", {}), rewards_by_name)
+
+        num_tokens = mask  # per entry; 1 unless a column stands for several tokens
+        mask = mask.bool()
+        candidates = mask.any(dim=1)
+        if valid is not None:
+            candidates = candidates & valid.bool()
+        groups = Groups.of(group_ids, candidates)
+        readable = mask & candidates[:, None]
         used = mask & groups.participates
 
-        paid = {name: read & chosen for name, chosen in _reward_masks(options, sources, mask).items()}
-        cleaned = {name: _finite(name, values, paid[name]) for name, values in sources.items()}
-        rows = read.any(dim=1)
-        for name in {"values", "baselines", *self.inputs} & options.keys():
-            places = {"values": (read,), "baselines": (rows,)}.get(name, (rows, read))
-            options[name] = _finite(name, options[name], *places)
-        masks = {"step_mask": paid.get(SOLE), "masks": paid}
-        options |= {name: masks[name] for name in masks.keys() & options.keys()}
+        reward_masks = {}
+        finite_rewards = {}
+        for name, reward_mask in _reward_masks(options, rewards_by_name, mask).items():
+            reward_masks[name] = readable & reward_mask
+            finite_rewards[name] = _finite(name, rewards_by_name[name], reward_masks[name])
+        options |= self._finite_inputs(options, readable)
+        if "step_mask" in options:
+            options["step_mask"] = reward_masks.get(SINGLE_REWARD)
+        if "masks" in options:
+            options["masks"] = reward_masks
 
-        dtype = reduce(torch.promote_types, (values.dtype for values in sources.values()))
+        dtype = reduce(torch.promote_types, (values.dtype for values in rewards_by_name.values()))
         if not used.any():
             return torch.zeros_like(mask, dtype=dtype)
-        counted = self.per_sample or self.sums
-        counts = torch.where(used, tokens, 0) if counted and (tokens > 1).any() else used
-        advantages = self.function(cleaned if self.named else cleaned[SOLE], counts, groups, **options)
+        function_rewards = finite_rewards if self.takes_named_rewards else finite_rewards[SINGLE_REWARD]
+        advantages = self.function(function_rewards, self._counts(used, num_tokens), groups, **options)
         advantages = torch.where(used, advantages, 0).to(dtype)
         too_large = f"are no finite {dtype} by {self.function.__name__}: rewards or options are too large"
         _refuse_rows("advantages", ~torch.isfinite(advantages), too_large)
         return advantages
 
+    def _counts(self, used: Tensor, num_tokens: Tensor) -> Tensor:
+        """Return the `used` argument of the function: (B, T) bool, or the number of tokens that each entry stands for."""
+        accepts_counts = self.per_sample or self.sums
+        if accepts_counts and (num_tokens > 1).any():
+            return torch.where(used, num_tokens, 0)
+        return used
+
+    def _finite_inputs(self, options: Mapping[str, Any], readable: Tensor) -> dict[str, Tensor]:
+        """Return the numeric inputs among the options as float64, zero where they do not count.
+
+        Args:
+            options: Options and inputs by name.
+            readable: (B, T) bool, the unmasked tokens of valid rows.
+
+        Raises:
+            ValueError: An input has the wrong shape, or is not finite where it counts.
+        """
+        readable_rows = readable.any(dim=1)
+        finite_inputs = {}
+        for name in {"values", "baselines", *self.inputs} & options.keys():
+            if name == "values":
+                masks = [readable]
+            elif name == "baselines":
+                masks = [readable_rows]
+            else:
+                masks = [readable_rows, readable]
+            finite_inputs[name] = _finite(name, options[name], *masks)
+        return finite_inputs
+
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        name, known = self.function.__name__, list(self.keywords)
-        if unknown := [option for option in options if option not in known]:
+        """Raise ValueError if an option is unknown, or a required input is missing."""
+        name = self.function.__name__
+        known = list(self.keywords)
+        unknown = [option for option in options if option not in known]
+        if unknown:
             raise ValueError(f"{name} has no option {unknown}; known: {', '.join(known) or 'none'}")
-        if missing := [option for option in self.needs if options.get(option) is None]:
+        missing = [option for option in self.required_inputs if options.get(option) is None]
+        if missing:
             raise ValueError(f"{name} needs {missing} beside the rewards")
 
-    def _by_name(
+    def _rewards_by_name(
         self, rewards: Tensor | Mapping[str, Tensor], mask: Tensor, group_ids: Tensor, valid: Tensor | None
     ) -> dict[str, Tensor]:
-        """The rewards by name, all of one shape with the rest."""
-        sources = dict(rewards) if isinstance(rewards, Mapping) else {SOLE: rewards}
-        if isinstance(rewards, Mapping) and not (self.named and rewards):
-            takes = "at least one" if self.named else "a single (batch, tokens)"
+        """Return the rewards by name.
+
+        Raises:
+            ValueError: The rewards are not floats, their shapes do not fit the other arguments, or their number does not
+                fit the estimator.
+        """
+        rewards_by_name = dict(rewards) if isinstance(rewards, Mapping) else {SINGLE_REWARD: rewards}
+        if isinstance(rewards, Mapping) and not (self.takes_named_rewards and rewards):
+            takes = "at least one" if self.takes_named_rewards else "a single (batch, tokens)"
             raise ValueError(f"{self.function.__name__} takes {takes} reward, not {list(rewards)}")
         rows_fit = all(ids is None or ids.shape == mask.shape[:1] for ids in (group_ids, valid))
-        for name, values in sources.items():
+        for name, values in rewards_by_name.items():
             if values.shape != mask.shape or mask.dim() != 2 or not rows_fit:
                 raise ValueError(
                     f"{name} {tuple(values.shape)} and mask {tuple(mask.shape)} must be (batch, tokens) alike, "
@@ -187,53 +241,66 @@ class Estimator:
                 )
             if not values.is_floating_point():
                 raise ValueError(f"{name} has dtype {values.dtype}; advantages have fractions: give floats")
-        return sources
+        return rewards_by_name
 
 
 def _reward_masks(
-    options: Mapping[str, Any], sources: Mapping[str, Tensor], mask: Tensor
+    options: Mapping[str, Any], rewards_by_name: Mapping[str, Tensor], mask: Tensor
 ) -> dict[str, Tensor]:
-    """Where each reward counts: the caller's `step_mask` or `masks`, or wherever the mask is True."""
-    given = options.get("step_mask", options.get("masks", {}))
-    given = given if isinstance(given, Mapping) else {SOLE: given}
-    _refuse_unknown("masks", given, sources)
-    for name, chosen in given.items():
-        if chosen.shape != mask.shape:
-            raise ValueError(f"the mask of {name} {tuple(chosen.shape)} must be {tuple(mask.shape)}")
-    return {name: given[name].bool() if name in given else mask for name in sources}
+    """Return where each reward counts: the caller's `step_mask` or `masks`, or else the mask.
 
-
-def _refuse_unknown(what: str, names: Iterable[str], sources: Mapping[str, Tensor]) -> None:
-    if unknown := [name for name in names if name not in sources]:
-        raise ValueError(f"{what} for {unknown}, but there are rewards only for {list(sources)}")
-
-
-def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
-    """Values in float64, zero where they do not count, as the one of `places` says that has their shape.
-
-    ValueError: none has it, or they are not finite where they count; names the rows.
+    Raises:
+        ValueError: A mask has the wrong shape, or belongs to no reward.
     """
-    counted = next((place for place in places if place.shape == values.shape), None)
+    caller_masks = options.get("step_mask", options.get("masks", {}))
+    if not isinstance(caller_masks, Mapping):
+        caller_masks = {SINGLE_REWARD: caller_masks}
+    _refuse_unknown("masks", caller_masks, rewards_by_name)
+    for name, reward_mask in caller_masks.items():
+        if reward_mask.shape != mask.shape:
+            raise ValueError(f"the mask of {name} {tuple(reward_mask.shape)} must be {tuple(mask.shape)}")
+    return {name: caller_masks.get(name, mask).bool() for name in rewards_by_name}
+
+
+def _refuse_unknown(option: str, names: Iterable[str], rewards_by_name: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an option has entries for names that are no rewards."""
+    unknown = [name for name in names if name not in rewards_by_name]
+    if unknown:
+        raise ValueError(f"{option} for {unknown}, but there are rewards only for {list(rewards_by_name)}")
+
+
+def _finite(name: str, values: Tensor, *masks: Tensor) -> Tensor:
+    """Return the values as float64, zero where they do not count.
+
+    Args:
+        name: Name of the values, for the error message.
+        values: Of the shape of one of `masks`.
+        masks: Where values count, one mask for each shape that the values may have.
+
+    Raises:
+        ValueError: No mask has the shape of the values, or values are not finite where they count; names the rows.
+    """
+    counted = next((mask for mask in masks if mask.shape == values.shape), None)
     if counted is None:
-        shapes = " or ".join(str(tuple(place.shape)) for place in places)
+        shapes = " or ".join(str(tuple(mask.shape)) for mask in masks)
         raise ValueError(f"{name} {tuple(values.shape)} must be {shapes}")
-    cleaned = torch.where(counted, values, 0).double()
-    kind = "rewards" if name == SOLE else name
-    _refuse_rows(kind, ~torch.isfinite(cleaned), "are not finite; a missing one must be marked invalid")
+    finite = torch.where(counted, values, 0).double()
+    kind = "rewards" if name == SINGLE_REWARD else name
+    _refuse_rows(kind, ~torch.isfinite(finite), "are not finite; a missing one must be marked invalid")
     beyond = f"are beyond {LARGEST:g}, where their statistics overflow: give plausible numbers"
-    _refuse_rows(kind, cleaned.abs() > LARGEST, beyond)
-    return cleaned
+    _refuse_rows(kind, finite.abs() > LARGEST, beyond)
+    return finite
 
 
-def _refuse_rows(what: str, is_wrong: Tensor, why: str) -> None:
-    """Raise ValueError if any entry (B, ...) is wrong; the message names the rows."""
+def _refuse_rows(kind: str, is_wrong: Tensor, reason: str) -> None:
+    """Raise ValueError if any entry of `is_wrong` (B, ...) is True; the message names the rows."""
     if is_wrong.any():
         rows = is_wrong.nonzero()[:, 0].unique().tolist()
-        raise ValueError(f"the {what} of rows {rows} {why}")
+        raise ValueError(f"the {kind} of rows {rows} {reason}")
 
 
-_of_batch = partial(Estimator, process=True, compares_with_batch=True, needs_all_rewards=True)
-_of_steps = partial(Estimator, outcome=False, process=True, per_sample=True)
+_batch_estimator = partial(Estimator, process=True, compares_with_batch=True, needs_all_rewards=True)
+_step_estimator = partial(Estimator, outcome=False, process=True, per_sample=True)
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(outcomes.grpo, group_local=True, sums=True),
@@ -246,10 +313,10 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),
     "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, sums=True),
     "gdpo": Estimator(outcomes.gdpo, sums=True, rewards=COMPONENTS, needs_all_rewards=True),
-    "reinforce_plus_plus": _of_batch(processes.reinforce_plus_plus, per_sample=True),
-    "gae": _of_batch(processes.gae, critic_returns=processes.gae_returns),
-    "grpo_process": _of_steps(processes.grpo_process, group_local=True),
-    "prime_rloo": _of_steps(processes.prime_rloo, rewards=SOURCES),
+    "reinforce_plus_plus": _batch_estimator(processes.reinforce_plus_plus, per_sample=True),
+    "gae": _batch_estimator(processes.gae, critic_returns=processes.gae_returns),
+    "grpo_process": _step_estimator(processes.grpo_process, group_local=True),
+    "prime_rloo": _step_estimator(processes.prime_rloo, rewards=SOURCES),
     "gigpo": Estimator(
         processes.gigpo,
         group_local=True,
@@ -260,15 +327,21 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator of that name; ConfigurationError: there is none, or it takes what nothing provides."""
+    """Return the estimator of a name, or of a `FILE.py:NAME`.
+
+    Raises:
+        ConfigurationError: There is no such estimator, or its function needs an input that nothing provides.
+    """
     estimator = find_entry(name, ADVANTAGE_ESTIMATORS, Estimator, "advantage-estimator")
     try:
         inspect.signature(estimator.function).bind(*range(3), **dict.fromkeys(estimator.keywords))
     except TypeError as error:
-        takes = f"must be called as f(rewards, used, groups, *, options): {error}"
-        raise ConfigurationError(f"--advantage-estimator {name} {takes}") from error
+        raise ConfigurationError(
+            f"--advantage-estimator {name} must be called as f(rewards, used, groups, *, options): {error}"
+        ) from error
     known = {*PROVIDED, *estimator.inputs, *estimator.options}
-    if unknown := [keyword for keyword in estimator.keywords if keyword not in known]:
+    unknown = [keyword for keyword in estimator.keywords if keyword not in known]
+    if unknown:
         raise ConfigurationError(
             f"--advantage-estimator {name} takes {', '.join(unknown)}, which is neither an option (a keyword with a number "
             f"as its default) nor provided ({', '.join(PROVIDED)}): give its Estimator entry inputs={{'{unknown[0]}': "

@@ -1,10 +1,10 @@
-"""From per-token losses to one number: a sum, divided by a count that belongs to the whole minibatch.
+"""Aggregate per-token losses to one number: a sum, divided by a count over the whole minibatch.
 
-A mean per micro-batch would give the tokens of a small one more weight. So training accumulates the sums
-(`Aggregation.total`) and divides by the global count of `Aggregation.unit` once, at the end of the step.
+A mean per micro-batch would give the tokens of a small micro-batch more weight. So training accumulates sums
+(`Aggregation.total`), and divides them once, at the end of the step, by the global count of `Aggregation.unit`.
 
-A group, the sequences of one prompt, may be spread over micro-batches. They carry `group_tokens`: at every token
-the number of unmasked tokens of its group in the minibatch.
+A group, the sequences of one prompt, may be spread over several micro-batches. Each token therefore carries
+`group_tokens`, the number of unmasked tokens of its group in the minibatch.
 """
 
 from dataclasses import dataclass, replace
@@ -18,18 +18,30 @@ from async_grpo.options.fields import refuse
 
 @dataclass(frozen=True)
 class Aggregation:
-    """Each token's loss over what `per` says, then all over the number of `unit`s with an unmasked token."""
+    """How token losses are averaged: each is divided by `per`, and their sum by the number of `unit`s.
 
-    unit: str | None  # "tokens", "sequences" or "groups"; None: divided by 1
-    per: str | None = None  # tokens of its "sequence" or its "group"; the "scale" that all have in common
+    Only tokens, sequences and groups with an unmasked token count.
+    """
+
+    unit: str | None  # divisor of the sum, the number of "tokens", "sequences" or "groups"; None divides by 1
+    # Divisor of a token's loss: the number of tokens of its "sequence" or its "group", or the constant "scale"
+    per: str | None = None
     scale: float = 1.0
 
     def total(
         self, loss: Tensor, mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None
     ) -> Tensor:
-        """The un-normalised sum; sequence_ids (B, T) from 0 without large gaps (`compact_ids` makes them so)."""
+        """Return the sum that is still to be divided by the number of units.
+
+        Args:
+            loss: (B, T), zero where masked.
+            mask: (B, T) bool.
+            sequence_ids: (B, T), integers from 0 without large gaps (see `compact_ids`).
+            group_tokens: (B, T), number of unmasked tokens in the token's group; only the unit "groups" needs it.
+        """
         if self.per == "sequence":
-            loss = loss / sequence_sums(mask.long(), sequence_ids).clamp(min=1)[sequence_ids].to(loss.dtype)
+            lengths = sequence_sums(mask.long(), sequence_ids).clamp(min=1)
+            loss = loss / lengths[sequence_ids].to(loss.dtype)
         elif self.per == "group":
             if group_tokens is None:
                 raise ConfigurationError(
@@ -50,10 +62,15 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
-    """The aggregation of that name; ConfigurationError: there is none, or it needs a scale and has none."""
+    """Return the aggregation of a name.
+
+    Raises:
+        ConfigurationError: There is no such aggregation, or it needs a positive scale.
+    """
     known = ", ".join(AGGREGATIONS)
     refuse(mode not in AGGREGATIONS, f"unknown aggregation {mode!r}; choose one of {known}")
-    if (aggregation := AGGREGATIONS[mode]).per != "scale":
+    aggregation = AGGREGATIONS[mode]
+    if aggregation.per != "scale":
         return aggregation
     if scale is None or scale <= 0:
         raise ConfigurationError(
@@ -64,29 +81,49 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
 
 
 def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
-    """(B, T) the ids, numbered from 0, any where masked; ids (B, T), one per row (B,), or None: a row is a sequence."""
+    """Return the ids (B, T), renumbered from 0 without gaps; at masked positions they may be any of them.
+
+    Args:
+        ids: (B, T), or (B,) with one per row, any integers; None: each row is one sequence.
+        mask: (B, T) bool.
+    """
     if ids is None:
         return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
     if ids.dim() < mask.dim():
         ids = ids[:, None].expand_as(mask)
-    ids = ids.masked_fill(~mask, ids[mask].min()) if mask.any() else torch.zeros_like(ids)
+    if not mask.any():
+        return torch.zeros_like(ids, dtype=torch.int64)
+    ids = ids.masked_fill(~mask, ids[mask].min())
     return torch.unique(ids, return_inverse=True)[1]
 
 
 def sequence_sums(values: Tensor, ids: Tensor) -> Tensor:
-    """(max id + 1,): the sum of `values` (B, T), which are 0 where masked, over each id; of a mask: the lengths."""
+    """Return (max id + 1,), the sum of the values of each id; for a mask, these are the lengths.
+
+    Args:
+        values: (B, T), zero where masked.
+        ids: (B, T), integers from 0.
+    """
     num_sequences = int(ids.max()) + 1 if ids.numel() else 0
     return values.new_zeros(num_sequences).index_add(0, ids.flatten(), values.flatten())
 
 
 def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(B, T) int64: at every unmasked token the number of those of its group, (B, T) or (B,), in this tensor, else 0."""
+    """Return (B, T) int64, at every unmasked token the number of unmasked tokens in its group, else 0.
+
+    Args:
+        mask: (B, T) bool.
+        group_ids: (B, T), or (B,) with one per row, any integers.
+    """
     ids = compact_ids(group_ids, mask)
     return torch.where(mask, sequence_sums(mask.long(), ids)[ids], 0)
 
 
 def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None) -> dict[str, Tensor]:
-    """The additive counts of every unit, 0-dim; "groups" with group_tokens (B, T): the shares that the tokens are."""
+    """Return the number of tokens, sequences and groups with an unmasked token, 0-dim; counts of several parts add up.
+
+    "groups" is counted only with `group_tokens` (B, T): every token counts as its share of its group.
+    """
     lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
     if group_tokens is not None:
@@ -108,17 +145,35 @@ def aggregate_loss(
     global_groups: float | Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The loss of a minibatch, or of a part of it when the global counts are given; (B, T) -> 0-dim.
+    """Return the loss of a minibatch, or the contribution of a part of it, as a 0-dim tensor.
 
-    token_mean: sum / tokens (Yu et al. 2025, "DAPO"). token_sum: sum. sequence_mean_token_sum: sum / sequences.
-    sequence_mean_token_mean: mean over sequences of their token mean (Shao et al. 2024, "GRPO"). constant_length:
-    sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO"). prompt_mean: mean over groups of their token mean
-    (Khatri et al. 2025, "ScaleRL").
+    Modes:
 
-    Only unmasked tokens count, and only sequences and groups that have one; nothing unmasked gives 0. Parts of whole
-    sequences, evaluated with the global counts, add up to the whole; for prompt_mean parts of whole groups, or with
-    `group_tokens` (B, T): unmasked tokens of the token's group in the whole minibatch. sequence_ids (B, T), default one
-    per row, and group_ids, (B, T) or (B,): any integers. ConfigurationError: unknown mode, missing scale or groups.
+    - token_mean: sum / tokens (Yu et al. 2025, "DAPO").
+    - token_sum: sum.
+    - sequence_mean_token_sum: sum / sequences.
+    - sequence_mean_token_mean: mean over sequences of their token mean (Shao et al. 2024, "GRPO").
+    - constant_length: sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO").
+    - prompt_mean: mean over groups of their token mean (Khatri et al. 2025, "ScaleRL").
+
+    Only unmasked tokens count, and only sequences and groups that have one; without any, the loss is 0. Parts made of
+    whole sequences add up to the loss of the whole minibatch if they are evaluated with the global counts. For
+    prompt_mean the parts must be made of whole groups, unless `group_tokens` is passed.
+
+    Args:
+        loss: (B, T), per token.
+        mask: (B, T).
+        mode: A name of AGGREGATIONS.
+        sequence_ids: (B, T), any integers; None: each row is one sequence.
+        group_ids: (B, T), or (B,) with one per row, any integers.
+        group_tokens: (B, T), number of unmasked tokens of the token's group in the whole minibatch.
+        global_tokens: Number of unmasked tokens of the whole minibatch; None counts those of this part.
+        global_sequences: Number of sequences, likewise.
+        global_groups: Number of groups, likewise.
+        scale: The length that constant_length divides by, in tokens.
+
+    Raises:
+        ConfigurationError: The mode is unknown, or the scale or the groups are missing.
 
     >>> loss = torch.tensor([[1., 2., 3.], [4., 5., 6.], [7., 8., 9.]])
     >>> mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
@@ -135,7 +190,10 @@ def aggregate_loss(
     total = aggregation.total(torch.where(mask, loss, 0), mask, ids, group_tokens)
     if aggregation.unit is None:
         return total
-    given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}
-    if (count := given[aggregation.unit]) is None:
+    global_counts = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}
+    count = global_counts[aggregation.unit]
+    if count is None:
         count = count_units(mask, ids, group_tokens)[aggregation.unit]
-    return (total / (count + (count == 0))).to(loss.dtype)
+    if count == 0:
+        count = 1
+    return (total / count).to(loss.dtype)

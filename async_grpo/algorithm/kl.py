@@ -1,9 +1,9 @@
 """Estimators of KL(pi || ref) from log-probs of sampled tokens (Schulman 2020, "Approximating KL").
 
-What an estimator averages to and what its gradient averages to are two things. Over the policy's own samples
-k1 and k3 are unbiased as values, but their gradients average to 0 and to the gradient of KL(ref || pi); it is
-k2 whose gradient averages to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence
-gradient estimation for RL"). A name that ends in `+` has the value of its base and the gradient of k2.
+The mean of an estimator and the mean of its gradient are two things. Over samples of the policy itself, k1 and k3 are
+unbiased as values, but their gradients average to 0 and to the gradient of KL(ref || pi). Only the gradient of k2
+averages to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL").
+An estimator whose name ends in `+` has the value of its base and the gradient of k2.
 """
 
 import math
@@ -24,7 +24,7 @@ def _k2(difference: Tensor) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
-    # exp overflows at 88.7 in float32, 709.8 in float64: held a tenth below, so that a sum is finite too
+    # exp overflows at 88.7 in float32 and at 709.8 in float64. The clamp is a tenth below, so that a sum is finite too
     log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
     return torch.expm1(log_ratio) - log_ratio
 
@@ -42,15 +42,25 @@ KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {  # functions of logprobs - r
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: float | None = None) -> Tensor:
-    """Per-token KL estimate, the shape of `logprobs`, in nats; d = logprobs - ref_logprobs.
+    """Return the per-token KL estimate in nats, of the shape of `logprobs`.
 
-    k1: d (unbiased, can be negative). k2: d^2 / 2 (biased; its gradient is the one of the KL).
-    k3: exp(-d) - 1 + d (unbiased, never negative). abs: |d|.
-    k1+, k2+, k3+, abs+: that value, with the gradient of k2, d * grad(logprobs) (straight-through).
+    With d = logprobs - ref_logprobs:
 
-    k3 is held where exp would overflow (d < -79 in float32). `clamp` holds the value of any kind to [-clamp, clamp] and its
-    gradient beyond is 0; a `+` kind keeps the gradient of k2 there too. Masked positions are the caller's to replace
-    beforehand. ConfigurationError: another kind, or a clamp that is not positive.
+    - k1: d. Unbiased; can be negative.
+    - k2: d^2 / 2. Biased; its gradient is that of the KL.
+    - k3: exp(-d) - 1 + d. Unbiased and never negative; clamped where exp would overflow (d < -79 in float32).
+    - abs: |d|.
+    - k1+, k2+, k3+, abs+: the value of the base, with the gradient of k2, d * grad(logprobs) (straight-through).
+
+    Args:
+        logprobs: Of the policy. The caller replaces masked positions before.
+        ref_logprobs: Of the reference, in the same shape.
+        kind: A name of KL_KINDS.
+        clamp: Restrict the value to [-clamp, clamp]; the gradient beyond is 0, except that a `+` kind keeps the gradient
+            of k2 there. None does not clamp.
+
+    Raises:
+        ConfigurationError: The kind is unknown, or the clamp is not positive.
 
     >>> kl_penalty(torch.tensor(-1.), torch.tensor(-2.), "k1").item()
     1.0
@@ -58,8 +68,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: floa
     10.0
     """
     refuse(kind not in KL_KINDS, f"unknown KL estimator {kind!r}; choose one of {', '.join(KL_KINDS)}")
-    bad = clamp is not None and not clamp > 0
-    refuse(bad, f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out")
+    is_bad_clamp = clamp is not None and not clamp > 0
+    refuse(is_bad_clamp, f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out")
     difference = logprobs - ref_logprobs
     value = KL_KINDS[kind](difference)
     if clamp is not None:

@@ -1,12 +1,12 @@
-"""Per-token policy losses by name, or by `FILE.py:NAME` where they are the user's own.
+"""Per-token policy losses by name, or by `FILE.py:NAME` for a loss of the user.
 
-Masked positions may hold anything, NaN and inf included: they are replaced *before* the maths, because the gradient of
-`where(mask, f(x), 0)` is 0 * inf = NaN when f overflows at a masked x. Every loss reports `ratio_mean` and `ratio_max`;
-those with a clip also `clip_frac_low` and `clip_frac_high`, each token 1 that the clip holds. No other module knows a
-loss by its name.
+Masked positions may hold anything, NaN and inf included. They are replaced *before* the computation, because the gradient
+of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean` and `ratio_max`;
+a loss with a clip also reports `clip_frac_low` and `clip_frac_high`, which are 1 at every token that the clip holds. No
+other module knows a loss by its name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +19,27 @@ from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
-TENSOR_INPUTS = ("proximal_logprobs", "selected")  # given per batch, (B, T), so they are no settings
+TENSOR_INPUTS = (
+    "proximal_logprobs",
+    "selected",
+)  # keywords that are (B, T) tensors of a batch rather than settings
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One policy loss and what the rest of the library must know of it.
+    """One policy loss, and what the rest of the library must know about it.
 
-    `function`: (`LossBatch`, *, settings) -> (loss, metrics), (B, T) each. Its keywords are the settings, and whichever
-    of TENSOR_INPUTS it wants. `uses_ratio`: its value or gradient contains pi / pi_old, which already corrects for the
-    policy behind `old_logprobs`; importance weights for the behaviour policy on top would correct twice, unless
-    `old_logprobs` are the proximal policy's. `needs_proximal`: the option `proximal_logprobs` must be given, and
-    `old_logprobs` are the behaviour policy's. `sequence_level`: a token's loss depends on its whole sequence, which must
-    not be split. `idle_at_ratio_one`: its pull to the old policy vanishes where that is the policy itself.
-    `scores`: (batch, token sums, token keys, **settings) -> (B, T), by what the tokens are chosen over the whole minibatch,
-    for a loss that does so (see `covariance`).
+    Args:
+        function: (`LossBatch`, *, settings) -> (loss, metrics), (B, T) each. Its keywords are the settings, and those of
+            TENSOR_INPUTS that it reads.
+        needs_proximal: The option `proximal_logprobs` is required, and `old_logprobs` are the behaviour policy's.
+        uses_ratio: The value or the gradient contains pi / pi_old, which already corrects for the policy behind
+            `old_logprobs`. Importance weights for the behaviour policy would then correct twice, unless `old_logprobs`
+            are the proximal policy's.
+        sequence_level: The loss of a token depends on its whole sequence, which must not be split.
+        idle_at_ratio_one: The pull to the old policy vanishes where the old policy is the current one.
+        scores: (batch, token sums, token keys, **settings) -> (B, T), the scores by which a loss selects tokens over the
+            whole minibatch (see `covariance`); None for a loss that selects none.
     """
 
     function: Callable[..., LossAndMetrics]
@@ -45,24 +51,29 @@ class PolicyLoss:
 
     @property
     def needs_selection(self) -> bool:
-        """It treats some tokens apart, ranked over the whole minibatch (`covariance` says how)."""
+        """Return whether the loss treats some tokens differently, ranked over the whole minibatch (see `covariance`)."""
         return self.scores is not None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its settings and their defaults, without the tensors of a batch."""
-        known = keywords(self.function)
-        return {name: default for name, default in known.items() if name not in TENSOR_INPUTS}
+        """Return the settings and their defaults, without the tensors of a batch."""
+        defaults = keywords(self.function)
+        return {name: default for name, default in defaults.items() if name not in TENSOR_INPUTS}
 
     def check_options(self, **options: Any) -> None:
-        """ConfigurationError: a name or a value that the loss would refuse. Needs no batch."""
-        empty, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
-        inputs: dict[str, Any] = {"proximal_logprobs": empty} if self.needs_proximal else {}
+        """Check settings by computing the loss of a single masked token.
+
+        Raises:
+            ConfigurationError: The loss refuses the name or the value of a setting, or fails.
+        """
+        zeros = torch.zeros(1, 1)
+        mask = torch.zeros(1, 1, dtype=torch.bool)
+        inputs: dict[str, Any] = {"proximal_logprobs": zeros} if self.needs_proximal else {}
         try:
-            self(empty, empty, empty, mask, **inputs, **options)
+            self(zeros, zeros, zeros, mask, **inputs, **options)
         except ConfigurationError:
             raise
-        except Exception as error:  # of the user's code
+        except Exception as error:  # a user's loss may raise anything
             raise ConfigurationError(
                 f"the loss {self.function.__name__} fails on a batch of one token, {type(error).__name__}: {error}; it "
                 "must return (loss (B, T), metrics by name)"
@@ -79,35 +90,58 @@ class PolicyLoss:
         sequence_ids: Tensor | None = None,
         **options: Any,
     ) -> LossAndMetrics:
-        """(per-token loss, metrics), everything (B, T) and zero where the mask is False.
+        """Return (per-token loss, metrics), everything (B, T) and zero where the mask is False.
 
-        old_logprobs: what the ratio is taken against, by default the behaviour policy's. importance_weights (B, T):
-        multiply the loss. sequence_ids (B, T): any numbers in any order (None: a row is a sequence). options: its settings,
-        and what it needs of proximal_logprobs (B, T) and selected (B, T) bool. Only `logprobs` gets a gradient. Metrics
-        are averaged over tokens, or by their maximum where the name ends in `_max`. ConfigurationError: an unknown option
-        or value, or missing proximal log-probs.
+        Args:
+            logprobs: (B, T), of the policy; the only input that gets a gradient.
+            old_logprobs: (B, T), the denominator of the ratio, by default of the behaviour policy.
+            advantages: (B, T).
+            mask: (B, T), True at the tokens that are trained on.
+            importance_weights: (B, T), factors of the loss.
+            sequence_ids: (B, T), any integers in any order; None: each row is one sequence.
+            options: Settings of the loss, and those of `proximal_logprobs` (B, T) and `selected` (B, T) bool that it reads.
+
+        Returns:
+            The loss, and its metrics by name. A metric is averaged over tokens; if its name ends in `_max`, its maximum
+            is taken.
+
+        Raises:
+            ConfigurationError: An option is unknown or has a wrong value, or proximal log-probs are missing.
 
         >>> one = torch.ones(1, 1)
         >>> loss, metrics = POLICY_LOSSES["ppo_clip"](one.log() + 1, 0 * one, 2 * one, one)  # ratio e > 1.28
         >>> round(loss.item(), 2), metrics["clip_frac_high"].item()
         (-2.56, 1.0)
         """
-        name, known = self.function.__name__, keywords(self.function)
-        unknown = ", ".join(sorted(options.keys() - known.keys()))
-        refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(known) or 'none'}")
-        lacks = self.needs_proximal and options.get("proximal_logprobs") is None
-        refuse(lacks, f"the loss {name} needs proximal_logprobs: run a proximal logprob worker")
-        mask, given = mask.bool(), (logprobs, old_logprobs.detach(), advantages.detach())
-        logprobs, old_logprobs, advantages = (torch.where(mask, values, 0) for values in given)
-        batch = LossBatch(logprobs, old_logprobs, advantages, mask, sequence_ids)
-        for key in TENSOR_INPUTS:
-            if options.get(key) is not None:
-                options[key] = options[key].detach().masked_fill(~mask, 0)
+        self._check_names(options)
+        mask = mask.bool()
+        batch = LossBatch(
+            logprobs=torch.where(mask, logprobs, 0),
+            old_logprobs=torch.where(mask, old_logprobs.detach(), 0),
+            advantages=torch.where(mask, advantages.detach(), 0),
+            mask=mask,
+            sequence_ids=sequence_ids,
+        )
+        for name in TENSOR_INPUTS:
+            if options.get(name) is not None:
+                options[name] = options[name].detach().masked_fill(~mask, 0)
         loss, metrics = self.function(batch, **options)
         if importance_weights is not None:
             loss = loss * torch.where(mask, importance_weights.detach(), 0)
-        zeroed = {key: torch.where(mask, m.detach().to(loss.dtype), 0) for key, m in metrics.items()}
-        return torch.where(mask, loss, 0), zeroed
+
+        masked_metrics = {}
+        for name, values in metrics.items():
+            masked_metrics[name] = torch.where(mask, values.detach().to(loss.dtype), 0)
+        return torch.where(mask, loss, 0), masked_metrics
+
+    def _check_names(self, options: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if an option is unknown, or proximal log-probs are missing."""
+        name = self.function.__name__
+        known = keywords(self.function)
+        unknown = ", ".join(sorted(options.keys() - known.keys()))
+        refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(known) or 'none'}")
+        lacks_proximal = self.needs_proximal and options.get("proximal_logprobs") is None
+        refuse(lacks_proximal, f"the loss {name} needs proximal_logprobs: run a proximal logprob worker")
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

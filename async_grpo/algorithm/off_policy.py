@@ -40,7 +40,7 @@ _GROWTH = math.log(LOG_RATIO_LIMIT / FINEST_LOG_RATIO) / BINS_PER_SIDE
 RESOLUTION = math.expm1(_GROWTH / 2)  # a bin's centre is within 2.4 % of every |x| in it
 
 
-def held(x: Tensor) -> Tensor:
+def clamp_log_ratio(x: Tensor) -> Tensor:
     """Within +-20."""
     return x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -86,10 +86,10 @@ def importance_weights(
         f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high and a positive high: 2, or inf",
     )
     mask = mask.bool()
-    x = held(log_ratio(logprobs, behaviour_logprobs, mask))
+    x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask))
     if level == "sequence":
         ids = compact_ids(sequence_ids, mask)
-        x = held(sequence_sums(x, ids))[ids]
+        x = clamp_log_ratio(sequence_sums(x, ids))[ids]
     weights = x.exp()
     if mode == "truncate":
         weights = weights.clamp(low, high)
@@ -153,7 +153,7 @@ def rejection_mask(
     )
     mask = mask.bool()
     scope, kind = REJECTION_STATISTICS[statistic]
-    x = held(log_ratio(logprobs, behaviour_logprobs, mask))
+    x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask))
     values = x if kind == "k1" else KL_KINDS[kind](-x)
     if scope != "token":
         ids = compact_ids(sequence_ids, mask)
@@ -174,8 +174,10 @@ def mismatch_sums(
     x = log_ratio(logprobs, behaviour_logprobs, mask)
     ids = compact_ids(sequence_ids, mask)
     has_tokens = sequence_sums(mask.long(), ids) > 0
-    weights = torch.where(mask, held(x).exp(), 0)
-    sequence_weights = torch.where(has_tokens, held(sequence_sums(held(x), ids)).exp(), 0)
+    weights = torch.where(mask, clamp_log_ratio(x).exp(), 0)
+    sequence_weights = torch.where(
+        has_tokens, clamp_log_ratio(sequence_sums(clamp_log_ratio(x), ids)).exp(), 0
+    )
     sums = {
         "tokens": mask.double(),
         "k1": -x,
@@ -223,7 +225,7 @@ def ratio_histogram(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) 
 
     One bin for |x| <= 1e-4; on each side 256 bins, each 4.9 % wide, up to 20; what is beyond falls into the last one.
     """
-    x = held(log_ratio(logprobs, behaviour_logprobs, mask)).flatten()
+    x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask)).flatten()
     edges = _sizes(torch.arange(BINS_PER_SIDE, dtype=x.dtype, device=x.device))
     bins = torch.bucketize(x, torch.cat([-edges.flip(0), edges]))
     counted = mask.bool().flatten() & ~x.isnan()

@@ -1,8 +1,8 @@
-"""What estimators share: sums over groups, a pool made zero-mean and unit-variance, discounted sums.
+"""Statistics that estimators share: sums over groups, standardised and whitened values, discounted sums.
 
-Rows are samples: a quantity per sample is (B, 1), one per token (B, T); everything is float64. Means are taken after the
-pool's lowest value is subtracted, so that a pool of equal values gives exact zeros. (The mean of seven times 0.1 is
-not 0.1; that noise, divided by as small a deviation, would be a full-sized advantage.)
+Rows are samples: a value per sample is (B, 1), a value per token (B, T); all are float64. Means are computed after the
+lowest value of the pool is subtracted, so that a pool of equal values gives exact zeros. (The computed mean of seven times
+0.1 is not 0.1. The difference is rounding noise; divided by an equally small deviation it would be a full-sized advantage.)
 """
 
 import math
@@ -13,47 +13,54 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 WHITENING_EPS = 1e-8  # added to the variance
-SMALLEST_EXPONENT = -900  # of a scale: an eps divided by it is still finite
+SMALLEST_EXPONENT = -900  # lowest exponent of a scale: an eps divided by the scale is still finite
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows are compared with which.
+    """The groups of rows that are compared with each other.
 
-    A participant is a candidate (a row that could teach: valid, with an unmasked token) with another one in its group.
+    A candidate is a valid row with an unmasked token. A participant is a candidate that shares its group with another one.
     """
 
-    index: Tensor  # (B,) 0 ... number - 1
-    number: int
+    index: Tensor  # (B,) group of each row, 0 ... number - 1
+    number: int  # number of groups
     participates: Tensor  # (B, 1) bool
 
     @classmethod
     def of(cls, group_ids: Tensor, candidates: Tensor) -> "Groups":
-        """From any integer id per row (B,) and the rows that could teach (B,)."""
+        """Return the groups.
+
+        Args:
+            group_ids: (B,), any integers, equal within a group.
+            candidates: (B,) bool.
+        """
         distinct, index = torch.unique(group_ids, return_inverse=True)
         sizes = torch.bincount(index[candidates], minlength=len(distinct))
-        return cls(index, len(distinct), (candidates & (sizes[index] >= 2))[:, None])
+        participates = candidates & (sizes[index] >= 2)
+        return cls(index, len(distinct), participates[:, None])
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of (B, K) values over each row's group, (B, 1); they must be zero where they do not count."""
+        """Return the sum of (B, K) values over each row's group, (B, 1); values that do not count must be zero."""
         sums = torch.zeros(self.number, dtype=torch.float64, device=values.device)
         return sums.index_add(0, self.index, values.double().sum(dim=1))[self.index, None]
 
     def lowest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """The least of the counted (B, K) values of each row's group, (B, 1); inf where none counts."""
-        rows = torch.where(counted, values, torch.inf).amin(dim=1)
-        least = rows.new_full((self.number,), torch.inf).scatter_reduce(0, self.index, rows, "amin")
-        return least[self.index, None]
+        """Return the lowest of the counted (B, K) values of each row's group, (B, 1); inf if none counts."""
+        lowest_of_rows = torch.where(counted, values, torch.inf).amin(dim=1)
+        lowest = lowest_of_rows.new_full((self.number,), torch.inf)
+        lowest = lowest.scatter_reduce(0, self.index, lowest_of_rows, "amin")
+        return lowest[self.index, None]
 
     def above_lowest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """Counted values (B, K) minus the least of their group; zero where not counted."""
+        """Return the counted values (B, K) minus the lowest of their group; zero where not counted."""
         return torch.where(counted, values - self.lowest(values, counted), 0)
 
     def centred(self, values: Tensor, counted: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Counted values (B, K) minus their group's mean, weighted by `weights` (B, 1); zero where not counted."""
+        """Return the counted values (B, K) minus their group's mean, weighted by (B, 1) weights; 0 where not counted."""
         above = self.above_lowest(values, counted)
         shares = counted.double() if weights is None else counted * weights
-        mean = over(self.total(shares * above), self.total(shares))
+        mean = divide_or_zero(self.total(shares * above), self.total(shares))
         return torch.where(counted, above - mean, 0)
 
     def standardised(self, values: Tensor, counted: Tensor, eps: float) -> Tensor:
@@ -61,7 +68,7 @@ class Groups:
         above = self.above_lowest(values, counted)
         scale = self.scale(above)
         centred = self.centred(above / scale, counted)
-        return over(centred, self.deviation(centred, counted) + eps / scale)
+        return divide_or_zero(centred, self.deviation(centred, counted) + eps / scale)
 
     def deviation(self, centred: Tensor, counted: Tensor) -> Tensor:
         """Return the standard deviation (ddof 1) of each row's group, (B, 1), of values that are centred already."""
@@ -71,44 +78,50 @@ class Groups:
 
     def scale(self, values: Tensor) -> Tensor:
         """Return `power_of_two_near` the largest magnitude of each row's group, (B, 1); uncounted values must be zero."""
-        return power_of_two_near(-self.lowest(-values.abs(), torch.ones_like(values, dtype=torch.bool)))
+        everything = torch.ones_like(values, dtype=torch.bool)
+        largest = -self.lowest(-values.abs(), everything)
+        return power_of_two_near(largest)
 
 
 def power_of_two_near(largest: Tensor) -> Tensor:
     """Return a power of two near each magnitude, 1 for 0.
 
-    Of values divided by it no square vanishes and no mean is rounded to the smallest number; the division itself rounds
-    nothing.
+    After values are divided by it, their squares do not underflow to 0, and their mean is not rounded to the smallest
+    number. The division itself is exact.
     """
     exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT)
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1)
 
 
-def over(values: Tensor, divisor: Tensor) -> Tensor:
+def divide_or_zero(values: Tensor, divisor: Tensor) -> Tensor:
     """Return values / divisor, and 0 where the divisor is 0: an empty group, or a deviation of zero without eps.
 
-    A divisor that is not a number makes a quotient that is none: it must not pass for a zero.
+    A NaN divisor gives NaN, because it must not pass for a zero.
     """
     return torch.where(divisor == 0, 0, values / divisor)
 
 
 @torch.no_grad()
 def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
-    """(count, mean, sum of squared deviations from it) of the used values (B, T), as a (3,) float64 tensor.
+    """Return (count, mean, sum of squared deviations from the mean) of the used values, as a (3,) float64 tensor.
 
-    used (B, T): bool, or how many tokens each value stands for.
+    Args:
+        values: (B, T).
+        used: (B, T), bool, or the number of tokens that each value stands for.
     """
-    chosen = used.bool()
-    pool = values[chosen].double()  # each value is a pool of its own, without a deviation
-    return merge_moments(torch.stack([used[chosen].double(), pool, torch.zeros_like(pool)], dim=1))
+    is_used = used.bool()
+    counts = used[is_used].double()
+    # Each value is first a pool without deviations
+    means = values[is_used].double()
+    return merge_moments(torch.stack([counts, means, torch.zeros_like(means)], dim=1))
 
 
 @torch.no_grad()
 def merge_moments(moments: Tensor) -> Tensor:
-    """The (3,) moments of the union of several pools, from theirs (R, 3): of a batch that is spread over R ranks.
+    """Return the moments (3,) of the union of R pools, from their moments (R, 3): of a batch that is spread over R ranks.
 
-    Chan, Golub and LeVeque 1983: the squared deviations, plus those of the pools' means: no digits are lost where the
-    mean is large against the deviation.
+    The squared deviations are added to those of the pools' means (Chan, Golub and LeVeque 1983), so that no digits are
+    lost if the mean is large compared with the deviation.
     """
     moments = moments[moments[:, 0] > 0]  # an empty pool has no mean
     if not len(moments):
@@ -116,52 +129,66 @@ def merge_moments(moments: Tensor) -> Tensor:
     counts, means, squares = moments.unbind(dim=1)
     lowest = means.min()
     mean = lowest + (counts * (means - lowest)).sum() / counts.sum()
-    return torch.stack([counts.sum(), mean, (squares + counts * (means - mean).square()).sum()])
+    sum_of_squares = (squares + counts * (means - mean).square()).sum()
+    return torch.stack([counts.sum(), mean, sum_of_squares])
 
 
 @torch.no_grad()
 def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Tensor:
-    """(value - mean) / sqrt(variance + 1e-8) of the used values (B, T), in their dtype; zero where not used.
+    """Return (value - mean) / sqrt(variance + 1e-8) of the used values, in their dtype; zero where not used.
 
-    used: as in `whitening_moments`. The variance has ddof 1. A pool of equal values, or of one, gives exact zeros. Unused
-    values may be NaN. moments (3,): those of the whole pool (`merge_moments`), where the values are only a part of it.
+    The variance has ddof 1. A pool of equal values, or of a single value, gives exact zeros.
+
+    Args:
+        values: (B, T); values that are not used may be NaN.
+        used: (B, T), bool, or the number of tokens that each value stands for.
+        moments: (3,), of the whole pool (`merge_moments`) if the values are only a part of it.
     """
-    count, mean, squares = (whitening_moments(values, used) if moments is None else moments).double()
+    if moments is None:
+        moments = whitening_moments(values, used)
+    count, mean, squares = moments.double()
     deviation = (squares / (count - 1).clamp(min=1) + WHITENING_EPS).sqrt()
-    # Divided by an infinite deviation every value would be zero, as if there were nothing to learn
+    # An infinite deviation would make every value zero, as if all rewards were equal
     deviation = torch.where(deviation.isinf(), torch.nan, deviation)
     return torch.where(used.bool(), (values.double() - mean) / deviation, 0).to(values.dtype)
 
 
 def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
-    """x_t = terms_t + decay_t * x_{t+1} along the tokens (B, T), with x = 0 past the end.
+    """Return x_t = terms_t + decay_t * x_{t+1} along the tokens (B, T), with x = 0 past the end.
 
-    No division by a vanishing power of the decay. In blocks of about sqrt(T) tokens: all of them at once, each as if
-    nothing followed it, then what follows each. That is 2 sqrt(T) operations over few tokens each.
+    The tokens are split into blocks of about sqrt(T). First all blocks are scanned at once, each as if nothing followed
+    it; then the blocks are corrected one by one for what follows them. That takes 2 sqrt(T) operations on few tokens
+    each, and no division by a vanishing power of the decay.
     """
-    (rows, width), size = terms.shape, max(math.isqrt(terms.shape[1]), 1)
-    blocks = -(-width // size)
-    sums, kept = (pad(x, (0, blocks * size - width)).view(rows, blocks, size) for x in (terms, decay))
-    for t in reversed(range(size - 1)):
-        sums[..., t].addcmul_(kept[..., t], sums[..., t + 1])
-        kept[..., t] *= kept[..., t + 1]  # of all from here to the end of the block
-    for block in reversed(range(blocks - 1)):
-        sums[:, block].addcmul_(kept[:, block], sums[:, block + 1, :1])
-    return sums.view(rows, -1)[:, :width]
+    num_rows, num_tokens = terms.shape
+    block_size = max(math.isqrt(num_tokens), 1)
+    num_blocks = -(-num_tokens // block_size)
+    padding = (0, num_blocks * block_size - num_tokens)
+    sums = pad(terms, padding).view(num_rows, num_blocks, block_size)
+    decays = pad(decay, padding).view(num_rows, num_blocks, block_size)
+    for t in reversed(range(block_size - 1)):
+        sums[..., t].addcmul_(decays[..., t], sums[..., t + 1])
+        decays[..., t] *= decays[..., t + 1]  # now the product from here to the end of the block
+    for block in reversed(range(num_blocks - 1)):
+        sums[:, block].addcmul_(decays[:, block], sums[:, block + 1, :1])
+    return sums.view(num_rows, -1)[:, :num_tokens]
 
 
 def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
-    """R_t = r_t + gamma * R of the next used token (B, T). Masked tokens are skipped: they neither pay nor discount.
+    """Return R_t = r_t + gamma * R of the next used token, (B, T). Masked tokens add no reward and no discount.
 
     >>> rewards, used = torch.tensor([[1.0, 9.0, 4.0]]), torch.tensor([[True, False, True]])
-    >>> returns_to_go(rewards.double(), used, gamma=0.5).tolist()  # what a masked token holds is of no use
+    >>> returns_to_go(rewards.double(), used, gamma=0.5).tolist()  # the value of a masked token is meaningless
     [[3.0, 4.0, 4.0]]
     """
     used = used.bool()
-    paid = torch.where(used, rewards, 0)
-    return paid.flip(1).cumsum(1).flip(1) if gamma == 1 else reverse_scan(paid, decay_on(used, gamma))
+    rewards = torch.where(used, rewards, 0)
+    if gamma == 1:
+        return rewards.flip(1).cumsum(1).flip(1)
+    return reverse_scan(rewards, decay_on(used, gamma))
 
 
 def decay_on(used: Tensor, decay: float) -> Tensor:
-    """`decay` where used, 1 elsewhere, in float64; where(used, decay, 1.0) of two floats would be float32."""
+    """Return the decay where used and 1 elsewhere, in float64."""
+    # where(used, decay, 1.0) of two Python floats would be float32
     return used * torch.tensor(decay, dtype=torch.float64, device=used.device) + ~used

@@ -1,4 +1,4 @@
-"""The options of the rollout side: batches, steps, and what becomes of groups on the way to them."""
+"""The options of the rollout side: batches, steps, groups, and evaluations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,125 +17,151 @@ from async_grpo.options.fields import (
 )
 from async_grpo.types import Sampling
 
-OF_A_GROUP = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
-OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
-OUTCOME = "outcome"  # the name of the best outcome reward beside process rewards that are taken apart
+GROUP_SIZE = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
+OVERLONG = "overlong"  # name of the length penalty, for estimators that take several rewards
+OUTCOME = "outcome"  # name of the best outcome reward, for estimators that take it apart from process rewards
 
 _batches = partial(option, panel="Batches", everyday=True, portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(AlgorithmConfig):
-    """What the batcher is given. The algorithm's options are among them: advantages are computed here."""
+    """Options of the batcher; they include the algorithm's, because the batcher computes the advantages."""
 
-    batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
-    samples_per_question: int = _batches(32, "Completions per question: the group size.", range=OF_A_GROUP)
+    batch_size: int = _batches(128, "Number of questions per iteration.", range=POSITIVE)
+    samples_per_question: int = _batches(
+        32, "Number of completions per question, which is the group size.", range=GROUP_SIZE
+    )
     train_minibatch_size: int | None = _batches(
         None, "Samples per optimizer step (default: the whole batch).", range=POSITIVE
     )
-    num_training_batches: int = _batches(1_000_000, "Iterations, the schedules' horizon.", range=POSITIVE)
+    num_training_batches: int = _batches(
+        1_000_000,
+        "Number of iterations of the run, which is also the horizon of the schedules.",
+        range=POSITIVE,
+    )
     max_tokens_per_gpu: int = _batches(36_000, "Token budget of one micro-batch on one rank.", range=POSITIVE)
     max_staleness: int = _batches(
-        1, "Oldest policy a trained token may come from, in steps (0: on-policy).", range=NOT_NEGATIVE
+        1,
+        "Highest age of the policy that sampled a trained token, in steps (0: on-policy).",
+        range=NOT_NEGATIVE,
     )
     groups_alive: int | None = option(
         None,
-        "Groups between admission and the live weights trained on them. Fewer than (max_staleness + 1) steps' worth (the "
-        "default): any finished group may join a step as long as none becomes too old, for long-tailed lengths.",
+        "Highest number of groups between their admission and the live weights trained on them (default: the groups of "
+        "max_staleness + 1 steps). With a lower number any finished group may join a step as long as none becomes too old, "
+        "which helps with long-tailed lengths.",
         "Batches",
         range=POSITIVE,
         portable=True,
     )
     max_token_staleness: int | None = off_policy(
-        None, "Leave tokens of policies older than this out of the loss.", range=NOT_NEGATIVE
+        None, "Leave tokens out of the loss whose policy is older than this many steps.", range=NOT_NEGATIVE
     )
     scheduling: str = option(
         "least_loaded",
-        "Which worker a group goes to, or FILE.py:NAME of a policy of your own.",
+        "Policy that assigns groups to workers, or FILE.py:NAME of a policy of your own.",
         "Cluster",
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
         own=True,
     )
     infinite_sampler_seed: int = option(
-        37, "Seed of the questions' order and everything random.", "Batches", portable=True
+        37, "Seed of the order of questions and of everything else that is random.", "Batches", portable=True
     )
-    dump_samples_filename: str | None = option(None, "Also write samples (JSONL) into output_dir.", "Output")
+    dump_samples_filename: str | None = option(
+        None, "Name of a JSONL file in output_dir into which every sample is written.", "Output"
+    )
     experience_timeout_s: float = option(
-        1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
+        1800.0, "Longest wait of a rank for its next micro-batch, in seconds.", "Cluster", range=POSITIVE
     )
 
     deterministic: bool = on_groups(
         False,
-        "Train a step once it is whole, in order of admission: the same samples then make the same bits, and a resumed run "
-        "those of one that was never stopped, if --max-staleness is 0.",
+        "Train a step only once it is complete, in order of admission: the same samples then give identical weights. With "
+        "--max-staleness 0, a resumed run gives the same weights as one that was never stopped.",
     )
     checkpoint_every_s: float = option(
-        600.0, "Save what a resumed run needs every so many seconds.", "Output", range=POSITIVE
+        600.0, "Save a checkpoint every so many seconds.", "Output", range=POSITIVE
     )
     mask_truncated: bool = on_groups(True, "Leave truncated completions out of the loss.")
     zero_variance: str = on_groups(
         "keep",
-        "Groups of equal rewards: keep, filter (out of the loss) or resample (another prompt).",
+        "What to do with groups of equal rewards: keep them, filter them out of the loss, or resample another prompt.",
         choices=("keep", "filter", "resample"),
     )
     max_resamples: int = on_groups(
-        8, "Prompts that may replace one without signal; then its group is taken.", range=NOT_NEGATIVE
+        8,
+        "Number of prompts tried in place of one without signal, before a group without signal is accepted.",
+        range=NOT_NEGATIVE,
     )
     retire_solved_above: float | None = on_groups(
-        None, "Draw a question no more once a group's mean reward reached this."
+        None, "Retire a question once the mean reward of its group reaches this value."
     )
     curriculum: str | None = on_groups(
         None,
-        "Column of the rows with their difficulty, whole numbers: of each task (their column task), only rows of one level "
-        "are drawn, from the lowest.",
+        "Column with an integer difficulty. Training draws rows of one difficulty at a time, for each value of the column "
+        "`task`, starting with the lowest.",
     )
     curriculum_up_at: float = on_groups(
-        0.75, "The next higher level takes its place once 16 groups have this mean reward."
+        0.75, "Mean reward of 16 groups at which the next higher difficulty follows."
     )
-    curriculum_down_at: float = on_groups(0.25, "And the next lower one once they have this.")
-    min_valid_samples: int = on_groups(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
-    truncation_alarm: float = on_groups(0.5, "Warn above this share of truncated completions.", range=SHARE)
+    curriculum_down_at: float = on_groups(
+        0.25, "Mean reward of 16 groups at which the next lower difficulty follows."
+    )
+    min_valid_samples: int = on_groups(
+        2, "Leave groups out that have fewer rewards than this.", range=POSITIVE
+    )
+    truncation_alarm: float = on_groups(
+        0.5, "Warn if more than this share of the completions is truncated.", range=SHARE
+    )
     failure_alarm: float = option(
-        0.1, "Warn when more than this share of a reward's calls fails.", "Rewards", range=SHARE
+        0.1, "Warn if more than this share of a reward's calls fails.", "Rewards", range=SHARE
     )
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per optimizer step."""
+        """Return the number of samples per optimizer step."""
         return self.train_minibatch_size or self.batch_size * self.samples_per_question
 
     @property
     def groups_per_step(self) -> int:
-        """P: groups per optimizer step."""
+        """Return P, the number of groups per optimizer step."""
         return self.samples_per_step // self.samples_per_question
 
     @property
     def samples_in_flight(self) -> int:
-        """Samples between admission and the live weights trained on them, at most."""
+        """Return the highest number of samples between their admission and the live weights trained on them."""
         alive = self.groups_alive or (self.max_staleness + 1) * self.groups_per_step
         return alive * self.samples_per_question
 
     @property
     def steps_per_batch(self) -> int:
+        """Return the number of optimizer steps per iteration."""
         return self.batch_size // self.groups_per_step
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Return the number of optimizer steps of the whole run."""
         return self.num_training_batches * self.steps_per_batch
 
     def overlong_cost(self, num_tokens: int, longest: int) -> float:
-        """What a completion loses by its length: nothing up to the buffer at the end of the `longest` possible one, then
-        linearly more (Yu et al. 2025, "DAPO", eq. 13).
+        """Return the length penalty of a completion (Yu et al. 2025, "DAPO", eq. 13).
+
+        It is 0 up to the buffer at the end of the longest possible completion, and grows linearly in the buffer.
+
+        Args:
+            num_tokens: Length of the completion.
+            longest: Length of the longest possible completion.
 
         >>> config = BatchConfig(overlong_buffer=0.2, overlong_penalty=1.0)
         >>> config.overlong_cost(80, 100), config.overlong_cost(90, 100), config.overlong_cost(100, 100)
         (0.0, 0.5, 1.0)
         """
-        if not (buffer := round(self.overlong_buffer * longest)):
+        buffer_tokens = round(self.overlong_buffer * longest)
+        if buffer_tokens == 0:
             return 0.0
-        over = num_tokens - (longest - buffer)
-        return self.overlong_penalty * min(max(over, 0) / buffer, 1.0)
+        tokens_in_buffer = max(num_tokens - (longest - buffer_tokens), 0)
+        return self.overlong_penalty * min(tokens_in_buffer / buffer_tokens, 1.0)
 
 
 _evaluation = partial(option, panel="Evaluation", portable=True)
@@ -143,25 +169,31 @@ _evaluation = partial(option, panel="Evaluation", portable=True)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask(Section):
-    """What an evaluation asks, and what passes."""
+    """Options of an evaluation: its questions, its sampling, and the reward that passes."""
 
     eval_data_path: str | None = _evaluation(
-        None, "JSONL of held-out questions; several: NAME=FILE,NAME=FILE.", everyday=True
+        None, "JSONL file of held-out questions, or several as NAME=FILE,NAME=FILE.", everyday=True
     )
-    eval_samples: int = _evaluation(1, "Completions of each question: n of avg@n and pass@k.", range=POSITIVE)
+    eval_samples: int = _evaluation(
+        1, "Number of completions per question, n of avg@n and pass@k.", range=POSITIVE
+    )
     eval_temperature: float | None = _evaluation(
-        None, "Their temperature (default: --temperature; 0: greedy).", range=NOT_NEGATIVE
+        None, "Sampling temperature of an evaluation (default: --temperature; 0: greedy).", range=NOT_NEGATIVE
     )
     eval_max_tokens: int | None = _evaluation(
-        None, "Their longest length (default: --max-generation-tokens).", range=POSITIVE
+        None,
+        "Longest completion of an evaluation, in tokens (default: --max-generation-tokens).",
+        range=POSITIVE,
     )
-    eval_pass_reward: float = _evaluation(1.0, "The reward from which on a completion passes.")
+    eval_pass_reward: float = _evaluation(1.0, "Lowest reward with which a completion passes.")
 
     @property
     def eval_files(self) -> dict[str, str]:
-        """Files by name; a single one has the name ""."""
-        if self.eval_data_path is None or "=" not in self.eval_data_path:
-            return {} if self.eval_data_path is None else {"": self.eval_data_path}
+        """Return the files by name; a single file has the name ""."""
+        if self.eval_data_path is None:
+            return {}
+        if "=" not in self.eval_data_path:
+            return {"": self.eval_data_path}
         parts = [part.partition("=") for part in self.eval_data_path.split(",")]
         files = {name.strip(): path.strip() for name, _, path in parts}
         refuse(
@@ -172,19 +204,20 @@ class EvaluationTask(Section):
 
     @property
     def sampling(self) -> Sampling:
+        """Return the overrides of the sampling settings."""
         return Sampling(self.eval_temperature, self.eval_max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(EvaluationTask):
-    """How the policy is evaluated, beside its training."""
+    """Options of the evaluations during a training."""
 
     eval_every: int = _evaluation(
-        0, "Evaluate every so many steps, besides start and end (0: only these).", range=NOT_NEGATIVE
+        0, "Evaluate every so many steps, besides the start and the end (0: only these).", range=NOT_NEGATIVE
     )
     eval_share: float = _evaluation(
         0.25,
-        "Completions evaluated at once, as a share of those in flight for training.",
+        "Number of completions evaluated at once, as a share of the training samples in flight.",
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(
@@ -194,23 +227,24 @@ class EvaluationConfig(EvaluationTask):
     )
 
     def evaluation_is_due(self, step: int, num_steps: int) -> bool:
-        """After so many steps of a run of `num_steps`."""
+        """Return whether an evaluation follows `step` in a run of `num_steps` steps."""
         return step == num_steps or bool(self.eval_every and step % self.eval_every == 0)
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the rollout side must know of the run's inputs, which other rooms read; made once, at start."""
+    """Facts about the run's inputs that the rollout side needs and other parts of the library read; made once, at start."""
 
-    max_completion_tokens: int = 0  # for which even the longest prompt leaves room
-    process: tuple[str, ...] = ()  # the rewards that come step by step
-    whole_groups: bool = False  # some of them look at a whole group (`post_process_scores`)
+    max_completion_tokens: int = 0  # completion tokens that fit after the longest prompt
+    process: tuple[str, ...] = ()  # names of the process rewards
+    whole_groups: bool = False  # some rewards process a whole group (`post_process_scores`)
     weights: Mapping[str, float] = field(default_factory=dict)  # `--reward-weights` by name
     failure_policies: Mapping[str, str] = field(default_factory=dict)  # `--on-reward-failure` by name
-    best_rewards: Mapping[str, float] = field(default_factory=dict)  # the highest reward of each, by name
-    hidden_size: int = 1536  # of the model: says from which length on attention is what costs
+    best_rewards: Mapping[str, float] = field(default_factory=dict)  # highest reward by name
+    hidden_size: int = 1536  # of the model; decides from which length on attention dominates the cost
 
     def weight(self, name: str) -> float:
+        """Return the weight of a reward."""
         return self.weights.get(name, 1.0)
 
 

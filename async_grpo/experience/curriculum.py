@@ -1,4 +1,4 @@
-"""`Curriculum`: of each task, rows of one difficulty are drawn, which follows how well they go."""
+"""`Curriculum`: draws rows of one difficulty for each task, and changes it with the rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,16 +6,19 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
 
-WINDOW = 16  # groups of one level that are looked at before it changes
+WINDOW = 16  # groups of one level whose mean reward decides about the next level
 
 
 class Curriculum:
-    """The level of each task (the rows' column `task`, where they have one), from its lowest.
+    """The current level of each task, which starts at the lowest; rows belong to tasks by their column `task`, if any.
 
-    rows: of the data set. config: the column of their levels, whole numbers, and the mean rewards of a level's last
-    `WINDOW` groups at which the next lower or higher one takes its place.
+    Args:
+        rows: The rows of the data set.
+        config: Names the column of the levels, which are whole numbers, and the mean rewards of the last `WINDOW` groups
+            at which the next lower or higher level follows.
 
-    ConfigurationError: a row has no level.
+    Raises:
+        ConfigurationError: A row has no level.
 
     >>> rows = [{"level": 1}, {"level": 2}]
     >>> curriculum = Curriculum(rows, BatchConfig(curriculum="level"))
@@ -28,54 +31,76 @@ class Curriculum:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], config: BatchConfig) -> None:
-        self._config, self._column = config, str(config.curriculum)
+        self._config = config
+        self._column = str(config.curriculum)
         levels: dict[str, set[int]] = {}
         for row in rows:
-            if type(level := row.get(self._column)) is not int:
-                found = f"a row has {level!r} there, not a whole number: {dict(row)!r:.200}"
-                raise ConfigurationError(f"--curriculum {self._column}: {found}")
+            level = row.get(self._column)
+            if type(level) is not int:
+                raise ConfigurationError(
+                    f"--curriculum {self._column}: a row has {level!r} there, not a whole number: {dict(row)!r:.200}"
+                )
             levels.setdefault(_task(row), set()).add(level)
-        self._levels = {task: sorted(of_task) for task, of_task in levels.items()}
-        self._at = dict.fromkeys(levels, 0)  # places among its levels
-        self._recent: dict[str, list[float]] = {task: [] for task in levels}
+        self._levels = {task: sorted(task_levels) for task, task_levels in levels.items()}
+        self._at = dict.fromkeys(levels, 0)  # task -> index of its current level
+        self._recent: dict[str, list[float]] = {
+            task: [] for task in levels
+        }  # mean rewards of the last groups
 
     def metrics(self) -> dict[str, int]:
-        """The level that each task is at."""
-        return {f"curriculum/{task or self._column}": self._levels[task][at] for task, at in self._at.items()}
+        """Return the current level of each task."""
+        return {f"curriculum/{task or self._column}": self._level(task) for task in self._levels}
+
+    def _level(self, task: str) -> int:
+        return self._levels[task][self._at[task]]
 
     def admits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row's level is the one that its task is at."""
-        task = _task(row)
-        return self._levels[task][self._at[task]] == row[self._column]
+        """Return whether a row has the current level of its task."""
+        return self._level(_task(row)) == row[self._column]
 
     def observe(self, row: Mapping[str, Any], reward: float) -> None:
-        """The mean reward of a group. Those drawn before the level changed say nothing about the new one."""
+        """Take note of the mean reward of a group, and change the level if it is time to.
+
+        Groups that were drawn at another level are ignored.
+        """
         if not self.admits(row):
             return
-        task, recent = _task(row), self._recent[_task(row)]
+        task = _task(row)
+        recent = self._recent[task]
         recent.append(reward)
         if len(recent) < WINDOW:
             return
-        mean, at = sum(recent) / len(recent), self._at[task]
+        mean_reward = sum(recent) / len(recent)
         del recent[0]
-        moved = at + (mean >= self._config.curriculum_up_at) - (mean <= self._config.curriculum_down_at)
-        if 0 <= moved < len(self._levels[task]) and moved != at:
-            self._at[task] = moved
+        index = self._at[task]
+        if mean_reward >= self._config.curriculum_up_at:
+            index += 1
+        if mean_reward <= self._config.curriculum_down_at:
+            index -= 1
+        if 0 <= index < len(self._levels[task]) and index != self._at[task]:
+            self._at[task] = index
             recent.clear()
 
     def state(self) -> dict[str, Any]:
-        """JSON, for `restore`."""
-        return {"at": dict(self._at), "recent": {task: list(recent) for task, recent in self._recent.items()}}
+        """Return the state as JSON, for `restore`."""
+        recent = {task: list(rewards) for task, rewards in self._recent.items()}
+        return {"at": dict(self._at), "recent": recent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, of the same rows."""
-        self._at, self._recent = dict(state["at"]), {task: list(of) for task, of in state["recent"].items()}
+        """Continue at a state of a curriculum with the same rows."""
+        self._at = dict(state["at"])
+        self._recent = {task: list(rewards) for task, rewards in state["recent"].items()}
 
 
 def make_curriculum(config: BatchConfig, rows: Sequence[Mapping[str, Any]]) -> Curriculum | None:
-    """What `--curriculum` asks for. ConfigurationError: the rows have no levels."""
+    """Return the curriculum that `--curriculum` requests, if any.
+
+    Raises:
+        ConfigurationError: The rows have no levels.
+    """
     return Curriculum(rows, config) if config.curriculum else None
 
 
 def _task(row: Mapping[str, Any]) -> str:
+    """Return the task of a row; "" if it names none."""
     return str(row.get("task", ""))

@@ -1,4 +1,4 @@
-"""The data set: JSONL rows become tokenised prompts once, and one cursor walks through them for the whole run."""
+"""The data set: JSONL rows are tokenised once, and one cursor draws prompts from them for the whole run."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,29 +21,30 @@ from async_grpo.processes.untrusted_files import (
 )
 from async_grpo.types import Prompt
 
-TEMPLATE_S = 30.0  # of a model's chat template, for one row
+TEMPLATE_S = 30.0  # longest time that a chat template may take for one row, in seconds
 PROMPT_COLUMNS = ("input", "prompt", "messages")
-# Of a prompt's text, at most: tokenising what can never fit would take minutes, and gigabytes
+# A prompt with more characters for each allowed token is refused: to tokenise it would take minutes, and gigabytes
 MAX_CHARACTERS_PER_TOKEN = 256
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row with its prompt, not yet drawn. `where`: file and line that it comes from."""
+    """A row of the data set with its tokenised prompt."""
 
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]
-    where: str = ""
+    where: str = ""  # file and line of the row
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSONL file, each with file and line.
+    """Yield (file and line, row) for each row of a JSONL file.
 
     Raises:
-        ConfigurationError: there is no such file, it is not JSONL, or a line is too long or no text.
+        ConfigurationError: There is no such file, it is not JSONL, or a line is too long or no text.
     """
-    path, where = Path(path), ""
+    path = Path(path)
+    where = ""
     refuse(not path.is_file(), f"{path}: there is no such file")
     with open_regular(path, follow_links=True) as file:
         for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
@@ -65,11 +66,19 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 def questions_of(
     rows: Iterable[tuple[str, Any]], tokenizer: Any, max_prompt_tokens: int, vocab_size: int
 ) -> list[Question]:
-    """Check rows, each given with where it comes from, and tokenise their prompts.
+    """Check rows and tokenise their prompts.
 
     The prompt is `input_token_ids` if the row has them, else `messages` (or a list in `prompt`) through the chat
     template, else the text of `input` or `prompt`. The row always gets `input`, the prompt as text.
-    ConfigurationError: with where it stands, for anything that could not be trained on.
+
+    Args:
+        rows: (file and line, row) for each row.
+        tokenizer: The model's tokenizer.
+        max_prompt_tokens: Length of the longest prompt that fits the model.
+        vocab_size: Size of the model's vocabulary.
+
+    Raises:
+        ConfigurationError: A row cannot be trained on; the message names its file and line.
     """
     questions = []
     for where, row in rows:
@@ -81,10 +90,10 @@ def questions_of(
                 f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
                 "--max-generation-tokens. Shorten or drop the row",
             )
-            wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+            unknown_id = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
             refuse(
-                wrong is not None,
-                f"token id {wrong} is outside the model's vocabulary of {vocab_size}: the file was tokenised for "
+                unknown_id is not None,
+                f"token id {unknown_id} is outside the model's vocabulary of {vocab_size}: the file was tokenised for "
                 "another model",
             )
         except ConfigurationError as error:
@@ -96,21 +105,21 @@ def questions_of(
 
 
 def _check_prompt_text(row: Any, max_prompt_tokens: int) -> None:
-    """Raise ConfigurationError for a prompt that no tokenizer takes, or that cannot fit whatever its tokens are."""
+    """Raise ConfigurationError for a prompt that is no valid text, or that is too long whatever its tokens are."""
     if not isinstance(row, dict):
         return
     for name in PROMPT_COLUMNS:
-        halves = not all_is_text(row.get(name))
         refuse(
-            halves,
+            not all_is_text(row.get(name)),
             f"{name} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: correct the row",
         )
     num_characters = 0
     for name in PROMPT_COLUMNS:
         value = row.get(name)
         parts = value if isinstance(value, list) else [{"content": value}]
-        texts = [part.get("content") for part in parts if isinstance(part, dict)]
-        num_characters = max(num_characters, sum(len(text) for text in texts if isinstance(text, str)))
+        contents = [part.get("content") for part in parts if isinstance(part, dict)]
+        texts = [content for content in contents if isinstance(content, str)]
+        num_characters = max(num_characters, sum(map(len, texts)))
     refuse(
         row.get("input_token_ids") is None and num_characters > MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens,
         f"a prompt of {num_characters} characters; at most {max_prompt_tokens} tokens fit this model and "
@@ -119,81 +128,120 @@ def _check_prompt_text(row: Any, max_prompt_tokens: int) -> None:
 
 
 def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids of a row's prompt.
+
+    Raises:
+        ConfigurationError: The row has no prompt, or it cannot be tokenised.
+    """
     if not isinstance(row, dict):
         raise ConfigurationError(f"a row must be an object, not {type(row).__name__}")
-    if (ids := row.get("input_token_ids")) is not None:
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+    token_ids = row.get("input_token_ids")
+    if token_ids is not None:
+        if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
             raise ConfigurationError("input_token_ids must be a list of integers")
-        return ids
-    if isinstance(messages := row.get("messages", row.get("prompt")), list):
-        has_template = getattr(tokenizer, "chat_template", None)
-        refuse(not has_template, "a row of messages, but the model's tokenizer has no chat template")
-        are_messages = messages and all(isinstance(said, dict) and "content" in said for said in messages)
-        refuse(not are_messages, "messages must be a list of objects with role and content")
-        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        try:
-            with interrupted_after(TEMPLATE_S, "the model's chat template"):
-                return tokenizer.apply_chat_template(messages, **how)
-        except Exception as error:  # a template is a program of the model's folder: it may raise anything
-            raise ConfigurationError(f"the model's chat template cannot be applied: {error}") from error
-    if isinstance(text := row.get("input", row.get("prompt")), str):
+        return token_ids
+    messages = row.get("messages", row.get("prompt"))
+    if isinstance(messages, list):
+        return _chat_tokens(messages, tokenizer)
+    text = row.get("input", row.get("prompt"))
+    if isinstance(text, str):
         return tokenizer.encode(text)
     raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")
 
 
-class PromptCursor:
-    """Walks through the questions for ever, each epoch in a new order; the one owner of the position.
+def _chat_tokens(messages: list[Any], tokenizer: Any) -> list[int]:
+    """Return the token ids of messages after the chat template.
 
-    A question may be retired: it is passed over in later epochs, until none is left; then all are back. So is one that
-    the curriculum does not admit.
+    Raises:
+        ConfigurationError: The messages have another form, or the template is missing or fails.
+    """
+    has_template = getattr(tokenizer, "chat_template", None)
+    refuse(not has_template, "a row of messages, but the model's tokenizer has no chat template")
+    are_messages = all(isinstance(message, dict) and "content" in message for message in messages)
+    refuse(
+        not messages or not are_messages,
+        "messages must be a list of objects with role and content",
+    )
+    try:
+        with interrupted_after(TEMPLATE_S, "the model's chat template"):
+            return tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+    except Exception as error:  # a template is a program of the model's folder, which may raise anything
+        raise ConfigurationError(f"the model's chat template cannot be applied: {error}") from error
+
+
+class PromptCursor:
+    """Draws prompts from the questions without end, each epoch in a new order, and holds the position of the run.
+
+    A question that is retired is skipped in later epochs; once all are retired, all return. Questions that the curriculum
+    does not admit are skipped too.
     """
 
     def __init__(
         self, questions: Sequence[Question], seed: int, curriculum: Curriculum | None = None
     ) -> None:
-        self.questions, self.seed, self.curriculum = questions, seed, curriculum
-        self.retired: set[int] = set()  # places in the data set
-        self._drawn = self._epoch = 0
-        self._left: list[int] = []  # of this epoch, the next one last
+        self.questions = questions
+        self.seed = seed
+        self.curriculum = curriculum
+        self.retired: set[int] = set()  # indices in the data set
+        self._num_drawn = 0
+        self._epoch = 0  # number of epochs begun
+        self._remaining: list[int] = []  # indices of this epoch's questions, in reverse order
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
         while True:
-            if not self._left:
-                self._left, self._epoch = self._order(self._epoch), self._epoch + 1
-            place = self._left.pop()
-            admitted = self.curriculum is None or self.curriculum.admits(self.questions[place].row)
-            if admitted and place not in self.retired:
-                self._drawn += 1
-                return self.prompt(self._drawn - 1, place)
+            if not self._remaining:
+                self._remaining = self._order(self._epoch)
+                self._epoch += 1
+            question = self._remaining.pop()
+            if question not in self.retired and self._is_admitted(question):
+                self._num_drawn += 1
+                return self.prompt(self._num_drawn - 1, question)
+
+    def _is_admitted(self, question: int) -> bool:
+        """Return whether the curriculum, if there is one, admits the question at an index."""
+        return self.curriculum is None or self.curriculum.admits(self.questions[question].row)
 
     def _order(self, epoch: int) -> list[int]:
+        """Return the indices of an epoch's questions, in reverse order."""
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.questions))[::-1].tolist()
 
     def prompt(self, ordinal: int, place: int) -> Prompt:
-        """The question at that place, as the prompt of that ordinal."""
+        """Return the question at an index of the data set as the prompt of an ordinal."""
         question = self.questions[place]
         return Prompt(ordinal, question.token_ids, question.row, place)
 
     def retire(self, prompt: Prompt) -> None:
-        """Draw the prompt's question no more."""
+        """Skip the prompt's question in later epochs."""
         self.retired.add(prompt.question)
         if len(self.retired) == len(self.questions):
             log.warning("every question has been retired (--retire-solved-above): all of them are back")
             self.retired.clear()
 
     def state(self) -> dict[str, Any]:
-        """The position, for `restore`: JSON."""
-        left, retired = len(self._left), sorted(self.retired)
-        curriculum = self.curriculum and self.curriculum.state()
-        told = {"drawn": self._drawn, "epoch": self._epoch, "left": left, "retired": retired}
-        return told | {"curriculum": curriculum}
+        """Return the position as JSON, for `restore`."""
+        return {
+            "drawn": self._num_drawn,
+            "epoch": self._epoch,
+            "left": len(self._remaining),
+            "retired": sorted(self.retired),
+            "curriculum": self.curriculum and self.curriculum.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, of the same questions and seed."""
-        self._drawn, self._epoch, self.retired = state["drawn"], state["epoch"], set(state["retired"])
-        self._left = self._order(self._epoch - 1)[: state["left"]] if state["left"] else []
+        """Continue at a state of a cursor with the same questions and the same seed."""
+        self._num_drawn = state["drawn"]
+        self._epoch = state["epoch"]
+        self.retired = set(state["retired"])
+        self._remaining = []
+        if state["left"]:
+            self._remaining = self._order(self._epoch - 1)[: state["left"]]
         if self.curriculum is not None and state["curriculum"] is not None:
             self.curriculum.restore(state["curriculum"])

@@ -1,8 +1,8 @@
-"""What the rollout side goes on with after a resume: the groups alive, as JSON and safetensors.
+"""The state from which the rollout side resumes: the groups alive, as JSON and safetensors.
 
-A finished group is kept as it is. One under way is asked for again from its beginning, with the seeds that it had: fresh
-draws would be short more often than the long completions that they replace. So is a finished one whose turns an older
-version saved without their times, where they may not stand in time.
+A finished group is kept as it is. An unfinished group is generated again from its beginning, with the same seeds: fresh
+draws would be short more often than the long completions that they replace. A finished group is generated again too if an
+older version saved its turns without their times, because they may not be in the order of time.
 """
 
 import json
@@ -30,89 +30,114 @@ from async_grpo.types import (
     Verdict,
 )
 
-MAX_STATE_BYTES = 4 << 30  # of experience.json, which holds the texts of all groups alive
+MAX_STATE_BYTES = 4 << 30  # largest experience.json, which holds the texts of all groups alive
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
-# What JSON, safetensors and the records' own checks raise for files that hold anything
+# Errors of JSON, safetensors and the records' own checks for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
-VERDICT, OUTCOME = TypeAdapter(Verdict | None), TypeAdapter(Outcome | None)
+VERDICT = TypeAdapter(Verdict | None)
+OUTCOME = TypeAdapter(Outcome | None)
 
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group between its admission and its last verdict. `resampled`: prompts that this one replaced."""
+    """A group between its admission and its last verdict."""
 
     prompt: Prompt
-    resampled: int = 0
+    resampled: int = 0  # number of prompts that this one replaced
 
 
 @dataclass(frozen=True)
 class ExperienceState:
-    """Of a batcher whose trainer holds policy `step`. `alive`: by sequence number, `admitted` of them so far."""
+    """State of a batcher."""
 
-    step: int
-    admitted: int
-    cursor: Mapping[str, Any]
-    alive: Mapping[int, Group | UnfinishedGroup]
+    step: int  # policy version of the trainer
+    admitted: int  # number of groups admitted so far
+    cursor: Mapping[str, Any]  # position in the data set
+    alive: Mapping[int, Group | UnfinishedGroup]  # by sequence number
 
     def save(self, folder: Path) -> None:
-        """Write `experience.json` and `experience.safetensors` into the folder, which is made."""
+        """Write `experience.json` and `experience.safetensors` into the folder, which is created if necessary."""
         folder.mkdir(parents=True, exist_ok=True)
-        told = {name: getattr(self, name) for name in ("step", "admitted", "cursor")}
-        groups = [_group_row(number, group) for number, group in self.alive.items()]
-        (folder / "experience.json").write_text(json.dumps(told | {"groups": groups}), encoding="utf-8")
-        parts: dict[str, list[np.ndarray]] = {}
+        content = {
+            "step": self.step,
+            "admitted": self.admitted,
+            "cursor": self.cursor,
+            "groups": [_group_row(number, group) for number, group in self.alive.items()],
+        }
+        (folder / "experience.json").write_text(json.dumps(content), encoding="utf-8")
+        save_file(self._arrays(), folder / "experience.safetensors")
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the samples of all finished groups, end to end, by name."""
+        samples: list[Sample] = []
         for group in self.alive.values():
-            for sample in group.samples if isinstance(group, Group) else ():
-                for owner, names in ((sample.completion, COMPLETION_ARRAYS), (sample, SAVED_SAMPLE_ARRAYS)):
-                    for name in names:  # all samples of a run have an array of that name, or none has
-                        if (array := getattr(owner, name)) is not None:
-                            parts.setdefault(name, []).append(array)
-        save_file({name: np.concatenate(of) for name, of in parts.items()}, folder / "experience.safetensors")
+            if isinstance(group, Group):
+                samples.extend(group.samples)
+        parts: dict[str, list[np.ndarray]] = {}
+        for sample in samples:
+            arrays = {name: getattr(sample.completion, name) for name in COMPLETION_ARRAYS}
+            arrays |= {name: getattr(sample, name) for name in SAVED_SAMPLE_ARRAYS}
+            for name, array in arrays.items():
+                # Either all samples of a run have an array of that name, or none has
+                if array is not None:
+                    parts.setdefault(name, []).append(array)
+        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
     @classmethod
     def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
-        """Return what `save` has written; `prompt(ordinal, place)` is the prompt of a question (`PromptCursor.prompt`).
+        """Return the state that `save` has written.
+
+        Args:
+            folder: The folder of the state.
+            prompt: (ordinal, index of the question in the data set) -> the prompt (`PromptCursor.prompt`).
 
         Raises:
-            CheckpointBroken: the files hold something else.
+            CheckpointBroken: The files hold something else.
         """
         try:
-            return cls._loaded(folder, prompt)
+            return cls._read(folder, prompt)
         except UNREADABLE as error:
-            what = f"{type(error).__name__}: {error}"
-            raise CheckpointBroken(f"{folder}: the groups alive cannot be read ({what})") from error
+            raise CheckpointBroken(
+                f"{folder}: the groups alive cannot be read ({type(error).__name__}: {error})"
+            ) from error
 
     @classmethod
-    def _loaded(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
+    def _read(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
         content = parse_json(read_bytes(folder / "experience.json", MAX_STATE_BYTES))
         file = folder / "experience.safetensors"
         if not is_regular(file):
             raise ValueError(f"{file.name} is not a regular file")
-        arrays, begin = load_file(file), 0
+        arrays = load_file(file)
+        begin = 0  # of the next sample in the arrays
         alive: dict[int, Group | UnfinishedGroup] = {}
         for row in content.pop("groups"):
-            number, ordinal, place, resampled = (_count(row, name) for name in GROUP_NUMBERS)
-            asked = prompt(ordinal, place)
+            number, ordinal, question, resampled = (_count(row, name) for name in GROUP_NUMBERS)
+            group_prompt = prompt(ordinal, question)
+            unfinished_group = UnfinishedGroup(group_prompt, resampled)
             if row["samples"] is None:
-                alive[number] = UnfinishedGroup(asked, resampled)
+                alive[number] = unfinished_group
                 continue
             is_order_known = not any(map(_has_unknown_order, row["samples"]))
             samples = []
-            for sample in row["samples"]:
-                end = begin + _count(sample, "tokens")
+            for sample_row in row["samples"]:
+                end = begin + _count(sample_row, "tokens")
                 if any(len(array) < end for array in arrays.values()):
                     raise ValueError(f"group {number} has more tokens than {file.name} holds")
-                sample.pop("tokens")
-                own = {name: array[begin:end] for name, array in arrays.items()}
-                samples.append(_sample(asked, sample, own))
+                sample_row.pop("tokens")
+                sample_arrays = {name: array[begin:end] for name, array in arrays.items()}
+                samples.append(_sample(group_prompt, sample_row, sample_arrays))
                 begin = end
             if not is_order_known:
-                alive[row["number"]] = UnfinishedGroup(asked, row["resampled"])
+                alive[number] = unfinished_group
                 continue
-            baseline = VERDICT.validate_python(row["baseline"])
             alive[number] = Group(
-                asked, tuple(samples), _count(row, "admitted_version"), number, baseline, resampled
+                prompt=group_prompt,
+                samples=tuple(samples),
+                admitted_version=_count(row, "admitted_version"),
+                sequence_number=number,
+                baseline=VERDICT.validate_python(row["baseline"]),
+                resampled=resampled,
             )
         _count(content, "step")
         _count(content, "admitted")
@@ -120,7 +145,7 @@ class ExperienceState:
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:
-    """Return a number of the row that counts something; a negative one would be taken from the end of a list."""
+    """Return a count of the row, or raise ValueError: a negative number would index from the end of a list."""
     value = row[name]
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r:.50}, which is no count")
@@ -128,8 +153,14 @@ def _count(row: Mapping[str, Any], name: str) -> int:
 
 
 def _group_row(number: int, group: Group | UnfinishedGroup) -> dict[str, Any]:
-    row: dict[str, Any] = {"number": number, "resampled": group.resampled, "samples": None}
-    row |= {"ordinal": group.prompt.ordinal, "question": group.prompt.question}
+    """Return a group as JSON, without its arrays."""
+    row: dict[str, Any] = {
+        "number": number,
+        "ordinal": group.prompt.ordinal,
+        "question": group.prompt.question,
+        "resampled": group.resampled,
+        "samples": None,
+    }
     if isinstance(group, Group):
         row["admitted_version"] = group.admitted_version
         row["baseline"] = VERDICT.dump_python(group.baseline, mode="json")
@@ -138,6 +169,7 @@ def _group_row(number: int, group: Group | UnfinishedGroup) -> dict[str, Any]:
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
+    """Return a sample as JSON, without its arrays."""
     completion = sample.completion
     return {
         "tokens": len(completion),
@@ -151,16 +183,24 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def _has_unknown_order(row: Mapping[str, Any]) -> bool:
-    """Decide whether a sample's turns may not stand in time: older versions saved several sequences without times."""
+    """Return whether a sample's turns may be out of order: older versions saved several sequences without times."""
     turns = row["turns"]
-    return any("number" not in turn for turn in turns) and sum(turn["fresh"] for turn in turns) > 1
+    has_no_times = any("number" not in turn for turn in turns)
+    num_sequences = sum(turn["fresh"] for turn in turns)
+    return has_no_times and num_sequences > 1
 
 
 def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
-    reason, verdict = FinishReason(row.pop("finish_reason")), VERDICT.validate_python(row.pop("verdict"))
-    assert verdict is not None  # only a group may lack its baseline's
-    turns = (Turn(**turn | {"before": np.asarray(turn["before"], np.int32)}) for turn in row.pop("turns"))
-    row |= {"turns": tuple(turns), "outcome": OUTCOME.validate_python(row["outcome"])}
-    of_completion: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
-    of_sample: dict[str, Any] = {name: arrays.get(name) for name in SAVED_SAMPLE_ARRAYS}
-    return Sample(prompt, Completion(**of_completion, **row, finish_reason=reason), verdict, **of_sample)
+    """Return the sample of a row and its arrays (T,)."""
+    verdict = VERDICT.validate_python(row.pop("verdict"))
+    assert verdict is not None  # only the baseline of a group may be missing
+    turns = []
+    for turn in row["turns"]:
+        before = np.asarray(turn["before"], np.int32)
+        turns.append(Turn(**turn | {"before": before}))
+    row["turns"] = tuple(turns)
+    row["outcome"] = OUTCOME.validate_python(row["outcome"])
+    row["finish_reason"] = FinishReason(row["finish_reason"])
+    completion_arrays: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
+    sample_arrays: dict[str, Any] = {name: arrays.get(name) for name in SAVED_SAMPLE_ARRAYS}
+    return Sample(prompt, Completion(**completion_arrays, **row), verdict, **sample_arrays)

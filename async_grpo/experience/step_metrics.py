@@ -1,6 +1,6 @@
-"""The rollout side's numbers of one step or one evaluation, and what of them a user should look at.
+"""The metrics of one step or one evaluation on the rollout side, and the alarms that they raise.
 
-Fractions are fractions (0 to 1), a mean of nothing is None (JSON null: no value is not a zero).
+Fractions are between 0 and 1. The mean of no values is None (JSON null), because a missing value is not a zero.
 """
 
 import time
@@ -16,18 +16,21 @@ from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Completion, Group, RewardStatus, Sample
 
-ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
+# An adapter is reported as constant only after so many rewards and steps
+ENOUGH_REWARDS = 50
+ENOUGH_STEPS = 3
 
 
 def _mean(values: Iterable[float]) -> float | None:
+    """Return the mean, or None of no values."""
     values = list(values)
     return float(np.mean(values)) if values else None
 
 
 def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Rewards over the samples that have one, every component that adapters named, and the count of each status.
+    """Return the mean reward of the scored samples, the mean of each adapter's numbers, and the count of each status.
 
-    `<adapter>/reward_std`: the standard deviation of an adapter's rewards; near 0 they tell no sample from another.
+    `<adapter>/reward_std` is the standard deviation of an adapter's rewards; near 0 they do not distinguish samples.
     """
     scored = [sample for sample in samples if sample.verdict.status is RewardStatus.OK]
     statuses = Counter(sample.verdict.status for sample in samples)
@@ -37,34 +40,49 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
             for name, value in {"reward": result.reward, **result.extra}.items():
                 if value is not None:
                     components.setdefault(f"{result.adapter}/{name}", []).append(value)
-    return {
+    stats: dict[str, Any] = {
         "avg_reward": _mean(s.verdict.reward for s in scored if s.verdict.reward is not None),
         "num_reward_filled": sum(sample.verdict.filled for sample in samples),
-        **{f"num_reward_{status.value}": statuses[status] for status in RewardStatus},
-        **{name: _mean(values) for name, values in sorted(components.items())},
-        **{f"{name}_std": float(np.std(of)) for name, of in components.items() if name.endswith("/reward")},
     }
+    for status in RewardStatus:
+        stats[f"num_reward_{status.value}"] = statuses[status]
+    for name, values in sorted(components.items()):
+        stats[name] = _mean(values)
+    for name, values in components.items():
+        if name.endswith("/reward"):
+            stats[f"{name}_std"] = float(np.std(values))
+    return stats
 
 
 def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Of runs with an environment: means over trajectories of what their programs count, and `turn_tokens` of a turn."""
-    played = [(sample, outcome) for sample in samples if (outcome := sample.completion.outcome) is not None]
-    if not played:
+    """Return means over the trajectories of a run with an environment; {} for other runs.
+
+    They are the numbers that environments report, and `turn_tokens`, the mean number of sampled tokens of a turn.
+    """
+    trajectories = [sample.completion for sample in samples if sample.completion.outcome is not None]
+    if not trajectories:
         return {}
-    turns = [turn for sample, _ in played for turn in sample.completion.turns]
-    names = sorted({name for _, outcome in played for name in outcome.numbers})
-    found = {name: _mean(o.numbers[name] for _, o in played if name in o.numbers) for name in names}
-    return {
-        "environment_failures": sum(bool(outcome.failure) for _, outcome in played),
-        "turns": _mean(len(sample.completion.turns) for sample, _ in played),
+    outcomes = [completion.outcome for completion in trajectories if completion.outcome is not None]
+    turns = [turn for completion in trajectories for turn in completion.turns]
+    num_sequences = [len(sample.sequences) for sample in samples if sample.completion.outcome is not None]
+    stats: dict[str, Any] = {
+        "environment_failures": sum(bool(outcome.failure) for outcome in outcomes),
+        "turns": _mean(len(completion.turns) for completion in trajectories),
         "turn_tokens": _mean(turn.tokens for turn in turns),
-        "sequences": _mean(len(sample.sequences) for sample, _ in played),
-        **{f"environment/{name}": value for name, value in found.items()},
+        "sequences": _mean(num_sequences),
     }
+    for name in sorted(set[str]().union(*(outcome.numbers for outcome in outcomes))):
+        values = [outcome.numbers[name] for outcome in outcomes if name in outcome.numbers]
+        stats[f"environment/{name}"] = _mean(values)
+    return stats
 
 
 def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
-    """RunFailed, with the first reason, if nothing was scored: going on would train nothing and end "well"."""
+    """Check that at least one sample of a step was scored: otherwise the run would train nothing and seem to succeed.
+
+    Raises:
+        RunFailed: No sample was scored; the message contains the first reason.
+    """
     verdicts = [sample.verdict for group in groups for sample in group.samples]
     if not any(verdict.status is RewardStatus.OK for verdict in verdicts):
         reasons = [result.reason for verdict in verdicts for result in verdict.results if result.reason]
@@ -75,11 +93,20 @@ def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
 
 
 def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_steps: int) -> dict[str, Any]:
-    """Rewards, lengths, and staleness: of a token the step minus the policy version that produced it."""
+    """Return the metrics of a step: rewards, lengths, and staleness.
+
+    The staleness of a token is the step minus the policy version that sampled it.
+
+    Args:
+        step: The step that trains the groups.
+        groups: The groups of the step.
+        total_samples: Number of samples of all steps so far.
+        batch_steps: Number of steps per iteration.
+    """
     samples = [sample for group in groups for sample in group.samples]
     trained = [sample for sample in samples if sample.advantages is not None]
     staleness = np.concatenate([step - sample.completion.versions for sample in samples])
-    ages, tokens = np.unique(staleness, return_counts=True)
+    ages, num_tokens = np.unique(staleness, return_counts=True)
     rewards = reward_stats(samples)
     return {
         "iteration": step // batch_steps,
@@ -102,107 +129,141 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
         "staleness_fraction": float((staleness > 0).mean()),
-        "staleness_tokens": dict(zip(map(str, ages.tolist()), tokens.tolist(), strict=True)),
+        "staleness_tokens": dict(zip(map(str, ages.tolist()), num_tokens.tolist(), strict=True)),
         "batch_done": (step + 1) % batch_steps == 0,
     }
 
 
 def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Every sample as one JSON-able row: prompt, completion, reward and why."""
-    return [
-        {
-            "group": group.prompt.ordinal,
-            "member": sample.completion.member,
-            "input": group.prompt.row["input"],
-            "completion": sample.completion.text,
-            **_readable_turns(sample.completion),
-            "answer": group.prompt.row.get("answer"),
-            "reward": sample.verdict.reward,
-            "status": sample.verdict.status.value,
-            "components": {
-                result.adapter: {"reward": result.reward, **result.extra} for result in sample.verdict.results
-            },
-            "reason": "; ".join(result.reason for result in sample.verdict.results if result.reason),
-            "finish_reason": sample.completion.finish_reason.value,
-            "oldest_version": sample.completion.oldest_version,
-            "advantage": None if sample.advantages is None else float(sample.advantages[-1]),
-        }
-        for group in groups
-        for sample in group.samples
-    ]
+    """Return one row for every sample, which JSON can hold: prompt, completion, reward and its reason."""
+    return [_readable_sample(group, sample) for group in groups for sample in group.samples]
 
 
-def _readable_turns(completion: Completion) -> dict[str, Any]:
-    """Return what was told and said in each turn of a trajectory, in time; nothing of a completion without turns."""
+def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
+    """Return a sample as a row."""
+    completion = sample.completion
+    results = sample.verdict.results
+    row: dict[str, Any] = {
+        "group": group.prompt.ordinal,
+        "member": completion.member,
+        "input": group.prompt.row["input"],
+        "completion": completion.text,
+    }
+    if completion.turns:
+        row["turns"] = _readable_turns(completion)
+    row["answer"] = group.prompt.row.get("answer")
+    row["reward"] = sample.verdict.reward
+    row["status"] = sample.verdict.status.value
+    row["components"] = {result.adapter: {"reward": result.reward, **result.extra} for result in results}
+    row["reason"] = "; ".join(result.reason for result in results if result.reason)
+    row["finish_reason"] = completion.finish_reason.value
+    row["oldest_version"] = completion.oldest_version
+    row["advantage"] = None if sample.advantages is None else float(sample.advantages[-1])
+    return row
+
+
+def _readable_turns(completion: Completion) -> list[list[str]]:
+    """Return [text that the policy read, text that it sampled] for each turn of a trajectory, in the order of time."""
     turns = [completion.turns[place] for place in completion.turn_order]
-    return {"turns": [[turn.said, turn.text] for turn in turns]} if turns else {}
+    return [[turn.said, turn.text] for turn in turns]
 
 
 class StepAlarms:
-    """What goes wrong without an error, in words. It remembers for how many steps a reward has said one value only.
+    """Describes problems that raise no error, and counts for how many steps a reward has had a single value.
 
-    `best_rewards`: the highest reward of an adapter by its name; 1 where none is given.
+    Args:
+        limits: The shares above which something is an alarm.
+        best_rewards: The highest reward of an adapter, by its name; 1 for an adapter that is not named.
     """
 
     def __init__(self, limits: BatchConfig, best_rewards: Mapping[str, float] | None = None) -> None:
-        self._limits, self._best_rewards = limits, best_rewards or {}
+        self._limits = limits
+        self._best_rewards = best_rewards or {}
         self._constant_steps: Counter[str] = Counter()
 
     def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """The alarms of the next step; `verifiers`: what its verifiers' `take_stats` says of it."""
-        samples, alarms = [sample for group in groups for sample in group.samples], []
-        truncated = sum(sample.completion.truncated for sample in samples) / max(len(samples), 1)
-        if truncated > self._limits.truncation_alarm:
-            hint = "--max-generation-tokens is too short?"
-            alarms.append(f"{truncated:.0%} of the completions were truncated ({hint})")
+        """Return the alarms of the next step.
+
+        Args:
+            groups: The groups of the step.
+            verifiers: The entry `verifiers` of `Verification.take_stats`.
+        """
+        alarms = self._of_samples([sample for group in groups for sample in group.samples])
+        for name, stats in verifiers.items():
+            alarms += self._of_verifier(name, stats)
+        return alarms
+
+    def _of_samples(self, samples: Sequence[Sample]) -> list[str]:
+        """Return the alarms about truncated completions and equal rewards."""
+        alarms = []
+        truncated_share = sum(sample.completion.truncated for sample in samples) / max(len(samples), 1)
+        if truncated_share > self._limits.truncation_alarm:
+            alarms.append(
+                f"{truncated_share:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
+            )
         rewards = {sample.verdict.reward for sample in samples} - {None}
         if len(rewards) == 1:
             alarms.append(f"every reward of the step is {rewards.pop():g}: there is nothing to learn from")
-        for name, stats in verifiers.items():
-            calls = sum(stats.get(status.value, 0) for status in RewardStatus)
-            failed = stats.get("failed", 0) + stats.get("timed_out", 0)
-            if calls and failed / calls > self._limits.failure_alarm:
-                reason = stats.get("first_reason") or "no reason given"
-                alarms.append(f"{name}: {failed} of {calls} calls failed ({reason})")
-            if self._is_constant(name, stats):
-                said, only = stats["rewards_so_far"], stats["only_reward_so_far"]
-                alarms.append(f"{name}: all of its {said} rewards so far are {only:g}")
-            if opened := stats.get("breakers_opened", 0):
-                alarms.append(f"{name}: a server of it went out of service {opened} time(s)")
+        return alarms
+
+    def _of_verifier(self, name: str, stats: Mapping[str, Any]) -> list[str]:
+        """Return the alarms about one verifier."""
+        alarms = []
+        num_calls = sum(stats.get(status.value, 0) for status in RewardStatus)
+        num_failed = stats.get("failed", 0) + stats.get("timed_out", 0)
+        if num_calls and num_failed / num_calls > self._limits.failure_alarm:
+            reason = stats.get("first_reason") or "no reason given"
+            alarms.append(f"{name}: {num_failed} of {num_calls} calls failed ({reason})")
+        if self._is_constant(name, stats):
+            num_rewards = stats["rewards_so_far"]
+            alarms.append(
+                f"{name}: all of its {num_rewards} rewards so far are {stats['only_reward_so_far']:g}"
+            )
+        num_opened = stats.get("breakers_opened", 0)
+        if num_opened:
+            alarms.append(f"{name}: a server of it went out of service {num_opened} time(s)")
         return alarms
 
     def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
-        """It has never said but one value; not if that is the best it can say: then all earned it."""
-        only = stats.get("only_reward_so_far")
-        best = self._best_rewards.get(name.removesuffix(" (evaluation)"), 1.0)
-        if only is None or only >= best:
+        """Return whether a verifier has given a single reward so far, for long enough, and below its best reward."""
+        only_reward = stats.get("only_reward_so_far")
+        best_reward = self._best_rewards.get(name.removesuffix(" (evaluation)"), 1.0)
+        if only_reward is None or only_reward >= best_reward:
             return False
         self._constant_steps[name] += 1
-        enough = stats.get("rewards_so_far", 0) >= ENOUGH_REWARDS
-        return enough and self._constant_steps[name] >= ENOUGH_STEPS
+        has_enough_rewards = stats.get("rewards_so_far", 0) >= ENOUGH_REWARDS
+        return has_enough_rewards and self._constant_steps[name] >= ENOUGH_STEPS
 
 
 class EngineUtilization:
-    """Notes when the engines may work: a slot is free, or admitted sequences are unfinished."""
+    """Measures when the engines may work: when a slot is free, or admitted sequences are unfinished."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock, self._since, self._is_allowed = clock, clock(), True
-        self._seconds = {True: 0.0, False: 0.0}  # allowed, and not
+        self._clock = clock
+        self._since = clock()
+        self._is_allowed = True
+        self._seconds = {True: 0.0, False: 0.0}  # by whether the engines were allowed to work
 
     def set(self, *, sequences: int, free_slots: int) -> None:
-        """The state from now on."""
+        """Set the state from now on."""
         now = self._clock()
         self._seconds[self._is_allowed] += now - self._since
-        self._since, self._is_allowed = now, bool(sequences or free_slots)
+        self._since = now
+        self._is_allowed = bool(sequences or free_slots)
 
     def take(self, busy: Sequence[Interval] = ()) -> dict[str, float]:
-        """Seconds since the last call; `busy`: when any engine held at least one unfinished request."""
+        """Return the seconds since the last call.
+
+        Args:
+            busy: The intervals in which any engine had an unfinished request.
+        """
         self.set(sequences=int(self._is_allowed), free_slots=0)
-        allowed_s, barred_s = self._seconds.values()
+        allowed_s = self._seconds[True]
+        not_allowed_s = self._seconds[False]
         busy_s = sum(end - begin for begin, end in union(busy))
         self._seconds = {True: 0.0, False: 0.0}
         return {
-            "engine_busy_s": min(busy_s, allowed_s),  # an engine may report late, or by another clock
+            "engine_busy_s": min(busy_s, allowed_s),  # an engine may report late, or its clock may differ
             "engine_allowed_s": allowed_s,
-            "wait_generation_budget_s": barred_s,
+            "wait_generation_budget_s": not_allowed_s,
         }

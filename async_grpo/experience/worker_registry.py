@@ -1,6 +1,6 @@
-"""`WorkerRegistry`: who can work, and who gets the next piece of it.
+"""`WorkerRegistry`: which workers can work, and which of them gets the next sequences.
 
-The unit of admission is one sequence: a worker takes up to `max_sequences` at once, each is given back when it ends.
+The unit of admission is one sequence: a worker accepts up to `max_sequences` at once, and each is released when it ends.
 """
 
 import asyncio
@@ -16,34 +16,38 @@ from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
 
-AFFINITY = 0.25  # of its places or tokens: so much fuller may a worker be that has a request's beginning in its cache
+# A worker whose cache holds the beginning of a request gets it, unless its load is higher than the lowest one by more than
+# this share of its places or tokens
+AFFINITY = 0.25
 
 
 @dataclass
 class Member:
-    """A registered worker and what it has been given."""
+    """A registered worker and its load."""
 
     info: WorkerInfo
     active: bool = False  # gets work; False until it holds the current weights
-    is_leaving: bool = False  # never again
-    sequences: int = 0  # outstanding
-    tokens: int = 0  # outstanding, as estimated when admitted
-    column: int = -1  # among the active ones
+    is_leaving: bool = False  # gets no work any more
+    sequences: int = 0  # number of outstanding sequences
+    tokens: int = 0  # number of their tokens, as estimated when they were admitted
+    column: int = -1  # index among the active members
 
     def has_room(self, sequences: int) -> bool:
+        """Return whether the worker can accept so many further sequences."""
         return self.active and self.sequences + sequences <= self.info.max_sequences
 
 
-# (workers with room for it, sequences, tokens of all of them) -> the one that gets the work
+# (workers with room, number of sequences, number of their tokens together) -> the worker that gets them
 SchedulingPolicy = Callable[[Sequence[Member], int, int], Member]
 
 
 def least_loaded(members: Sequence[Member], sequences: int, tokens: int) -> Member:
-    """The worker whose fuller resource, places or tokens, would be the emptiest."""
+    """Return the worker with the lowest load after the admission; the load is the larger share of places or tokens."""
 
     def load(member: Member) -> float:
-        places = (member.sequences + sequences) / member.info.max_sequences
-        return max(places, (member.tokens + tokens) / member.info.max_tokens)
+        share_of_places = (member.sequences + sequences) / member.info.max_sequences
+        share_of_tokens = (member.tokens + tokens) / member.info.max_tokens
+        return max(share_of_places, share_of_tokens)
 
     return min(members, key=load)
 
@@ -52,53 +56,61 @@ SCHEDULING_POLICIES: dict[str, SchedulingPolicy] = {"least_loaded": least_loaded
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """The policy that `--scheduling` names: an entry, or FILE.py:NAME of a function of the user's own."""
-    return find_entry(name, SCHEDULING_POLICIES, lambda own: own, "scheduling")
+    """Return the policy that `--scheduling` names: an entry, or FILE.py:NAME of a function of the user."""
+    return find_entry(name, SCHEDULING_POLICIES, lambda policy: policy, "scheduling")
 
 
 @dataclass
 class Lease:
-    """Work admitted to one worker: `sequences` of `tokens_each` that were not given back yet."""
+    """Sequences that were admitted to one worker."""
 
     member: Member
-    sequences: int
-    tokens_each: int
+    sequences: int  # number of sequences that were not released yet
+    tokens_each: int  # estimated length of each
 
     @property
     def worker_id(self) -> str:
+        """Return the id of the worker."""
         return self.member.info.worker_id
 
 
 class WorkerRegistry:
-    """One per kind of worker ("generation", ...). Synchronous but for `acquire`; must live in one event loop.
+    """The workers of one kind ("generation", ...). All methods except `acquire` are synchronous; use one event loop.
 
-    grace_s: how long `acquire` waits while no worker at all is registered. policy: chooses among the workers with room.
+    Args:
+        kind: The kind of the workers.
+        grace_s: How long `acquire` waits while no worker is registered.
+        policy: Chooses among the workers with room.
     """
 
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
-        self.kind, self.grace_s, self._policy = kind, grace_s, policy
+        self.kind = kind
+        self.grace_s = grace_s
+        self._policy = policy
         self._members: dict[str, Member] = {}
-        self._turn = asyncio.Lock()  # first come, first served
-        self._wanted = 1  # sequences, by who has the turn
-        self._changed = asyncio.Event()  # for it: its wait may have ended
+        self._turn = asyncio.Lock()  # held by the first caller of `acquire`; callers are served in order
+        self._wanted = 1  # number of sequences that this caller waits for
+        self._changed = asyncio.Event()  # set when this caller should try again
         self._last_loss = "none has registered yet"
-        self._empty_since = time.monotonic()  # if there are no members
+        self._empty_since = time.monotonic()  # meaningful while there are no members
         self._expected_until = 0.0
         self._members_changed()
 
     def _members_changed(self) -> None:
-        self._active = active = [member for member in self._members.values() if member.active]
+        """Update everything that is derived from the members."""
+        self._active = [member for member in self._members.values() if member.active]
         self._largest = max((member.info.max_sequences for member in self._members.values()), default=0)
-        # (2, active): places and tokens, as arrays to compare a thousand workers in microseconds
-        limits = [m.info.max_sequences for m in active], [m.info.max_tokens for m in active]
-        self._limits = np.array(limits, float)
-        self._held = np.array([[m.sequences for m in active], [m.tokens for m in active]], float)
-        for column, member in enumerate(active):
+        # (2, active): places and tokens. As arrays, the loads of a thousand workers are compared in microseconds
+        self._limits = np.empty((2, len(self._active)))
+        self._held = np.empty((2, len(self._active)))
+        for column, member in enumerate(self._active):
             member.column = column
+            self._limits[:, column] = member.info.max_sequences, member.info.max_tokens
+            self._held[:, column] = member.sequences, member.tokens
         self._changed.set()
 
     def register(self, info: WorkerInfo) -> None:
-        """Let a worker in. It gets no work before `activate`."""
+        """Add a worker, which gets no work before `activate`."""
         offer = f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
         refuse(info.max_sequences < 1 or info.max_tokens < 1, offer)
         self.deregister(info.worker_id, "it registered again")
@@ -106,76 +118,95 @@ class WorkerRegistry:
         self._members_changed()
 
     def activate(self, worker_id: str) -> None:
-        """The worker holds the current weights: it may be given work, unless it is leaving."""
+        """Let a worker that holds the current weights get work, unless it is leaving."""
         member = self._members[worker_id]
         member.active = not member.is_leaving
         self._members_changed()
 
     def retire(self, worker_id: str) -> None:
-        """No more work for a worker that is leaving; it keeps what it has. Unknown ids are ignored."""
-        if (member := self._members.get(worker_id)) is not None:
-            member.active, member.is_leaving = False, True
-            self._members_changed()
+        """Give no further work to a worker that is leaving; it keeps its sequences. Unknown ids are ignored."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return
+        member.active = False
+        member.is_leaving = True
+        self._members_changed()
 
     def outstanding(self, worker_id: str) -> int:
-        """The sequences that a worker has; 0 if it is no member."""
+        """Return the number of sequences that a worker has; 0 if it is not registered."""
         return self._members[worker_id].sequences if worker_id in self._members else 0
 
     def deregister(self, worker_id: str, reason: str) -> None:
-        """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""
-        if (member := self._members.pop(worker_id, None)) is not None:
-            member.active = False
-            self._last_loss, self._empty_since = f"{worker_id}: {reason}", time.monotonic()
-            self._members_changed()
+        """Remove a worker; its leases become void. Unknown ids are ignored, as a loss may be reported twice."""
+        member = self._members.pop(worker_id, None)
+        if member is None:
+            return
+        member.active = False
+        self._last_loss = f"{worker_id}: {reason}"
+        self._empty_since = time.monotonic()
+        self._members_changed()
 
     def expect(self, for_s: float) -> None:
-        """A worker is on its way: for so long `acquire` waits without any, at least."""
+        """Let `acquire` wait without any worker for at least this time, because a worker is about to register."""
         self._expected_until = time.monotonic() + for_s
 
     def members(self) -> list[WorkerInfo]:
+        """Return the description of every registered worker."""
         return [member.info for member in self._members.values()]
 
     async def acquire(self, sequences: int, tokens_each: int, prefers: str = "") -> Lease:
-        """Admit `sequences` sequences to one worker (together, for the prefix they share); first come, first served.
-        `prefers`: the id of one that knows their beginning, and gets them unless it is much fuller than another.
+        """Admit sequences to one worker, together, because they share a prefix. Callers are served in order.
 
-        ConfigurationError: no registered worker could ever take so many at once.
-        WorkerLost: no worker was registered for `grace_s` seconds.
+        Args:
+            sequences: Number of sequences.
+            tokens_each: Estimated length of each.
+            prefers: Id of a worker whose cache holds their beginning. It is chosen, unless its load is much higher than
+                that of another worker.
+
+        Raises:
+            ConfigurationError: No registered worker could ever accept so many sequences at once.
+            WorkerLost: No worker was registered for `grace_s` seconds.
         """
-        async with self._turn:  # behind it everybody waits: no starvation
-            while (member := self._choose(sequences, sequences * tokens_each, prefers)) is None:
-                self._refuse_in_vain(sequences)
+        tokens = sequences * tokens_each
+        async with self._turn:  # other callers wait behind this one, so that none of them starves
+            member = self._choose(sequences, tokens, prefers)
+            while member is None:
+                self._refuse_hopeless_wait(sequences)
                 self._wanted = sequences
                 self._changed.clear()
-                left_s = None if self._members else self._given_up_at - time.monotonic()
+                timeout_s = None if self._members else self._wait_deadline - time.monotonic()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
+                    async with asyncio.timeout(timeout_s):
                         await self._changed.wait()
-            self._give(member, sequences, sequences * tokens_each)
+                member = self._choose(sequences, tokens, prefers)
+            self._add_load(member, sequences, tokens)
             return Lease(member, sequences, tokens_each)
 
     def release(self, lease: Lease, sequences: int = 1) -> None:
-        """Give back `sequences` of a lease. Of a void one (its worker is gone) nobody will hear."""
+        """Release sequences of a lease; the lease of a lost worker may be released too."""
         sequences = min(sequences, lease.sequences)
         lease.sequences -= sequences
-        self._give(lease.member, -sequences, -sequences * lease.tokens_each)
-        if lease.member.has_room(self._wanted):  # no other has, or nobody waits
+        self._add_load(lease.member, -sequences, -sequences * lease.tokens_each)
+        # A waiting caller found no room at any other worker
+        if lease.member.has_room(self._wanted):
             self._changed.set()
 
-    def _give(self, member: Member, sequences: int, tokens: int) -> None:
+    def _add_load(self, member: Member, sequences: int, tokens: int) -> None:
+        """Add to the load of a member, or subtract from it."""
         member.sequences += sequences
         member.tokens += tokens
         if member.active:
             self._held[:, member.column] = member.sequences, member.tokens
 
     def _choose(self, sequences: int, tokens: int, prefers: str) -> Member | None:
-        """The active member that gets the work; None: no one has room."""
+        """Return the active member that gets the sequences; None if no member has room."""
         known = self._members.get(prefers)
         if self._policy is not least_loaded or not self._active:
             fitting = [member for member in self._active if member.has_room(sequences)]
             chosen = self._policy(fitting, sequences, tokens) if fitting else None
             return known if known in fitting else chosen
-        shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits  # `least_loaded`, all at once
+        # `least_loaded`, for all members at once
+        shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits
         loads = np.where(shares[0] <= 1, shares.max(axis=0), np.inf)
         best = int(loads.argmin())
         if known is not None and known.active and loads[known.column] <= loads[best] + AFFINITY:
@@ -183,16 +214,18 @@ class WorkerRegistry:
         return self._active[best] if shares[0, best] <= 1 else None
 
     @property
-    def _given_up_at(self) -> float:
+    def _wait_deadline(self) -> float:
+        """Return the time at which `acquire` ends its wait without any worker."""
         return max(self._empty_since + self.grace_s, self._expected_until)
 
-    def _refuse_in_vain(self, sequences: int) -> None:
+    def _refuse_hopeless_wait(self, sequences: int) -> None:
+        """Raise an error if a wait for so many sequences can never end, or has taken too long."""
         refuse(
             bool(self._members) and sequences > self._largest,
             f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {self._largest} "
             "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question",
         )
-        if not self._members and time.monotonic() >= self._given_up_at:
+        if not self._members and time.monotonic() >= self._wait_deadline:
             waited_s = time.monotonic() - self._empty_since
             raise WorkerLost(
                 f"no {self.kind} worker for {waited_s:.0f} s (last: {self._last_loss}). Start one: "

@@ -8,24 +8,27 @@ from torch.distributed.tensor import DTensor
 
 
 def local_shard(weight: Tensor) -> Tensor:
-    """This rank's part of a (possibly sharded) weight: a view, so writing to it writes to the weight."""
+    """Return this rank's part of a (possibly sharded) weight, as a view: writing to it writes to the weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole of a weight, in that dtype: of a sharded one it is gathered (a collective), cast before it travels."""
+    """Return the whole weight in a dtype; a sharded weight is cast, then gathered (a collective)."""
     shard = weight.detach().to(compute_device(weight), dtype or weight.dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
 def compute_device(weight: Tensor) -> torch.device:
-    """Where a (possibly sharded) weight is computed with: it may be kept in main memory, which NCCL cannot reach."""
+    """Return the device that computes with a (possibly sharded) weight.
+
+    The weight itself may be kept in main memory, which NCCL cannot reach.
+    """
     return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def copies(weight: Tensor) -> int:
-    """How many ranks hold the same part of a (possibly sharded) weight."""
+    """Return how many ranks hold the same part of a (possibly sharded) weight."""
     if not isinstance(weight, DTensor):
         return 1
-    mesh, placements = weight.device_mesh, weight.placements
-    return prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_replicate())
+    mesh = weight.device_mesh
+    return prod(mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement.is_replicate())

@@ -1,6 +1,7 @@
-"""Log-probs of sampled tokens from hidden states; 36,000 tokens times a vocabulary of 152,000 would be 20 GiB.
+"""Log-probs of sampled tokens from hidden states, without the logits of all tokens at once.
 
-So the head is applied to a chunk of tokens at a time, forward and again in the backward, and one number per token kept.
+The logits of 36,000 tokens over a vocabulary of 152,000 would take 20 GiB. So the head is applied to one chunk of tokens at
+a time, in the forward and again in the backward, and only a few numbers per token are kept.
 """
 
 from typing import Any
@@ -18,10 +19,17 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax((hidden @ weight.T + bias) / temperature)[targets], and that softmax's entropy; (M,).
+    """Return log softmax((hidden @ weight.T + bias) / temperature)[targets], and the softmax's entropy; (M,) each.
 
-    hidden (M, H), weight (V, H), bias (V,) or None, targets (M,) int64. Logits are float32 (float64 for
-    float64 input); at most `chunk_tokens` rows of them exist at a time. A result that the loss does not use costs nothing.
+    A result that the loss does not use has no cost in the backward.
+
+    Args:
+        hidden: (M, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        targets: (M,) int64, token ids.
+        temperature: Divisor of the logits, which are float32 (float64 for float64 input).
+        chunk_tokens: Number of tokens whose logits exist at once.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
@@ -32,7 +40,10 @@ def chunked_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """With logits z / T and p their softmax: d logprob / dz = (onehot - p) / T, and dH / dz = -p (log p + H) / T."""
+    """Log-probs and entropies with gradients that recompute the logits.
+
+    With logits z / T and p their softmax, d logprob / dz = (onehot - p) / T and dH / dz = -p (log p + H) / T.
+    """
 
     @staticmethod
     def forward(
@@ -42,19 +53,23 @@ class _ChunkedHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        chunk: int,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        out_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropies, normalisers = (hidden.new_empty(len(hidden), dtype=out_dtype) for _ in range(3))
-        for rows in _chunks(len(hidden), chunk):
+        result_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_empty(len(hidden), dtype=result_dtype)
+        entropies = torch.empty_like(logprobs)
+        normalisers = torch.empty_like(logprobs)
+        for rows in _chunks(len(hidden), chunk_tokens):
             logits = _logits(hidden[rows], weight, bias, temperature)
             normalisers[rows] = logits.logsumexp(dim=1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
             entropies[rows] = normalisers[rows] - torch.linalg.vecdot(probs, logits)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk
-        ctx.set_materialize_grads(False)  # zeros for an unused entropy would pay for its gradient
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        # Zeros in place of the gradient of an unused entropy would cost as much as a real gradient
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
@@ -66,16 +81,16 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
-        # float32 while it is summed over chunks: in bfloat16 every further chunk would round the sum again
+        # The sum over chunks is float32: in bfloat16 every further chunk would round it again
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             scale = pull = grad_logprobs[rows, None] / ctx.temperature
-            logps = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(normalisers[rows, None])
+            log_probs = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(normalisers[rows, None])
             if grad_entropies is not None:
                 entropy_scale = grad_entropies[rows, None] / ctx.temperature
-                pull = (logps + entropies[rows, None]).mul_(entropy_scale).add_(scale)
-            grad_logits = logps.exp_().mul_(-pull)
+                pull = (log_probs + entropies[rows, None]).mul_(entropy_scale).add_(scale)
+            grad_logits = log_probs.exp_().mul_(-pull)
             grad_logits.scatter_add_(1, targets[rows, None], scale)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0)
@@ -83,7 +98,8 @@ class _ChunkedHead(torch.autograd.Function):
             grad_hidden[rows] = grad_logits @ weight
             if grad_logits.is_cuda and grad_logits.dtype != grad_weight.dtype:
                 grad_weight += _product(grad_logits.T, hidden[rows])
-            else:  # without another tensor of the head's size
+            else:
+                # Adds in place, without a second tensor of the head's size
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
@@ -91,10 +107,12 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _chunks(total: int, size: int) -> list[slice]:
+    """Split `total` rows into slices of at most `size`."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Return the logits (M, V), divided by the temperature."""
     logits = _product(hidden, weight.T)
     if bias is not None:
         logits += bias
@@ -102,7 +120,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with a float32 result; bfloat16 logits near 20 would be rounded to steps of 0.125."""
+    """Return left @ right as float32; bfloat16 logits near 20 would be rounded to steps of 0.125."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.is_cuda:

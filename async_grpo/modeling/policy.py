@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal LM seen as "token ids in, log-probs of those tokens out"."""
+"""The policy: a Hugging Face causal LM that maps token ids to the log-probs of these tokens."""
 
 from collections.abc import Iterator
 
@@ -12,29 +12,38 @@ from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 
-DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
+DEFAULT_CHUNK_TOKENS = 1024  # tokens whose logits exist at once: with 152,000 logits in float32, 0.6 GB
 
 
 class ValueHead(nn.Linear):
-    """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input), zero at the start.
+    """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input), initially zero.
 
-    Values near 1 would come out of a bfloat16 product in steps of 0.008.
+    The product is not computed in bfloat16, where values near 1 have steps of 0.008.
     """
 
     def reset_parameters(self) -> None:
+        """Set all parameters to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return linear(hidden.to(wide), self.weight.to(wide), self.bias.to(wide))[:, 0]
+        """Return the values (M,) of hidden states (M, H)."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        values = linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        return values[:, 0]
 
 
 class PolicyModel(nn.Module):
-    """Wraps body and heads in one forward, so that FSDP's root hooks gather the heads' weights as well.
+    """Body and heads of the policy in one forward, so that FSDP's root hooks gather the weights of the heads as well.
 
-    `model` becomes packed: ConfigurationError if its attention or head cannot be. value_head: add a critic,
-    `value_head`. value_trunk_gradient: whether the values' gradient goes on into the model, or stops at the head.
+    Args:
+        model: A causal LM; its attention is changed to one for packed sequences.
+        chunk_tokens: Number of tokens whose logits exist at once.
+        value_head: Add a critic, as the attribute `value_head`.
+        value_trunk_gradient: Let the gradient of the values reach the model; otherwise it stops at the value head.
+
+    Raises:
+        ConfigurationError: The model's attention or head does not work on packed sequences.
     """
 
     def __init__(
@@ -49,10 +58,10 @@ class PolicyModel(nn.Module):
         check_packable(model)
         model.set_attn_implementation(PACKED_ATTENTION)
         for config in (model.config, model.config.get_text_config()):
-            config.return_dict = (
-                True  # outputs are read by name; an argument would not reach the body in the model
-            )
-        self.model, self.chunk_tokens = model, chunk_tokens
+            # Outputs are read by name, and an argument of the call would not reach the body inside the model
+            config.return_dict = True
+        self.model = model
+        self.chunk_tokens = chunk_tokens
         self.value_head: ValueHead | None = None
         if value_head:
             hidden_size = model.config.get_text_config().hidden_size
@@ -63,12 +72,19 @@ class PolicyModel(nn.Module):
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """(log-probs, entropies), each (N,), of `input_ids` (N,) where `loss_mask` (N,) is True; else 0.
+        """Compute the log-probs and entropies of the tokens that the mask selects.
 
-        With a value head also the values, of the states in which the tokens are chosen. cu_seqlens (S + 1,): boundaries of
-        the packed sequences. Entry i speaks of token i given those before it in its own sequence; the first token stays 0.
-        With an empty mask the results still hang on the weights: a rank with nothing to learn must run the same backward as
-        the others.
+        Args:
+            input_ids: (N,), packed sequences end to end.
+            cu_seqlens: (S + 1,), boundaries of the sequences.
+            loss_mask: (N,) bool.
+            temperature: Divisor of the logits.
+
+        Returns:
+            (log-probs, entropies), and with a value head also the values; each (N,), and 0 where the mask is False.
+            Entry i belongs to token i given the tokens before it in its own sequence, so the first token of a sequence
+            has 0. The value of a token is that of the state in which it is chosen. With an empty mask the results still
+            depend on the weights: a rank that has nothing to train on must run the same backward as the others.
         """
         packing = Packing(input_ids, cu_seqlens)
         rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
@@ -76,20 +92,26 @@ class PolicyModel(nn.Module):
         head = self.model.get_output_embeddings()
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
-        # What is known before the token is chosen
+        # The state in which a token is chosen is that of the token before it
         states = hidden.index_select(0, packing.rows_of_tokens[positions - 1])
         results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )
         if self.value_head is not None:
-            results = (*results, self.value_head(states if self.value_trunk_gradient else states.detach()))
-        return tuple(r.new_zeros(len(input_ids)).index_copy(0, positions, r) for r in results)
+            value_states = states if self.value_trunk_gradient else states.detach()
+            results = (*results, self.value_head(value_states))
+        return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
 
     def plain_logprobs(self, input_ids: Tensor, attention: str) -> Tensor:
         """Compute log-probs as transformers does, without packing: the reference of `forward_check`.
 
-        input_ids (L,): one sequence. attention: one of transformers' own implementations, such as "eager". Returns (L - 1,)
-        float32, of the tokens after the first. The policy is packed again afterwards.
+        Args:
+            input_ids: (L,), one sequence.
+            attention: One of transformers' own implementations, such as "eager". The attention for packed sequences is
+                restored afterwards.
+
+        Returns:
+            (L - 1,) float32, the log-probs of the tokens after the first.
         """
         self.model.set_attn_implementation(attention)
         try:
@@ -101,29 +123,34 @@ class PolicyModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of the inputs and of the computation."""
+        """Return the device of the inputs and of the computation."""
         return compute_device(next(self.parameters()))
 
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, weight) of every weight but the value head's, in the model's order; a tied head appears once.
+    """Yield (Hugging Face name, weight) of every weight except the value head's, in the model's order.
 
-    The live weights, not copies; of a sharded policy its shards (DTensors).
+    A tied head appears once. The weights are not copies; those of a sharded policy are its shards (DTensors).
     """
-    seen: set[int] = set()
-    # state_dict, not named_parameters: its hooks bring FSDP's shards back if a forward left them gathered
+    yielded_ids: set[int] = set()
+    # The hooks of state_dict reshard weights that a forward left gathered; named_parameters would not
     for name, tensor in policy.model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in yielded_ids:
+            yielded_ids.add(id(tensor))
             yield name, tensor
 
 
 def named_full_tensors(policy: PolicyModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """`named_weights`, each whole, one at a time; of a sharded policy every rank must exhaust the iterator in lockstep."""
+    """Return an iterator over `named_weights` that gathers one weight at a time.
+
+    With a sharded policy every rank must exhaust the iterator in lockstep.
+    """
     return ((name, full_tensor(weight, dtype)) for name, weight in named_weights(policy))
 
 
 def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
-    """The value head's `weight` (1, H) and `bias` (1,), whole; {} without one. A collective of a sharded policy."""
-    head = {} if policy.value_head is None else policy.value_head.state_dict(keep_vars=True)
-    return {name: full_tensor(weight) for name, weight in head.items()}
+    """Return `weight` (1, H) and `bias` (1,) of the value head, gathered (a collective); {} without a value head."""
+    if policy.value_head is None:
+        return {}
+    weights = policy.value_head.state_dict(keep_vars=True)
+    return {name: full_tensor(weight) for name, weight in weights.items()}

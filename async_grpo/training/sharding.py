@@ -1,7 +1,7 @@
-"""FSDP2 around the policy: every decoder layer a unit, embedding, final norm and head in the root unit.
+"""Shard the policy with FSDP2: every decoder layer is a unit; embedding, final norm and head belong to the root unit.
 
-Master weights, gradients and optimizer state are float32 whatever the compute dtype: at learning rates near 1e-6 an
-update is far below bfloat16's resolution and would vanish.
+Master weights, gradients and optimizer state are float32, whatever the compute dtype: at learning rates near 1e-6 an update
+is far below the resolution of bfloat16 and would vanish.
 """
 
 from collections.abc import Collection
@@ -37,73 +37,116 @@ def shard_policy(
     config: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - it is frozen
     dtype: str | torch.dtype = "float32",
 ) -> PolicyModel:
-    """Shard `policy`, its weights in float32, in place over the ranks and return it, in training mode.
+    """Shard the policy in place over the ranks, and return it in training mode.
 
-    One rank that computes in float32 has nothing to shard or cast: its policy stays as it is. dtype: the compute dtype,
-    float32 or bfloat16; gradients are reduced in float32 all the same. torch_compile: the layers, all but their attention.
-    cpu_offload: what is not computed with lies in main memory. fsdp_size: so many ranks share one copy of the weights, the
-    others hold more copies (HSDP, Zhao et al. 2023, 3.2.2); 0: all. ConfigurationError: the ranks cannot be divided so, or
-    the model does not say what its decoder layers are.
+    A single rank that computes in float32 has nothing to shard or cast, so its policy stays as it is.
+
+    Args:
+        policy: Its weights are float32.
+        ranks: The ranks of the training.
+        config: `torch_compile` compiles the layers, except their attention. `cpu_offload` keeps weights in main memory
+            while they are not needed. `fsdp_size` ranks share one copy of the weights, and further ranks hold further
+            copies (HSDP, Zhao et al. 2023, 3.2.2); 0 shares one copy among all ranks.
+        dtype: The compute dtype, float32 or bfloat16; gradients are reduced in float32 in either case.
+
+    Raises:
+        ConfigurationError: `fsdp_size` does not divide the number of ranks, or the model does not declare its decoder
+            layers.
     """
-    names = set(policy.model._no_split_modules or ())
-    layers = [module for module in policy.model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ConfigurationError(f"{type(policy.model).__name__} does not declare its decoder layers")
+    layers = _decoder_layers(policy)
     if config.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.torch_compile:
         compile_around_attention(layers)
-    compute, device = torch_dtype(dtype), ranks.device.type
+    compute = torch_dtype(dtype)
     if ranks.world_size == 1 and compute is torch.float32 and not config.cpu_offload:
-        return policy.train()  # FSDP's hooks and copies would cost a small model a tenth of its step
-    offload = CPUOffloadPolicy(pin_memory=device == "cuda")
+        # FSDP's hooks and copies would cost a small model a tenth of its step
+        return policy.train()
+
+    offload_policy = OffloadPolicy()
+    if config.cpu_offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": _mesh(ranks, config.fsdp_size or ranks.world_size),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        "offload_policy": offload if config.cpu_offload else OffloadPolicy(),
+        "offload_policy": offload_policy,
     }
     for module in (*layers, policy):
         fully_shard(module, **options)
-    # Otherwise the root's weights (embedding, head) would not be gathered for it
+    # Otherwise the root's weights (embedding, head) would not be gathered for `plain_logprobs`
     register_fsdp_forward_method(policy, "plain_logprobs")
     return policy.train()
 
 
+def _decoder_layers(policy: PolicyModel) -> list[Any]:
+    """Return the modules that the model declares as its decoder layers.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    class_names = set(policy.model._no_split_modules or ())
+    layers = [module for module in policy.model.modules() if type(module).__name__ in class_names]
+    if not layers:
+        raise ConfigurationError(f"{type(policy.model).__name__} does not declare its decoder layers")
+    return layers
+
+
 def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
-    groups, left_over = divmod(ranks.world_size, fsdp_size)
-    if left_over:
+    """Return the mesh of the ranks: (copies, shards), or (shards,) if there is a single copy of the weights.
+
+    Raises:
+        ConfigurationError: `fsdp_size` does not divide the number of ranks.
+    """
+    num_copies, remainder = divmod(ranks.world_size, fsdp_size)
+    if remainder:
         raise ConfigurationError(f"--fsdp-size {fsdp_size} does not divide {ranks.world_size} ranks")
-    shape = (groups, fsdp_size) if groups > 1 else (fsdp_size,)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
+    if num_copies > 1:
+        shape: tuple[int, ...] = (num_copies, fsdp_size)
+        dim_names: tuple[str, ...] = ("copy", "shard")
+    else:
+        shape = (fsdp_size,)
+        dim_names = ("shard",)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=dim_names)
 
 
 def weight_names(path: str | Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors files; of weights in another format none."""
+    """Return the names of the weights in a folder's safetensors files; none if the weights have another format."""
     return weight_shapes(model_folder(path))
 
 
 @torch.no_grad()
 def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> None:
-    """Give a policy made of an empty model the weights in that folder, on `device`; of a sharded one a rank reads its own
-    rows of each."""
-    loaded: dict[str, Any] = {n: torch.empty_like(w, device=device) for n, w in named_weights(policy)}
-    state_dict_loader.load(loaded, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
-    policy.model.load_state_dict(loaded, strict=False, assign=True)
+    """Load the weights in a folder, on `device`, into a policy that was made of an empty model.
+
+    Of a sharded policy each rank reads only its own rows of each weight.
+    """
+    weights: dict[str, Any] = {}
+    for name, weight in named_weights(policy):
+        weights[name] = torch.empty_like(weight, device=device)
+    state_dict_loader.load(weights, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
+    policy.model.load_state_dict(weights, strict=False, assign=True)
     policy.model.tie_weights()
     if not isinstance(policy, FSDPModule):
-        policy.to(device)  # the buffers
+        policy.to(device)  # moves the buffers
 
 
 def release_gathered(policy: PolicyModel) -> None:
-    """Let go of the root weights that a forward without a backward left gathered."""
+    """Reshard the root weights, which a forward without a backward leaves gathered."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
 
 
 @torch.no_grad()
 def canary_logprobs(policy: PolicyModel, *texts: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """(N,) float32: the log-probs of the N tokens of all `texts` (integers), end to end; the first of each is 0. A
-    collective if sharded."""
+    """Return the log-probs (N,) float32 of the N tokens of all texts, end to end; the first token of each text has 0.
+
+    A collective if the policy is sharded.
+
+    Args:
+        policy: The policy.
+        texts: (L,) token ids each.
+        temperature: Divisor of the logits.
+    """
     ids = torch.tensor(np.concatenate(texts), dtype=torch.int64, device=policy.device)
     everything = torch.ones_like(ids, dtype=torch.bool)
     boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)

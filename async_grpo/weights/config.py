@@ -1,5 +1,8 @@
-"""The options of the weight sync, and how weights travel: a registry. A new way is a file of its own and one entry here.
-Light to import: the publishers themselves are imported where they are made."""
+"""The options of the weight sync, and the registry of transports.
+
+A new transport is a file of its own and one entry here. This module imports quickly: a publisher's own module is imported
+when the publisher is made.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,21 +12,24 @@ from async_grpo.options.fields import POSITIVE, Section, option
 from async_grpo.options.source_file import find_entry
 from async_grpo.protocols import WeightPublisher
 
-MakePublisher = Callable[..., WeightPublisher]  # of what `publisher.Publisher` takes
+MakePublisher = Callable[..., WeightPublisher]  # takes the arguments of `publisher.Publisher`
 
 
 @dataclass(frozen=True)
 class Transport:
-    """All that the rest of the library knows of one way for weights to travel."""
+    """One way for weights to travel, and what the rest of the library must know about it."""
 
     make_publisher: MakePublisher
-    engine_backend: str = "async_grpo_object_store"  # of vLLM's weight transfer; see `vllm_engine`
+    engine_backend: str = (
+        "async_grpo_object_store"  # name of the weight transfer engine in vLLM; see `vllm_engine`
+    )
     needs_gpu: bool = False
-    sends_packages: bool = True  # else proximal workers cannot be given the weights
+    sends_packages: bool = True  # False: proximal workers cannot receive the weights
     fills_object_store: bool = True
 
 
 def _imported(name: str) -> MakePublisher:
+    """Return a function that imports a publisher of this package by name, and makes one."""
     return lambda *args: resolve_name(f"async_grpo.weights.{name}")(*args)
 
 
@@ -41,9 +47,10 @@ TRANSPORTS = {
 
 
 def get_transport(name: str) -> Transport:
-    """The transport that `--weight-transport` names.
+    """Return the transport that `--weight-transport` names.
 
-    ConfigurationError: there is no such transport.
+    Raises:
+        ConfigurationError: There is no such transport.
 
     >>> get_transport("carrier_pigeon")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -54,25 +61,27 @@ def get_transport(name: str) -> Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig(Section):
-    """How new weights reach the engines, and what proves that they landed."""
+    """Options of the way on which new weights reach the engines, and of the proof that they landed."""
 
     weight_transport: str = option(
         "object_store",
-        "How weights travel; nccl needs GPUs. Or FILE.py:NAME of a `Transport` of your own.",
+        "Transport of the weights; nccl needs GPUs. FILE.py:NAME names a `Transport` of your own.",
         "Cluster",
         choices="async_grpo.weights.config:TRANSPORTS",
         own=True,
     )
     weight_folder: str = option(
         "",
-        "For --weight-transport shared_files: a folder that all nodes share, with room for the weights.",
+        "Folder that all nodes share, with room for the weights; for --weight-transport shared_files.",
         "Cluster",
     )
-    sync_timeout_s: float = option(600.0, "Longest weight update of an engine.", "Cluster", range=POSITIVE)
+    sync_timeout_s: float = option(
+        600.0, "Longest duration of one weight update in an engine, in seconds.", "Cluster", range=POSITIVE
+    )
     canary_tolerance: float | None = option(
         None,
-        "Allowed difference of engine and trainer log-probs in nats, root mean square without the largest tenth (default: "
-        "measured).",
+        "Allowed difference of engine and trainer log-probs in nats, as the root mean square without the largest tenth "
+        "(default: measured).",
         "Cluster",
         range=POSITIVE,
     )

@@ -1,6 +1,6 @@
-"""`NCCLPublisher`: weights from GPU to GPU through vLLM's own NCCL engine, in the same transaction with the same proof.
+"""`NCCLPublisher`: sends weights from GPU to GPU through vLLM's NCCL engine, in the same transaction with the same proof.
 
-vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `Engines` is its client.
+vLLM's trainer engine gathers, broadcasts, and drives start, update and finish; `Engines` is its client.
 """
 
 import logging
@@ -18,12 +18,12 @@ from async_grpo.weights.package import record
 from async_grpo.weights.publisher import Delivery, Publisher, in_thread
 
 log = logging.getLogger(__name__)
-ABORT_S = 30.0  # beyond --sync-timeout-s, within which an aborted transfer must have ended
+ABORT_S = 30.0  # seconds after --sync-timeout-s in which an aborted transfer must have ended
 
 
 @dataclass
 class RecordingSource:
-    """vLLM's `WeightSource`: full tensors in the wire dtype, each noted on its way out; gone through once."""
+    """vLLM's `WeightSource`: yields full tensors in the wire dtype once, and records each."""
 
     wire_dtype: torch.dtype
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -33,44 +33,53 @@ class RecordingSource:
         self.begin(self.weights)
 
     def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """These are the ones to send next."""
-        self.weights, self.sent, self._rest = weights, {}, self._gathered()
+        """Set the weights to send next."""
+        self.weights = weights
+        self.sent = {}
+        self._remaining = self._gather()
 
     def metadata(self) -> list[Any]:
-        """Names, dtypes and full shapes of what will be sent; gathers nothing."""
+        """Return names, dtypes and full shapes of the tensors that will be sent, without gathering them."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, self.wire_dtype, tuple(w.shape)) for name, w in self.weights.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._rest
+        return self._remaining
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the weights one by one, and record each as sent."""
         for name, weight in self.weights.items():
-            wired = full_tensor(weight, self.wire_dtype).contiguous()
-            self.sent[name] = record(wired)
-            yield name, wired
+            full_weight = full_tensor(weight, self.wire_dtype).contiguous()
+            self.sent[name] = record(full_weight)
+            yield name, full_weight
 
     def drain(self) -> None:
-        """Gather what was not sent: the other ranks do, once, whatever becomes of the transfer."""
-        for _ in self._rest:
+        """Gather the tensors that were not sent: the other ranks gather all of them, even if the transfer fails."""
+        for _ in self._remaining:
             pass
 
 
 class AbortingClient:
-    """What vLLM's trainer engine asks the engines for. When one is lost while they receive, the transfer is aborted: a
-    broadcast to a peer that is gone never returns."""
+    """The engines, as vLLM's trainer engine calls them.
+
+    If an engine is lost while it receives, the transfer is aborted, because a broadcast to a lost peer never returns.
+    """
 
     def __init__(self, engines: Engines, abort: Callable[[], None]) -> None:
-        self._engines, self._abort = engines, abort
+        self._engines = engines
+        self._abort = abort
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect all engines to the trainer."""
         self._engines.together("init_weight_transfer", init_info)
 
     def start_weight_update(self) -> None:
+        """Prepare all engines for new weights."""
         self._engines.together("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Let all engines receive the broadcast tensors."""
         try:
             self._engines.together("receive_weights", update_info)
         except WorkerLost:
@@ -78,24 +87,27 @@ class AbortingClient:
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Let all engines use the tensors that they received."""
         self._engines.together("finish_weight_update")
 
 
 class NCCLPublisher(Publisher):
-    """The same transaction; all is sent, by collectives, before `publish` returns. The group has a fixed membership: when
-    the set of workers has changed, as in a sync for late ones, it is built anew before the next sync. An engine that is
-    lost before the weights are on their way is left out; one that is lost later takes those with it that wait for the
-    same broadcast: their dispatchers start them again."""
+    """`Publisher` that sends all weights by collectives, before `publish` returns.
 
-    _sender: Any = None
-    _members: Mapping[str, int] | None = None
+    An NCCL group has fixed members. If the set of workers has changed, as in a sync for workers that joined late, the group
+    is built anew before the sync. An engine that is lost before the transfer begins is left out. If an engine is lost
+    during the transfer, all engines that wait for the same broadcast are lost too; their dispatchers start them again.
+    """
+
+    _sender: Any = None  # vLLM's trainer engine
+    _members: Mapping[str, int] | None = None  # of the NCCL group: worker id -> processes
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._source = RecordingSource(self.wire_dtype)
 
     def make_engine(self, world_size: int) -> Any:
-        """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
+        """Return vLLM's trainer-side NCCL engine; on rank 0 it is connected to all engines."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         from vllm.utils.network_utils import get_open_port
@@ -107,22 +119,15 @@ class NCCLPublisher(Publisher):
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
         self._source.begin(weights)
-        if (engines := self.engines) is None:
+        engines = self.engines
+        if engines is None:
             self._sender = self._sender or self.make_engine(0)
-            self._sender.send_weights()  # takes part in the gathering, sends nothing
+            self._sender.send_weights()  # gathers with rank 0, and sends nothing
             return None
         engines.begin(draft.for_late)
         engines.each("pause", draft.version)
         if self._join_group(engines):
-            try:
-                self._within_deadline(self._sender.send_weights)
-            except RuntimeError as error:  # of NCCL, which was aborted, or of the client that did so
-                if not isinstance(error, WorkerLost) and self._sender is not None:
-                    raise
-                self._leave_group()
-                lost = WorkerLost(f"an engine was lost in the transfer that this one was part of ({error})")
-                for worker_id in tuple(engines.members):  # they hold a part of the weights, or wait for it
-                    engines.fence(worker_id, lost)
+            self._broadcast(engines)
         self._source.drain()
         engines.each("resume", draft.version)
         receipts = engines.each("receipt", draft.canary_texts)
@@ -131,9 +136,25 @@ class NCCLPublisher(Publisher):
         package = replace(draft, manifest=self._source.sent)
         return lambda: (package, receipts)
 
+    def _broadcast(self, engines: Engines) -> None:
+        """Send the weights to the group; if the transfer was aborted, fence all of its members."""
+        try:
+            self._within_deadline(self._sender.send_weights)
+        except RuntimeError as error:
+            # Raised by NCCL whose transfer was aborted, or by the client that aborted it
+            was_aborted = isinstance(error, WorkerLost) or self._sender is None
+            if not was_aborted:
+                raise
+            self._leave_group()
+            lost = WorkerLost(f"an engine was lost in the transfer that this one was part of ({error})")
+            # Each member holds only part of the weights, or still waits for them
+            for worker_id in tuple(engines.members):
+                engines.fence(worker_id, lost)
+
     def _join_group(self, engines: Engines) -> bool:
-        """Be in one group with all engines of this sync; False: none is left."""
-        while members := dict(engines.members):
+        """Build an NCCL group with all engines of this sync, and return whether any engine is left."""
+        members = dict(engines.members)
+        while members:
             if members == self._members:
                 return True
             self._leave_group()
@@ -142,21 +163,29 @@ class NCCLPublisher(Publisher):
                 self._members = members
             except (RuntimeError, DeadlineExceeded) as error:
                 if members == engines.members:
-                    raise  # nobody was lost: it would fail again
+                    raise  # no engine was lost, so another attempt would fail too
                 log.error("the NCCL group is built again without the engine that was lost: %s", error)
+            members = dict(engines.members)
         return False
 
     def _leave_group(self) -> None:
-        """Abort what is under way, and let go of the group."""
-        sender, self._sender, self._members = self._sender, None, None
+        """Abort a transfer that is in progress, and leave the group."""
+        sender = self._sender
+        self._sender = None
+        self._members = None
         if sender is not None:
             sender.shutdown()
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
-        """With a watchdog: an NCCL broadcast whose peer is gone never returns."""
-        limit = self.config.sync_timeout_s + ABORT_S
-        silent = (
-            f"the NCCL transfer did not end within {limit:.0f} s (--sync-timeout-s, and {ABORT_S:.0f} s): a peer is gone "
-            "or unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
+        """Return the result of a call, or raise DeadlineExceeded: an NCCL broadcast to a lost peer never returns."""
+        limit_s = self.config.sync_timeout_s + ABORT_S
+        wait_for_result = in_thread(
+            partial(call, *args),
+            name="nccl-transfer",
+            limit_s=limit_s,
+            timeout_message=(
+                f"the NCCL transfer did not end within {limit_s:.0f} s (--sync-timeout-s, and {ABORT_S:.0f} s): a peer is "
+                "gone or unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
+            ),
         )
-        return in_thread(partial(call, *args), "nccl-transfer", limit, silent)()
+        return wait_for_result()

@@ -1,8 +1,8 @@
-"""Whether a network computes with the weights that it was given: its layers are asked for columns of them.
+"""Read back which weights a network computes with, by asking its layers for columns of them.
 
-A linear layer whose input is 1 at one place and 0 elsewhere answers with one column of its weight, to the bit, through
-whatever packed or fused copy serves requests. Columns are compared by a sum over their values, in which neither the order
-nor the number of tensors counts: an engine may have fused, split over processes or padded what it received.
+If the input of a linear layer is 1 at one position and 0 elsewhere, its output is exactly one column of its weight,
+whatever packed or fused copy serves requests. Columns are compared by a sum over their values, which does not depend on the
+order or the number of tensors: an engine may have fused, split over processes or padded the tensors that it received.
 """
 
 from functools import cache
@@ -10,24 +10,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Of each matrix: at learning rate 1e-6 one in a hundred bfloat16 values of size 0.02 changes per step
+# Columns that are compared of each matrix: at learning rate 1e-6 one in a hundred bfloat16 values of size 0.02 changes per
+# step
 COLUMNS = 8
-_TINY = 1e-30  # below: some kernels flush these to zero
-_MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)  # of splitmix64: odd multiplier, shift
+_TINY = 1e-30  # some kernels flush smaller values to zero
+_MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)  # rounds of splitmix64: (odd multiplier, shift)
 
 
 @cache
 def sampled_columns(width: int) -> Tensor:
-    """(at most COLUMNS,) int64, ascending: which columns of a matrix of that width are compared; always the same."""
-    chosen = torch.randperm(width, generator=torch.Generator().manual_seed(width))[:COLUMNS]
-    return chosen.sort().values
+    """Return the columns that are compared of a matrix of that width, always the same: (COLUMNS or less,) int64, sorted."""
+    generator = torch.Generator().manual_seed(width)
+    columns = torch.randperm(width, generator=generator)[:COLUMNS]
+    return columns.sort().values
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """Return what is compared of a weight: the sampled columns of a matrix (out, in), all of a vector.
+    """Return the part of a weight that is compared: the sampled columns of a matrix (out, in), or a whole vector.
 
-    Of the matrices of many experts (experts, out, in) the same columns of each: hashing them all would need more memory
-    than they take themselves.
+    For the matrices of many experts (experts, out, in) these are the same columns of each matrix. To hash all columns would
+    need more memory than the weights take.
     """
     if weight.ndim < 2:
         return weight
@@ -35,8 +37,9 @@ def sampled(weight: Tensor) -> Tensor:
 
 
 def fingerprint(values: Tensor) -> int:
-    """A sum modulo 2**64 over the values, each hashed: the same in any order and any dtype that holds them; zeros add
-    nothing.
+    """Return the sum modulo 2**64 of the hashed values.
+
+    It is the same in any order and in any dtype that holds the values exactly. Zeros add nothing.
 
     >>> a, b = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3.0])
     >>> fingerprint(torch.cat([b, a.flip(0)]).bfloat16()) == (fingerprint(a) + fingerprint(b)) % 2**64
@@ -51,9 +54,10 @@ def fingerprint(values: Tensor) -> int:
 
 
 def place_of(name: str) -> str:
-    """Return where a weight is compared, together with its neighbors: engines fuse some of them under other names.
+    """Return the module under which a weight is compared with its neighbors, because engines fuse some under other names.
 
-    The experts of a layer are one place, apart from their router: some engines pack experts, and these cannot be read.
+    The experts of a layer have a place of their own, apart from their router: some engines pack experts, which then cannot
+    be read back.
 
     >>> place_of("model.layers.0.self_attn.q_proj.weight"), place_of("model.layers.0.self_attn.qkv_proj.bias")
     ('model.layers.0.self_attn', 'model.layers.0.self_attn')

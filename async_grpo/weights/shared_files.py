@@ -14,7 +14,10 @@ from async_grpo.weights.publisher import Delivery, Publisher
 
 
 class SharedFilesPublisher(Publisher):
-    """The same packages; no weights go through Ray's object store. Files live until their package is loaded everywhere."""
+    """`Publisher` whose chunks are files instead of objects in Ray's object store.
+
+    The files are removed when every engine has loaded their package.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -24,24 +27,25 @@ class SharedFilesPublisher(Publisher):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def _store(self, engines: Engines, image: np.ndarray) -> Path:
-        # Another name each time: what a node remembers of an old file must not be taken for the new one
+        # The name is new each time, because a node may have an old file of the same name in its cache
         path = self._folder / f"weights-{uuid.uuid4().hex}.safetensors"
         self._written.append(path)
-        hidden = path.with_suffix(".partial")
+        partial_path = path.with_suffix(".partial")
         try:
-            hidden.write_bytes(image.data)  # numpy's `tofile` says nothing of a disk that is full
-            hidden.rename(path)
+            partial_path.write_bytes(image.data)  # numpy's `tofile` does not report a full disk
+            partial_path.rename(path)
         except OSError as error:
-            hidden.unlink(missing_ok=True)
-            free = shutil.disk_usage(self._folder).free / 1e9
+            partial_path.unlink(missing_ok=True)
+            free_GB = shutil.disk_usage(self._folder).free / 1e9
             raise WeightsDidNotLand(
-                f"{path} cannot be written ({error}; {image.nbytes / 1e9:.2f} GB, {free:.2f} GB are free): give "
+                f"{path} cannot be written ({error}; {image.nbytes / 1e9:.2f} GB, {free_GB:.2f} GB are free): give "
                 "--weight-folder a disk with room for the weights"
             ) from error
         return path
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
-        if (deliver := super()._send(draft, weights)) is None:
+        deliver = super()._send(draft, weights)
+        if deliver is None:
             return None
 
         def deliver_files() -> tuple[WeightPackage, Mapping]:

@@ -59,7 +59,7 @@ def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(nam
     placed = torch.zeros(6, 4, dtype=torch.float64)
     placed[range(6), [n - 1 for n in lengths]] = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.0, 0.5]).double()
     groups, valid = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([True] * 5 + [False])
-    inputs = {"baselines": torch.tensor([0.5] * 6)} if ADVANTAGE_ESTIMATORS[name].needs else {}
+    inputs = {"baselines": torch.tensor([0.5] * 6)} if ADVANTAGE_ESTIMATORS[name].required_inputs else {}
     by_token = ADVANTAGE_ESTIMATORS[name](placed, mask, groups, valid=valid, **inputs)
     column, counts = placed.sum(dim=1, keepdim=True), torch.tensor(lengths)[:, None]
     by_sample = ADVANTAGE_ESTIMATORS[name](column, counts, groups, valid=valid, **inputs)
@@ -100,7 +100,7 @@ def test_advantages_are_zero_where_nothing_is_trained_on_and_garbage_there_chang
 def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name):
     for shape in ((0, 3), (2, 0), (0, 0)):
         inputs = {"values": torch.zeros(shape), "baselines": torch.zeros(shape[0])}
-        inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].needs}
+        inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].required_inputs}
         advantages = ADVANTAGE_ESTIMATORS[name](
             torch.zeros(shape), torch.zeros(shape), one_group(shape[0]), **inputs
         )
@@ -145,8 +145,11 @@ def test_the_registry_says_what_each_estimator_is_for():
     assert set(AlgorithmConfig.estimators_for(process=False)) == {*NAMES, "gigpo"} - process_only
 
 
-def test_needs_are_the_inputs_without_a_default():  # the options: tests/house/test_golden.py
-    needs = {name: estimator.needs for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs}
+def test_required_inputs_are_the_inputs_without_a_default():  # the options: tests/house/test_golden.py
+    needs = {}
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        if estimator.required_inputs:
+            needs[name] = estimator.required_inputs
     assert needs == {"remax": ("baselines",), "gae": ("values",), "gigpo": ("turns", "states")}
 
 

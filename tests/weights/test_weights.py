@@ -37,7 +37,7 @@ def test_a_digest_speaks_of_the_values_in_order_not_of_their_place_in_memory(dty
 
 
 def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
-    monkeypatch.setattr("async_grpo.weights.package._CHUNK", 6)
+    monkeypatch.setattr("async_grpo.weights.package._CHUNK_WORDS", 6)
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**62), 2**62, (53,), dtype=torch.int64, generator=generator)
     golden = 0x9E3779B97F4A7C15
