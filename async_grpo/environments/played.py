@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import TrajectoryRecorder
-from async_grpo.environments.trajectory_client import TrajectoryClient, own_messages
+from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_messages
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
 
@@ -61,7 +61,7 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
         async with self._places:
-            recorder = TrajectoryRecorder(self._chat, own_messages(prompt.row))
+            recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt.row))
             policy = TrajectoryClient(self._generation, recorder, prompt, member, self._limits, sampling)
             try:
                 try:
