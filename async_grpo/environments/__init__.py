@@ -18,7 +18,7 @@ How a turn passes through the files:
     trajectory_client.py   takes the program's request for a turn, checks the limits and asks an engine
     chat.py                renders messages by the chat template and tokenizes the text
     control_tokens.py      keeps control tokens that foreign texts spell from becoming control tokens
-    trajectory.py          records what the engine read and sampled, token by token
+    trajectory.py          records what the engine read and sampled, token by token (in the sequences of sequence.py)
     endpoint.py            receives the turns of agents (requests and answers: openai_api.py, request_body.py)
     processes.py, host.py  the two ends of a process in which environments or tools run
     make.py, adapters.py   find what `--environment` names

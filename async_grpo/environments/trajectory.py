@@ -1,20 +1,27 @@
 """`TrajectoryRecorder`: what the engine read and sampled in one trajectory, token by token.
 
 Nothing is tokenized a second time, because the same text may have other tokens then, and the policy must be trained on the
-tokens that it sampled. A turn continues a sequence if its history begins with all that the engine read and sampled there: those
-tokens are kept, and only the new text is tokenized. Otherwise the turn begins a new sequence. That happens with a template that
-drops earlier thoughts or trims white space, and when an agent holds another conversation. All sequences are trained on.
+tokens that it sampled. A turn continues a sequence if its history begins with all that the engine read and sampled there:
+those tokens are kept, and only the new text is tokenized. Otherwise the turn begins a new sequence. That happens with a
+template that drops earlier thoughts or trims white space, and when an agent holds another conversation. All sequences are
+trained on.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from async_grpo.environments.chat import Chat, Message, before_any, message_key, message_of
 from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.sequence import (
+    EngineInput,
+    RecordedTurn,
+    TrajectorySequence,
+    TurnEnd,
+    text_after,
+)
 from async_grpo.processes.offload import offloaded
 from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
 
@@ -26,72 +33,6 @@ CHARACTERS_PER_MESSAGE = 64
 CHARACTERS_PER_TOOL = 512
 
 _Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True)
-class _RecordedTurn:
-    """A turn with what the engine sampled in it."""
-
-    turn: Turn
-    completion: Completion
-
-
-@dataclass(frozen=True)
-class _TurnEnd:
-    """Where a turn ends in its sequence."""
-
-    num_tokens: int
-    num_characters: int
-
-
-@dataclass
-class _Sequence:
-    """The tokens of turns that continue each other, and their text.
-
-    Attributes:
-        breaks: Places in the text that no token spans (see `control_tokens`). Equal texts with other breaks are other tokens.
-    """
-
-    token_ids: np.ndarray  # (N,) int32
-    text: str
-    breaks: tuple[int, ...] = ()
-    ends: list[_TurnEnd] = field(default_factory=list)  # of its turns
-    turns: list[_RecordedTurn] = field(default_factory=list)
-
-    def is_history_of(self, conversation: Rendered, num_characters: int) -> bool:
-        """Return whether the first `num_characters` of this sequence begin the conversation and have the same tokens there."""
-        if not conversation.text.startswith(self.text[:num_characters]):
-            return False
-        breaks = _breaks_before(conversation.breaks, num_characters)
-        return breaks == _breaks_before(self.breaks, num_characters)
-
-
-def _breaks_before(breaks: tuple[int, ...], place: int) -> tuple[int, ...]:
-    return breaks[: bisect_left(breaks, place)]
-
-
-def _text_after(rendered: Rendered, num_characters: int) -> Rendered:
-    """Return the text without its first `num_characters`."""
-    breaks = tuple(place - num_characters for place in rendered.breaks if place > num_characters)
-    return Rendered(rendered.text[num_characters:], breaks)
-
-
-@dataclass(frozen=True)
-class EngineInput:
-    """What the engine reads in one turn."""
-
-    token_ids: np.ndarray  # (N,) int32, the sequence so far
-    rendered: Rendered  # the text of `token_ids`
-    num_new: int  # number of tokens at the end that no earlier turn of the sequence contains
-    new_text: str  # the text of the new tokens
-    continued: _Sequence | None  # the sequence that the turn continues; None if it begins one
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return the number of tokens of the sequence that stand before its first turn."""
-        if self.continued is None:
-            return len(self.token_ids)
-        return len(self.continued.turns[0].turn.before)
 
 
 class TrajectoryRecorder:
@@ -112,7 +53,7 @@ class TrajectoryRecorder:
         self._trusted_messages = {
             (message.get("role"), str(message.get("content"))): message for message in trusted_messages
         }
-        self._sequences: list[_Sequence] = []
+        self._sequences: list[TrajectorySequence] = []
         # Text as sampled, by the key of the message that the program received instead
         self._sampled_texts: dict[str, str] = {}
 
@@ -202,11 +143,11 @@ class TrajectoryRecorder:
                 histories.append(sequence)
         if histories:
             history = max(histories, key=lambda sequence: len(sequence.text))
-            return await self._continue(history, _text_after(conversation, len(history.text)))
+            return await self._continue(history, text_after(conversation, len(history.text)))
         # The sequence is new, but tokens of a turn that it shares with another one were sampled and are kept
         shared_token_ids, num_shared_characters = self._longest_shared_history(conversation)
         new_token_ids = await self._encoded(
-            _text_after(conversation, num_shared_characters),
+            text_after(conversation, num_shared_characters),
             begins=begins and not len(shared_token_ids),
         )
         token_ids = np.concatenate([shared_token_ids, new_token_ids])
@@ -233,7 +174,7 @@ class TrajectoryRecorder:
                     num_characters = end.num_characters
         return token_ids, num_characters
 
-    async def _continue(self, history: _Sequence, addition: Rendered) -> EngineInput:
+    async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
         """Return the input of a turn that continues a sequence with more text."""
         # Another turn may be added to the sequence while this one waits for the thread
         known = replace(history)
@@ -303,7 +244,7 @@ class TrajectoryRecorder:
         sequence = engine_input.continued
         # Another turn may have continued the sequence meanwhile; then this one begins a sequence with the same history
         if sequence is None or len(sequence.token_ids) != len(engine_input.token_ids) - num_new:
-            sequence = _Sequence(NO_TOKEN_IDS, "")
+            sequence = TrajectorySequence(NO_TOKEN_IDS, "")
             self._sequences.append(sequence)
             num_new = len(engine_input.token_ids)
         turn = Turn(
@@ -315,11 +256,11 @@ class TrajectoryRecorder:
             number=self.num_turns,
         )
         self.num_turns += 1
-        sequence.turns.append(_RecordedTurn(turn, completion))
+        sequence.turns.append(RecordedTurn(turn, completion))
         sequence.token_ids = np.concatenate([engine_input.token_ids, completion.token_ids])
         sequence.text = engine_input.rendered.text + text
         sequence.breaks = engine_input.rendered.breaks
-        sequence.ends.append(_TurnEnd(len(sequence.token_ids), len(sequence.text)))
+        sequence.ends.append(TurnEnd(len(sequence.token_ids), len(sequence.text)))
 
         message, key = await offloaded(
             len(completion.text),
@@ -362,7 +303,7 @@ class TrajectoryRecorder:
         )
 
 
-def _last_turn_number(sequence: _Sequence) -> int:
+def _last_turn_number(sequence: TrajectorySequence) -> int:
     return sequence.turns[-1].turn.number
 
 
@@ -402,8 +343,7 @@ def _message_and_key(text: str, stop: Sequence[str], turn_number: int | None) ->
         turn_number: Part of the ids of the calls; None if there were no tools, so that nothing is a call.
     """
     content = before_any(stop, text)
-    if turn_number is None:
-        message = {"role": "assistant", "content": content}
-    else:
+    message = {"role": "assistant", "content": content}
+    if turn_number is not None:
         message = message_of(content, turn_number)
     return message, message_key(message)

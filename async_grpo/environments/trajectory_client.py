@@ -15,7 +15,8 @@ import numpy as np
 from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, EngineInput, TrajectoryRecorder
+from async_grpo.environments.sequence import EngineInput
+from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryRecorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted

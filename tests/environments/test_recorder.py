@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.environments.trajectory import EngineInput, TrajectoryRecorder
+from async_grpo.environments.sequence import EngineInput
+from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.testing import completion
 from async_grpo.types import Completion, Outcome, Prompt, RewardStatus, Sample, Verdict
 

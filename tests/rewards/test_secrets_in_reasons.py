@@ -171,7 +171,7 @@ def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
     policy.recorder = type(
         "Recorder", (), {"num_turns": 0, "finish": lambda self, member, outcome, cut: outcome}
     )()
-    policy._session, policy._begun, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
+    policy._session, policy._started_at, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
     outcome = policy.trajectory(failure=f"ConnectionError: {KEY}" + "x" * 10**6)
     assert outcome.failure.startswith("ConnectionError: ***") and len(outcome.failure) < 5000
 
