@@ -18,8 +18,8 @@ from async_grpo.types import Completion, FinishReason, Sampling
 class FakeEngine:
     """An `Engine` that draws every token at random and reports the log-probs of that distribution.
 
-    It does hold the weights that it receives, so that the trainer can prove that they arrived, and off-policy corrections see
-    true log-probs. No model generates anything.
+    No model generates anything, but the engine does hold the weights that it receives. So the trainer can prove that they
+    arrived, and off-policy corrections see true log-probs.
     """
 
     STOP_CHANCE = 0.1  # of every token but the first
