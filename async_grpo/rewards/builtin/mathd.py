@@ -2,9 +2,8 @@ r"""Equality of the stated answer and the gold answer after the normalization of
 
 The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (2021), with four
 exceptions: the thousands separators of a plain number are removed; spacing commands are spaces; a unit ends the answer, so
-    that
-`5 \text{ or }6` is not 5; and the left side of `=` begins with a letter, so that `7x = 80` is not 80. The answer is the
-content of a box or of the only <answer> (`stated_answer`).
+that `5 \text{ or }6` is not 5; and the left side of `=` begins with a letter, so that `7x = 80` is not 80. The answer is
+the content of a box or of the only <answer> (`stated_answer`).
 
 The vote is test-time reinforcement learning, Zuo et al., "TTRL" (2025): the answer that most completions of a prompt state
 counts as right. It is known once the group is complete, so `post_process_scores` sets the reward.
