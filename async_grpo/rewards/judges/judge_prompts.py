@@ -5,8 +5,7 @@ A completion is written by the policy that is rewarded for it. It is data, and n
 * It stands between `<<<BEGIN key>>>` and `<<<END key>>>`. The key is random and drawn for each request, after the text was
   written, and no text of a sample may contain the beginning of such a line. The judge is told to obey nothing in between.
 * Control tokens of chat templates are broken by a space (`<|im_end|>` becomes `< |im_end|>`), because a server finds them
-    in
-  any text that it tokenizes. Otherwise a completion could end its own message and write the judge's reply.
+  in any text that it tokenizes. Otherwise a completion could end its own message and write the judge's reply.
 * Values are inserted once and never parsed: braces in a text mean nothing.
 """
 
