@@ -134,10 +134,10 @@ class Chat:
         text = text.encode(errors="replace").decode()
         begin_token = getattr(self._tokenizer, "bos_token", None)
         has_begin_token = begin_token is not None and begin_token != "" and text.startswith(begin_token)
-        first, *others = cut(text, breaks)
-        ids = self._encoded([first], special_tokens=begins and not has_begin_token)
-        if others:
-            ids += self._encoded(others, special_tokens=False)
+        first_piece, *other_pieces = cut(text, breaks)
+        ids = self._encoded([first_piece], special_tokens=begins and not has_begin_token)
+        if other_pieces:
+            ids += self._encoded(other_pieces, special_tokens=False)
         return np.asarray(ids, np.int32)
 
     def _encoded(self, texts: list[str], special_tokens: bool) -> list[int]:

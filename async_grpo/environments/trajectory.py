@@ -75,12 +75,12 @@ class TrajectoryRecorder:
             )
         history = max(histories, key=lambda sequence: len(sequence.token_ids))
         # Another turn may be added to the sequence while this one waits for the thread
-        known = replace(history)
-        new_token_ids = token_ids[len(known.token_ids) :]
-        new_text = await offloaded(size, self.chat.decode, new_token_ids, known.token_ids)
+        snapshot = replace(history)
+        new_token_ids = token_ids[len(snapshot.token_ids) :]
+        new_text = await offloaded(size, self.chat.decode, new_token_ids, snapshot.token_ids)
         return EngineInput(
             token_ids,
-            rendered=Rendered(known.text + new_text, known.breaks),
+            rendered=Rendered(snapshot.text + new_text, snapshot.breaks),
             num_new=len(new_token_ids),
             new_text=new_text,
             continued=history,
@@ -177,12 +177,12 @@ class TrajectoryRecorder:
     async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
         """Return the input of a turn that continues a sequence with more text."""
         # Another turn may be added to the sequence while this one waits for the thread
-        known = replace(history)
+        snapshot = replace(history)
         new_token_ids = await self._encoded(addition)
-        new_breaks = tuple(len(known.text) + place for place in addition.breaks)
+        new_breaks = tuple(len(snapshot.text) + place for place in addition.breaks)
         return EngineInput(
-            np.concatenate([known.token_ids, new_token_ids]),
-            rendered=Rendered(known.text + addition.text, known.breaks + new_breaks),
+            np.concatenate([snapshot.token_ids, new_token_ids]),
+            rendered=Rendered(snapshot.text + addition.text, snapshot.breaks + new_breaks),
             num_new=len(new_token_ids),
             new_text=addition.text,
             continued=history,

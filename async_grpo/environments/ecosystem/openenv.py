@@ -84,15 +84,15 @@ class OpenEnv:
         fields = {
             name: value for name, value in observation.items() if name not in ("done", "reward", "metadata")
         }
-        shown: Any = fields
+        content: Any = fields
         if self._observation_field:
             is_missing = self._observation_field not in fields
             refuse(
                 is_missing,
                 f"an observation has no {self._observation_field!r}, only {', '.join(fields)}",
             )
-            shown = fields[self._observation_field]
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
+            content = fields[self._observation_field]
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
 
 class ServerSession:

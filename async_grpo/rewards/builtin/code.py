@@ -94,7 +94,7 @@ def score(
         ConfigurationError: Nothing keeps the code off the network, and that is not allowed.
     """
     tests = tests_of(sample)
-    code = f"{sample.get('prelude') or ''}\n{code_of(completion_text(sample))}"
+    code = _code_with_prelude(sample)
     passed = 0
     timed_out = 0
     levels: frozenset[str] = frozenset()  # of confinement, which all tests had
@@ -114,10 +114,8 @@ def score(
             allow_unsandboxed=allow_unsandboxed,
         )
         run, is_passed = _run_test(sandbox, code, test)
-        if is_passed:
-            passed += 1
-        if run.timed_out:
-            timed_out += 1
+        passed += int(is_passed)
+        timed_out += int(run.timed_out)
         levels = levels & run.levels if position else run.levels
     return {
         "reward": float(passed == len(tests)) if all_or_nothing else passed / len(tests),
@@ -127,6 +125,10 @@ def score(
         "network_blocked": float(bool(levels & NETWORK_LEVELS)),
         "files_hidden": float("landlock" in levels),
     }
+
+
+def _code_with_prelude(sample: dict[str, Any]) -> str:
+    return f"{sample.get('prelude') or ''}\n{code_of(completion_text(sample))}"
 
 
 def _run_test(sandbox: Sandbox, code: str, test: dict[str, str]) -> tuple[SandboxRun, bool]:

@@ -77,17 +77,17 @@ def readable(text: str) -> str:
     return _NUMBERS.sub(separated_numbers, _OTHER_CHARACTERS.sub(readable_character, text))
 
 
-def parsed(text: str, what: str) -> list[Any]:
+def parsed(text: str, text_name: str) -> list[Any]:
     """Return the answers that the library finds in a text.
 
     Args:
         text: The text.
-        what: A name of the text, for the message of an error.
+        text_name: A name of the text, for the message of an error.
 
     Raises:
         TimeoutError: Reading takes too long.
     """
-    with interrupted_after(SECONDS, f"reading {what}"):
+    with interrupted_after(SECONDS, f"reading {text_name}"):
         answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
     return answers
 

@@ -252,8 +252,8 @@ def quote(value: Any) -> str:
     """Return the beginning of a reply, for the reason of a failure."""
     text = value if isinstance(value, str) else _beginning_of_json(value)
     # A server may repeat a key
-    shown = redacted(text)
-    return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
+    text = redacted(text)
+    return repr(text) if len(text) <= MAX_QUOTE else repr(text[:MAX_QUOTE]) + " ..."
 
 
 def quote_end(text: str) -> str:
@@ -280,7 +280,7 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def verdict(
-    votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], asked: int
+    votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], num_requested: int
 ) -> dict[str, float]:
     """Return the answer by one or more votes: `reward` in [0, 1], and the judge's numbers.
 
@@ -288,13 +288,13 @@ def verdict(
         votes: The votes that can be read.
         aggregate: A name in AGGREGATES.
         scale: (worst, best) score.
-        asked: Number of votes that were requested.
+        num_requested: Number of votes that were requested.
     """
     scores = [vote.score for vote in votes]
     score = AGGREGATES[aggregate](scores)
     low, high = scale
     answer = {"reward": (score - low) / (high - low), "judge_score": score}
-    if asked > 1:
+    if num_requested > 1:
         answer |= {"judge_votes": len(votes), "judge_spread": max(scores) - min(scores)}
     names: set[str] = set()
     for vote in votes:

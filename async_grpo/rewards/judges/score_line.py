@@ -109,21 +109,21 @@ def _looks_like_a_number(text: str, position: int) -> bool:
 
 def _number_at(text: str, mention: _Mention, best: float) -> float:
     begin = mention.opened()
-    shown = text[begin : begin + MAX_NUMBER_CHARACTERS]
+    excerpt = text[begin : begin + MAX_NUMBER_CHARACTERS]
     number = _NUMBER.match(text, begin)
     if number is None or len(number[0]) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f"the score {shown!r} is no plain decimal number")
+        raise ValueError(f"the score {excerpt!r} is no plain decimal number")
     position = _closed(text, number.end())
     out_of = _OUT_OF.match(text, position)
     if out_of:
         if len(out_of[1]) > MAX_NUMBER_CHARACTERS or float(out_of[1]) != best:
-            raise ValueError(f"the score {shown!r} is a part of another best score than {best:g}")
+            raise ValueError(f"the score {excerpt!r} is a part of another best score than {best:g}")
         position = _closed(text, out_of.end())
     if text.count("$", mention.begin, begin) != text.count("$", begin, position):
-        raise ValueError(f"the score {shown!r} is an amount of dollars")
+        raise ValueError(f"the score {excerpt!r} is an amount of dollars")
     has_remark = mention.has_sign and _is_remark(text, position)
     if not has_remark and not _ends_at(text, position):
-        raise ValueError(f"the score {shown!r} does not end with its number")
+        raise ValueError(f"the score {excerpt!r} does not end with its number")
     return float(number[0].replace("−", "-"))
 
 
