@@ -188,7 +188,9 @@ class EvaluationConfig(EvaluationTask):
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(
-        False, "Have the training wait, so that one policy answers; else the policies that pass by do."
+        False,
+        "Pause training during every evaluation, so that a single policy version generates all of it. The evaluations at "
+        "the start and at the end are always of one version.",
     )
 
     def evaluation_is_due(self, step: int, num_steps: int) -> bool:
