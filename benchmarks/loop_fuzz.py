@@ -354,7 +354,7 @@ class Fuzz:
         for options in ({"pattern": r"Score:\s*(\d+)"}, {"json_schema": SCHEMA}):
             judge = LLMJudge(url="http://127.0.0.1:9", model="m", **options)
             with suppress(BadReply):  # too long, or without a score
-                await judge._read(json.loads(body), 1, [], [])
+                await judge._read(json.loads(body), 1)
 
     def score_and_write(self, prompt: Prompt, completion: Completion) -> None:
         """Do with a completion what the loop does: inline rewards, a message to a reward's process, metrics, samples."""

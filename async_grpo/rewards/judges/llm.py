@@ -161,7 +161,7 @@ class LLMJudge(ModelJudge):
                 elif isinstance(reply, BaseException):
                     raise reply
                 else:
-                    readable_votes, reasons = await beside_the_loop(partial(self._votes_of, reply, count))
+                    readable_votes, reasons = await self._read(reply, count)
                     votes += readable_votes
                     unread_reasons += reasons
             num_missing = len(unread_reasons)
@@ -218,8 +218,12 @@ class LLMJudge(ModelJudge):
         system = f"{self.system}\n\n{note}".strip()
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
+    async def _read(self, reply: Mapping[str, Any], count: int) -> tuple[list[Vote], list[str]]:
+        """Return the votes of a reply that can be read, and why the others cannot."""
+        return await beside_the_loop(partial(self._votes_of, reply, count))
+
     def _votes_of(self, reply: Mapping[str, Any], count: int) -> tuple[list[Vote], list[str]]:
-        """Return the votes of a reply that can be read, and why the others cannot. This runs in a thread."""
+        """Do the work of `_read`, in a thread."""
         budget = ReadingBudget()
         votes: list[Vote] = []
         reasons: list[str] = []
