@@ -31,7 +31,7 @@ from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.environments.programs import Play, UseTools
 from async_grpo.environments.trajectory import TrajectoryRecorder
-from async_grpo.environments.trajectory_client import TrajectoryClient, own_messages
+from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_messages
 from async_grpo.experience.rollouts import reward_sample
 from async_grpo.experience.step_metrics import readable_samples, step_stats
 from async_grpo.metrics.writer import as_json
@@ -302,7 +302,7 @@ class Fuzz:
 
     def policy(self, *says: str, row: dict[str, Any] | None = None) -> TrajectoryClient:
         prompt = prompt_of(row or {})
-        recorder = TrajectoryRecorder(self.chat, own_messages(prompt.row))
+        recorder = TrajectoryRecorder(self.chat, trusted_messages(prompt.row))
         return TrajectoryClient(Says(self.chat, *says), recorder, prompt, 0, LIMITS)  # type: ignore[arg-type]
 
     async def play(self, program: Any, *says: str, row: dict[str, Any] | None = None) -> None:
@@ -354,7 +354,7 @@ class Fuzz:
         for options in ({"pattern": r"Score:\s*(\d+)"}, {"json_schema": SCHEMA}):
             judge = LLMJudge(url="http://127.0.0.1:9", model="m", **options)
             with suppress(BadReply):  # too long, or without a score
-                await judge._read(json.loads(body), 1, [], [])
+                await judge._read(json.loads(body), 1)
 
     def score_and_write(self, prompt: Prompt, completion: Completion) -> None:
         """Do with a completion what the loop does: inline rewards, a message to a reward's process, metrics, samples."""

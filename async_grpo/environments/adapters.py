@@ -1,4 +1,4 @@
-"""The names of `--environment` that stand for other people's environments and agents, in one table: `ADAPTERS`."""
+"""`ADAPTERS`: the values of `--environment` that name environments of other packages, or agents."""
 
 import json
 import shlex
@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,43 +18,43 @@ from async_grpo.options.fields import refuse
 from async_grpo.rewards.isolation.adapter_process import child_environment
 
 VERIFIERS_PROGRAM = Path(__file__).parent / "ecosystem" / "verifiers_program" / "verifiers_agent.py"
-ROWS_WITHIN_S = 600.0
+ROWS_TIMEOUT_S = 600.0  # for a program that makes the rows of an environment
 
-Variables = Mapping[str, str] | None  # of this process, for the agents' processes
+Variables = Mapping[str, str] | None  # environment variables for the agents' processes
 
 
 class AgentProgram(NamedTuple):
     """A rollout program in which agents play."""
 
     program: RunAgent | AwaitAgent
-    needs: Needs  # started before the first trajectory, closed after the last
+    needs: Needs  # what is started before the first trajectory and closed after the last
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a name before the colon stands for. It has either a source, which travels, or agents at the endpoint."""
+    """What a name before the colon stands for: a class of environments in a source file, or agents at the endpoint."""
 
-    argument: str = ""  # what help and messages call the part behind the colon; empty: there is none
-    source: str = ""  # FILE.py:NAME in this folder
-    package: str = ""  # what is to be installed for the source
+    argument: str = ""  # name of the part behind the colon, for messages; "" if there is no such part
+    source: str = ""  # FILE.py:NAME in this folder; the text of the file is sent to the processes
+    package: str = ""  # the package that the source needs
     agents: Callable[[EnvironmentConfig, AgentEndpoint, Variables], AgentProgram] | None = None
-    rows: Callable[[EnvironmentConfig, str, Variables], list[dict[str, Any]]] | None = (
-        None  # without a source
-    )
-    publishes_endpoint: bool = False  # the run's folder says where agents find the endpoint
+    # Makes the rows of a split, where there is no source with a method `rows`
+    rows: Callable[[EnvironmentConfig, str, Variables], list[dict[str, Any]]] | None = None
+    publishes_endpoint: bool = False  # a file in the run's folder says where agents find the endpoint
 
 
 def adapter_of(name: str) -> Adapter | None:
     """Return the adapter that `--environment` names; None for a game or a file.
 
-    ConfigurationError: the adapter needs an argument, and none is given.
+    Raises:
+        ConfigurationError: The adapter needs an argument, and the name has none.
     """
     prefix, colon, _ = name.partition(":")
     adapter = ADAPTERS.get(prefix)
     if adapter is None or (colon and not adapter.argument):
         return None
-    unnamed = bool(adapter.argument) and not argument_of(name).strip()
-    refuse(unnamed, f"--environment {name!r}: say which one, {prefix}:{adapter.argument}")
+    lacks_argument = bool(adapter.argument) and not argument_of(name).strip()
+    refuse(lacks_argument, f"--environment {name!r}: say which one, {prefix}:{adapter.argument}")
     return adapter
 
 
@@ -81,29 +80,39 @@ def _verifiers_agents(
     return AgentProgram(agent, needs=agent)
 
 
-def _verifiers_command(config: EnvironmentConfig, mode: str, *more: str) -> list[str]:
+def _verifiers_command(config: EnvironmentConfig, mode: str, *arguments: str) -> list[str]:
+    """Return the command of `verifiers_agent.py`, with the environment's options as one JSON object."""
     options: dict[str, Any] = {}
-    for dotted, value in config.environment_settings.items():
-        *path, last = dotted.split(".")
-        reduce(lambda inside, part: inside.setdefault(part, {}), path, options)[last] = value
+    for dotted_name, value in config.environment_settings.items():
+        *path, last = dotted_name.split(".")
+        section = options
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
     python = str(options.pop("python", sys.executable))
     name = argument_of(str(config.environment))
-    return [python, str(VERIFIERS_PROGRAM), mode, name, json.dumps(options), *more]
+    return [python, str(VERIFIERS_PROGRAM), mode, name, json.dumps(options), *arguments]
 
 
 def _verifiers_rows(config: EnvironmentConfig, split: str, variables: Variables) -> list[dict[str, Any]]:
     command = _verifiers_command(config, "rows", split)
     try:
-        # As it plays later: what it finds now, it must find then
-        told: Any = {"env": for_agents(child_environment(variables)), "capture_output": True, "text": True}
-        ended = subprocess.run(command, timeout=ROWS_WITHIN_S, **told)
+        process = subprocess.run(
+            command,
+            timeout=ROWS_TIMEOUT_S,
+            # The same variables as for playing: tasks that are found now must be found then
+            env=for_agents(child_environment(variables)),
+            capture_output=True,
+            text=True,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"--environment {config.environment}: {error}") from error
-    if ended.returncode:
+    if process.returncode:
         hint = "; --environment-options python=PATH names the interpreter that verifiers is installed in"
-        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ConfigurationError(f"--environment {config.environment}: {last}{hint}")
-    return [json.loads(line) for line in ended.stdout.splitlines()]
+        lines = process.stderr.strip().splitlines()
+        reason = lines[-1] if lines else "no word"
+        raise ConfigurationError(f"--environment {config.environment}: {reason}{hint}")
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 ADAPTERS: dict[str, Adapter] = {

@@ -1,7 +1,8 @@
-"""Messages as text and tokens, by the model's own chat template; what the policy said, as a message.
+"""`Chat`: messages as text and tokens, by the model's own chat template; and turns of the policy as messages.
 
-A message of the policy is put into the template as it was sampled, tool calls and thoughts included: whoever talks with it
-gets the same message taken apart. What the template makes of it then shows whether it keeps histories as they were.
+An agent receives a turn of the policy taken apart: content, tool calls, thoughts. When it sends the message back, the
+template receives the text as it was sampled instead. Whether the template keeps a history as it was then shows in its
+output.
 """
 
 import json
@@ -17,45 +18,58 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.untrusted_files import parse_json
 
-Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
-BEGIN_CALL, END_CALL = "<tool_call>", "</tool_call>"  # of Hermes, Qwen and others
-MOST_CHARACTERS = 64  # of a token, on average
-LOOK_BACK = 8  # tokens before a piece, with which it is decoded: some tokenizers drop a first space
+Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
+
+# Tags around a call, as Hermes, Qwen and other models write them
+BEGIN_CALL = "<tool_call>"
+END_CALL = "</tool_call>"
+
+MAX_CHARACTERS_PER_TOKEN = 64  # on average over a text
+# Tokens are decoded together with so many tokens before them, because some tokenizers drop the first space of a text
+LOOK_BACK_TOKENS = 8
 
 
 class TrajectoryOver(Exception):
-    """A limit of the trajectory is reached: its program can only end."""
+    """The trajectory has reached a limit. Its program can only end."""
 
 
 class Chat:
-    """A tokenizer with its chat template. Without one, messages cannot be rendered, texts and tokens can be used.
+    """A tokenizer with its chat template. Without a template, only texts and tokens can be used.
 
     Args:
-        longest: tokens of a sequence. What is longer for certain is not tokenised, it would hold up the run.
-        split_control_tokens: control tokens that a foreign text spells stay text (see `control_tokens`).
+        tokenizer: A tokenizer of transformers.
+        longest: Limit of a sequence, in tokens. A text that must be longer is refused before tokenization, which would hold
+            up the run.
+        split_control_tokens: Control tokens that a foreign text spells stay plain text (see `control_tokens`).
     """
 
     def __init__(self, tokenizer: Any, longest: int = 1 << 31, split_control_tokens: bool = True) -> None:
-        self._tokenizer, self._longest = tokenizer, longest
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self.control_tokens = ControlTokens(tokenizer) if split_control_tokens else None
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if hasattr(backend, "encode_batch_fast") else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return the text that the policy goes on with. ConfigurationError: the template refuses the messages."""
+        """Return the text that the policy continues.
+
+        Raises:
+            ConfigurationError: There is no template, or it refuses the messages.
+        """
         refuse(
             not self._has_template,
             "the tokenizer has no chat template: give tokens, or another model",
         )
-        asks = not messages or messages[-1].get("role") != "assistant"
+        # A conversation that ends with a message of the policy is a turn that the policy continues
+        begins_turn = not messages or messages[-1].get("role") != "assistant"
         try:
             return self._tokenizer.apply_chat_template(
-                list(map(_with_arguments, messages)),
+                [_with_parsed_arguments(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
-                add_generation_prompt=asks,
-                continue_final_message=not asks,
+                add_generation_prompt=begins_turn,
+                continue_final_message=not begins_turn,
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ConfigurationError(f"the chat template refuses these messages: {error}") from error
@@ -66,21 +80,28 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         is_trusted: Sequence[bool] = (),
     ) -> Rendered:
-        """Return what `render` does, with breaks in the control tokens that foreign texts spell.
+        """Return the text of `render`, with breaks in the control tokens that foreign texts spell.
 
-        is_trusted: of each message, whether its control tokens are meant: the policy's words, and the user's own data.
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of the tools.
+            is_trusted: For each message, whether its control tokens are meant: those of the policy and of the user's data
+                are. Messages beyond the end of the list are foreign.
 
-        ConfigurationError: the template refuses the messages, or objects and lists in them are nested too deeply.
+        Raises:
+            ConfigurationError: The template refuses the messages, or objects and lists in them are nested too deeply.
         """
         if self.control_tokens is None:
             return Rendered(self.render(messages, tools))
         marker = new_marker()
-        marked_messages = list[Message]()
+        marked_messages: list[Message] = []
         try:
-            for place, message in enumerate(messages):
-                trusted = place < len(is_trusted) and is_trusted[place]
-                marked = message if trusted else self.control_tokens.marked(_with_arguments(message), marker)
-                marked_messages.append(marked)
+            for index, message in enumerate(messages):
+                if index < len(is_trusted) and is_trusted[index]:
+                    marked_messages.append(message)
+                else:
+                    parsed = _with_parsed_arguments(message)
+                    marked_messages.append(self.control_tokens.marked(parsed, marker))
             marked_tools = self.control_tokens.marked(tools, marker) if tools else None
         except RecursionError as error:
             raise ConfigurationError(
@@ -90,74 +111,91 @@ class Chat:
         return self.control_tokens.needed(rendered)
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
-        """Return where a foreign text must be cut, that no control token be found in it."""
+        """Return the places at which a foreign text must be cut, so that no control token is found in it."""
         return () if self.control_tokens is None else self.control_tokens.breaks_of(text)
 
     def encode(self, text: str, *, begins: bool = False, breaks: Sequence[int] = ()) -> np.ndarray:
-        """Return the token ids, (N,) int32, with control tokens as the text spells them, but for those at `breaks`.
+        """Return the token ids of a text, (N,) int32. Control tokens that it spells become control tokens.
 
-        begins: it begins a sequence, with the special tokens that the model expects there, unless it spells the first
-        one itself.
+        Args:
+            text: The text.
+            begins: The text begins a sequence. The special tokens that the model expects there are added, unless the text
+                spells the first one itself.
+            breaks: Places that no token may span.
 
-        TrajectoryOver: it is too long.
+        Raises:
+            TrajectoryOver: The text is too long.
         """
-        too_many = len(breaks) >= self._longest  # each piece has a token at least
-        if too_many or len(text) > MOST_CHARACTERS * self._longest:
+        # Each piece between two breaks has one token or more
+        has_too_many_pieces = len(breaks) >= self._longest
+        if has_too_many_pieces or len(text) > MAX_CHARACTERS_PER_TOKEN * self._longest:
             raise TrajectoryOver(too_long(self._longest))
-        text = text.encode(errors="replace").decode()  # a lone surrogate, from JSON, is none to a tokenizer
-        begins = begins and not text.startswith(getattr(self._tokenizer, "bos_token", None) or "\0")
-        first, *others = cut(text, breaks)
-        ids = self._encoded([first], special_tokens=begins)
-        if others:
-            ids += self._encoded(others, special_tokens=False)
+        # JSON may spell a lone surrogate, which tokenizers refuse
+        text = text.encode(errors="replace").decode()
+        begin_token = getattr(self._tokenizer, "bos_token", None)
+        has_begin_token = begin_token is not None and begin_token != "" and text.startswith(begin_token)
+        first_piece, *other_pieces = cut(text, breaks)
+        ids = self._encoded([first_piece], special_tokens=begins and not has_begin_token)
+        if other_pieces:
+            ids += self._encoded(other_pieces, special_tokens=False)
         return np.asarray(ids, np.int32)
 
     def _encoded(self, texts: list[str], special_tokens: bool) -> list[int]:
-        """Return the ids of the texts, one after the other. The backend's batches do without Python's lock."""
+        """Return the token ids of all texts end to end."""
+        token_ids: list[int] = []
         if self._backend is None:
-            parts = [self._tokenizer.encode(text, add_special_tokens=special_tokens) for text in texts]
-            return [token_id for part in parts for token_id in part]
+            for text in texts:
+                token_ids += self._tokenizer.encode(text, add_special_tokens=special_tokens)
+            return token_ids
+        # The backend works on a batch without holding Python's lock
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
-        if sum(map(len, encodings)) > self._longest:
+        if sum(len(encoding) for encoding in encodings) > self._longest:
             raise TrajectoryOver(too_long(self._longest))
-        return [token_id for encoding in encodings for token_id in encoding.ids]
+        for encoding in encodings:
+            token_ids += encoding.ids
+        return token_ids
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
-        """Return the text of tokens that stand `after` others."""
-        context = after[-LOOK_BACK:].tolist()
-        whole = self._decoded([*context, *token_ids.tolist()])
-        return whole[len(self._decoded(context)) :]
+        """Return the text of tokens that follow the tokens `after`."""
+        context = after[-LOOK_BACK_TOKENS:].tolist()
+        text_with_context = self._decoded([*context, *token_ids.tolist()])
+        return text_with_context[len(self._decoded(context)) :]
 
     def _decoded(self, token_ids: list[int]) -> str:
-        cleans = getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
-        if self._backend is None or cleans:
+        cleans_up_spaces = getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
+        if self._backend is None or cleans_up_spaces:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
         return text
 
 
-def _with_arguments(message: Message) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects: what templates expect, and OpenAI's API writes as text."""
+def _with_parsed_arguments(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as objects, which templates expect; OpenAI's API has JSON texts."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
         arguments = function.get("arguments")
         if isinstance(arguments, str | bytes):
-            with suppress(ValueError):  # text that is no JSON, or is nested too deeply, stays text
+            # A text that is no JSON, or is nested too deeply, stays a text
+            with suppress(ValueError):
                 function["arguments"] = parse_json(arguments)
         calls.append({**call, "function": function})
-    return {**message, **({"tool_calls": calls} if calls else {})}
+    if not calls:
+        return dict(message)
+    return {**message, "tool_calls": calls}
 
 
 def too_long(tokens: int) -> str:
-    """The limit, by its options."""
+    """Return a limit of tokens with the option that sets it."""
     return f"{tokens} tokens (--max-generation-tokens, and the prompt)"
 
 
 def message_of(text: str, turn: int = 0) -> dict[str, Any]:
-    """Return what was said, without its end token, as a message: calls of tools are taken out, their arguments stay JSON.
+    """Return a turn of the policy as a message, with its calls of tools taken out of the text.
 
-    turn: its number, part of the ids by which the answers to its calls are known.
+    Args:
+        text: The sampled text without its end token.
+        turn: Number of the turn, a part of the calls' ids.
 
     >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 1}'}
@@ -165,13 +203,15 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
     {'role': 'assistant', 'content': 'four'}
     """
     calls: list[dict[str, Any]] = []
-    beside, call_texts = take_out_calls(text)
+    content, call_texts = take_out_calls(text)
     for call_text in call_texts:
         try:
             call = parse_json(call_text)
-            name, arguments = call["name"], call.get("arguments", {})
+            name = call["name"]
+            arguments = call.get("arguments", {})
         except (ValueError, KeyError, TypeError):
-            continue  # it stays in the text: who asked for a call can say that this is none
+            # Without other calls, the message keeps the text, and the program can answer that it is no call
+            continue
         calls.append(
             {
                 "id": f"call_{turn}_{len(calls)}",
@@ -181,48 +221,56 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
         )
     if not calls:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": beside.strip() or None, "tool_calls": calls}
+    return {"role": "assistant", "content": content.strip() or None, "tool_calls": calls}
 
 
 def take_out_calls(text: str) -> tuple[str, list[str]]:
-    """Return the text beside the calls, and the calls: what stands in braces between two tags, with no tag in it.
+    """Return the text without the calls, and the calls. A call stands in braces between two tags, and contains no tag.
 
-    In linear time, without a regular expression: one would keep Python's lock for all of a long text.
+    This takes linear time. A regular expression would hold Python's lock while it searches a long text.
 
     >>> take_out_calls("a<tool_call> {1} </tool_call>b<tool_call>{2}<tool_call>c</tool_call>")
     ('ab<tool_call>{2}<tool_call>c</tool_call>', ['{1}'])
     """
-    beside, calls, at = [], list[str](), 0  # `at`: where what is not yet looked at begins
+    texts: list[str] = []
+    calls: list[str] = []
+    text_begin = 0  # of the text that is not in `texts` yet
     begin = text.find(BEGIN_CALL)
     while begin >= 0:
-        inside_at = begin + len(BEGIN_CALL)
-        end = text.find(END_CALL, inside_at)
+        end = text.find(END_CALL, begin + len(BEGIN_CALL))
         if end < 0:
             break
-        begin = text.rfind(BEGIN_CALL, begin, end)  # the last one before the end: no tag in between
+        # The last tag before the end, so that the call contains no tag
+        begin = text.rfind(BEGIN_CALL, begin, end)
         inside = text[begin + len(BEGIN_CALL) : end].strip()
         if len(inside) > 1 and inside.startswith("{") and inside.endswith("}"):
-            beside.append(text[at:begin])
+            texts.append(text[text_begin:begin])
             calls.append(inside)
-            at = end + len(END_CALL)
+            text_begin = end + len(END_CALL)
         begin = text.find(BEGIN_CALL, end)
-    beside.append(text[at:])
-    return "".join(beside), calls
+    texts.append(text[text_begin:])
+    return "".join(texts), calls
 
 
 def before_any(stop: Sequence[str], text: str) -> str:
-    """Return the text as far as the first of these texts.
+    """Return the text up to the first of the `stop` texts.
 
     >>> before_any(["Observation:"], "I look. Observation: it")
     'I look. '
     """
-    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
+    end = len(text)
+    for stop_text in stop:
+        place = text.find(stop_text)
+        if place >= 0:
+            end = min(end, place)
+    return text[:end]
 
 
 def message_key(message: Message) -> str:
-    """Return that by which a message of the policy is known again, whatever else a client has put into it."""
-    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    described = [
-        (call.get("id"), *map(call.get("function", {}).get, ("name", "arguments"))) for call in calls
-    ]
-    return json.dumps([message.get("content") or "", described])
+    """Return a key by which a message of the policy is recognized, whatever fields a client has added to it."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        if isinstance(call, Mapping):
+            function = call.get("function", {})
+            calls.append([call.get("id"), function.get("name"), function.get("arguments")])
+    return json.dumps([message.get("content") or "", calls])

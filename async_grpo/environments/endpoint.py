@@ -1,13 +1,13 @@
-"""The run as an OpenAI-compatible server: whoever talks to it with the key of a trajectory has it recorded and trained.
+"""`AgentEndpoint`: the run as a server of OpenAI's API. Requests with the key of a trajectory are recorded and trained on.
 
     POST /v1/chat/completions, /v1/completions     as OpenAI's, with tools, streaming, n, stop, max_tokens
     GET  /v1/models                                the policy
-    POST /v1/result {"reward": 1.0}                what the trajectory has earned, with further numbers for the metrics;
+    POST /v1/result {"reward": 1.0}                the trajectory's reward, with further numbers for the metrics;
                                                    or {"failure": "why"}
     POST /v1/trajectories                          with the run's key: a trajectory that waits for an agent, its key and row
 
-What is drawn is drawn as the run trains it: temperature, top_p, penalties and seeds of a request are ignored. A streamed
-answer comes when it is whole, in the pieces that clients expect.
+Turns are sampled with the run's settings, because they are trained on: temperature, top_p, penalties and seeds of a request
+are ignored. A streamed answer is sent once it is complete, in the pieces that clients expect.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ from async_grpo.environments.openai_api import (
     as_template,
     body_of,
     events_of,
-    streamed,
+    send_events,
 )
 from async_grpo.environments.request_body import parsed_body, read_body
 from async_grpo.environments.trajectory_client import (
     Context,
     Reply,
     SharedContext,
+    Tools,
     TrajectoryClient,
     Whole,
     row_of,
@@ -48,54 +50,73 @@ from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
 from async_grpo.processes.offload import offloaded
 
-CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
-MAX_FAULT_CHARACTERS = 300  # of a name that a request has made up, and of what is wrong with it
-
+CLAIM_PATH = "/v1/trajectories"
+SHUTDOWN_S = 2.0  # that requests under way have to end in
+CLAIM_WAIT_S = 20.0  # longest wait of a claim for a trajectory
+MAX_FAULT_CHARACTERS = (
+    300  # of a field's name, which the request may have made up, and of what is wrong with it
+)
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
 
 
 class AgentEndpoint:
-    """Listens on `host` (loopback, unless told otherwise) from `start` to `close`. Each open trajectory has a key.
+    """An HTTP server for agents, from `start` to `close`. Each open trajectory has a key.
 
-    told: file that is to hold address and key of the run, for agents that are started elsewhere.
-    max_connections: at once; see `ConnectionGate`.
+    Args:
+        host: The address to listen on; the loopback address by default.
+        port: The port to listen on; 0 takes any free port.
+        address_file: File for the address and the key of the run, for agents that are started elsewhere.
+        max_connections: Limit of connections at once; see `ConnectionGate`.
     """
 
     def __init__(
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        told: Path | None = None,
+        address_file: Path | None = None,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self._host, self._port, self._told = host, port, told
+        self.run_key = secrets.token_urlsafe(32)
+        self._host = host
+        self._port = port
+        self._address_file = address_file
         self._max_connections = max_connections
-        self._open: dict[str, Trajectory] = {}
-        self.run_key, self._unclaimed = secrets.token_urlsafe(32), asyncio.Queue[str]()
-        self._broken: Result | None = None
+        self._open: dict[str, Trajectory] = {}  # by key
+        self._unclaimed = asyncio.Queue[str]()  # keys
+        self._broken: Result | None = None  # result of all trajectories once their players are gone
         self._runner: web.AppRunner | None = None
         self._gate: ConnectionGate | None = None
         self._listener: asyncio.Server | None = None
 
     @property
     def base_url(self) -> str:
+        """Return the URL that clients of OpenAI's API take."""
         return f"http://{self._host}:{self._port}/v1"
 
     async def start(self) -> None:
-        """ConfigurationError: the address is taken."""
+        """Listen.
+
+        Raises:
+            ConfigurationError: The address is taken.
+        """
         bound_logs()
-        served = web.Application(middlewares=[self._guard])
-        served.add_routes(
+        application = web.Application(middlewares=[self._guard])
+        application.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._complete),
                 web.post("/v1/result", self._report),
-                web.post(CLAIMS, self._claim),
+                web.post(CLAIM_PATH, self._claim),
                 web.get("/v1/models", self._models),
             ]
         )
-        self._runner = web.AppRunner(served, access_log=None, shutdown_timeout=2.0, keepalive_timeout=IDLE_S)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
+            keepalive_timeout=IDLE_S,
+        )
         await self._runner.setup()
         assert self._runner.server is not None
         self._gate = ConnectionGate(self._runner.server, self._max_connections)
@@ -107,10 +128,11 @@ class AgentEndpoint:
                 f"--endpoint-host {self._host} --endpoint-port {self._port} cannot be listened on ({error}): choose another"
             ) from error
         self._port = self._listener.sockets[0].getsockname()[1]
-        if self._told is not None:
-            self._told.unlink(missing_ok=True)
-            self._told.touch(mode=0o600)  # whoever can read it can take part in the run
-            self._told.write_text(json.dumps({"base_url": self.base_url, "key": self.run_key}))
+        if self._address_file is not None:
+            self._address_file.unlink(missing_ok=True)
+            # Whoever can read the file can take part in the run
+            self._address_file.touch(mode=0o600)
+            self._address_file.write_text(json.dumps({"base_url": self.base_url, "key": self.run_key}))
 
     async def close(self) -> None:
         """Stop listening; requests under way are cancelled."""
@@ -118,55 +140,49 @@ class AgentEndpoint:
             self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._told is not None:
-            self._told.unlink(missing_ok=True)
+        if self._address_file is not None:
+            self._address_file.unlink(missing_ok=True)
 
     def open(self, policy: TrajectoryClient) -> tuple[str, Trajectory]:
-        """A key for the trajectory of that policy."""
+        """Open a trajectory of the policy, and return its key with it."""
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._open[key] = trajectory = Trajectory(policy)
+        trajectory = Trajectory(policy)
+        self._open[key] = trajectory
         if self._broken is not None:
             trajectory.report(self._broken)
         return key, trajectory
 
     def fail(self, reason: str) -> None:
-        """Who would play all trajectories is gone: they have failed, those to come as well."""
+        """Fail all open and later trajectories, because the program that plays them is gone."""
         self._broken = Result(failure=reason)
         for trajectory in self._open.values():
             trajectory.report(self._broken)
 
     def offer(self, key: str) -> None:
-        """Give the trajectory to the agent that asks for one next."""
+        """Have the next agent that claims a trajectory receive this one."""
         self._unclaimed.put_nowait(key)
 
     def shut(self, key: str) -> None:
-        """The trajectory has ended: its key opens nothing any more."""
-        if (trajectory := self._open.pop(key, None)) is not None:
+        """End a trajectory. Its key opens nothing any more."""
+        trajectory = self._open.pop(key, None)
+        if trajectory is not None:
             trajectory.end()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer the request, and its errors in the form that clients of OpenAI's API read."""
+        """Answer a request, within the limits of the connection gate."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            return await self._answered(request, handler)
+            return await self._response_or_error(request, handler)
 
         assert self._gate is not None
         return await self._gate.answer(request, answer)
 
-    async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Find whose key it is, and have the handler answer; an error becomes an answer."""
+    async def _response_or_error(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Return the handler's answer, or an error in the form that clients of OpenAI's API read."""
         try:
-            kind, _, key = request.headers.get("Authorization", "").partition(" ")
-            key = key.strip() if kind.lower() == "bearer" else ""
-            if request.path == CLAIMS and secrets.compare_digest(
-                key.encode(errors="replace"), self.run_key.encode()
-            ):
-                return await handler(request)
-            trajectory = self._open.get(key)
-            if trajectory is None or request.path == CLAIMS:
+            if not self._authorize(request):
                 return _error(401, "no trajectory has this key, or it has ended", "invalid_api_key")
-            request[TRAJECTORY] = trajectory
             return await handler(request)
         except ValidationError as error:
             return _error(400, _fault_of(error))
@@ -179,33 +195,64 @@ class AgentEndpoint:
         except AsyncGrpoError as error:
             return _error(503, str(error), "engine_lost")
 
+    def _authorize(self, request: web.Request) -> bool:
+        """Return whether the request has the key that its path needs, and note whose key it is."""
+        kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
+        key = credentials.strip() if kind.lower() == "bearer" else ""
+        if request.path == CLAIM_PATH:
+            return secrets.compare_digest(key.encode(errors="replace"), self.run_key.encode())
+        trajectory = self._open.get(key)
+        if trajectory is None:
+            return False
+        request[TRAJECTORY] = trajectory
+        return True
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, _context_tokens(request))
-        asked, messages = await offloaded(len(body), _chat_of, body)
-        tools = None if asked.tool_choice == "none" else asked.tools
-        return await self._answer(request, asked, messages, len(body), tools=tools)
+        chat_request, messages = await offloaded(len(body), _chat_request_of, body)
+        tools = None if chat_request.tool_choice == "none" else chat_request.tools
+        return await self._answer(request, chat_request, messages, len(body), tools)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         context_tokens = _context_tokens(request)
         body = await read_body(request, context_tokens)
-        asked = await offloaded(len(body), _completion_of, body, context_tokens)
-        prompt = Whole(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        return await self._answer(request, asked, prompt, len(body))
+        completion_request = await offloaded(len(body), _completion_request_of, body, context_tokens)
+        prompt = completion_request.prompt
+        context: Context = Whole(prompt) if isinstance(prompt, str) else prompt
+        return await self._answer(request, completion_request, context, len(body))
 
     async def _answer(
-        self, request: web.Request, asked: OpenAIRequest, context: Context, size: int, **more: Any
+        self,
+        request: web.Request,
+        parsed: OpenAIRequest,
+        context: Context,
+        size: int,
+        tools: Tools | None = None,
     ) -> web.StreamResponse:
-        policy: TrajectoryClient = request[TRAJECTORY].policy
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
-        max_tokens = min(limits, default=None)
-        # Several answers to one conversation: it is rendered and tokenised once
+        """Have the policy take as many turns as the request asks for, and return the answer.
+
+        Args:
+            request: The HTTP request.
+            parsed: Its body.
+            context: The history of the turns.
+            size: Number of bytes of the body.
+            tools: JSON schemas of the tools that the policy may call.
+        """
+        trajectory = request[TRAJECTORY]
+        stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
+        token_limits = [parsed.max_tokens, parsed.max_completion_tokens]
+        max_tokens = min((limit for limit in token_limits if limit is not None), default=None)
+        # The conversation is rendered and tokenized once for all answers
         shared = SharedContext(context, size)
-        turns = (
-            policy.complete(shared, max_tokens=max_tokens, stop=stop, **more) for _ in range(asked.n or 1)
+        take_turn = partial(
+            trajectory.policy.complete,
+            shared,
+            tools=tools,
+            max_tokens=max_tokens,
+            stop=stop,
         )
-        replies = await request[TRAJECTORY].all_of(turns)
-        return await _response(request, asked, replies)
+        replies = await trajectory.take_turns(take_turn, count=parsed.n or 1)
+        return await _response(request, parsed, replies)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, context_tokens=0)
@@ -216,18 +263,28 @@ class AgentEndpoint:
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLAIM_WAITS_S):
-                while (trajectory := self._open.get(key := await self._unclaimed.get())) is None:
-                    pass  # it has ended unclaimed
-                if request.transport is not None and not request.transport.is_closing():
+            async with asyncio.timeout(CLAIM_WAIT_S):
+                key, trajectory = await self._next_unclaimed()
+                is_connected = request.transport is not None and not request.transport.is_closing()
+                if is_connected:
                     trajectory.claimed.set()
                     return web.json_response({"key": key, "row": row_of(trajectory.policy.prompt)})
-                self.offer(key)  # who asked has gone
+                # The agent has gone; the next one receives the trajectory
+                self.offer(key)
         return web.Response(status=204)
 
+    async def _next_unclaimed(self) -> tuple[str, Trajectory]:
+        """Wait for a trajectory that no agent plays, and return its key with it."""
+        while True:
+            key = await self._unclaimed.get()
+            trajectory = self._open.get(key)
+            # A trajectory may end before an agent claims it
+            if trajectory is not None:
+                return key, trajectory
+
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        own = {"id": MODEL, "object": "model", "owned_by": "async-grpo"}
-        return web.json_response({"object": "list", "data": [own]})
+        policy = {"id": MODEL, "object": "model", "owned_by": "async-grpo"}
+        return web.json_response({"object": "list", "data": [policy]})
 
 
 def _context_tokens(request: web.Request) -> int:
@@ -235,13 +292,13 @@ def _context_tokens(request: web.Request) -> int:
     return policy.limits.tokens
 
 
-def _chat_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
+def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the request, and its messages as the chat template takes them."""
-    asked = ChatRequest.model_validate(parsed_body(body))
-    return asked, [as_template(message) for message in asked.messages]
+    chat_request = ChatRequest.model_validate(parsed_body(body))
+    return chat_request, [as_template(message) for message in chat_request.messages]
 
 
-def _completion_of(body: bytes, context_tokens: int) -> CompletionRequest:
+def _completion_request_of(body: bytes, context_tokens: int) -> CompletionRequest:
     return CompletionRequest.model_validate(parsed_body(body, max_token_ids=context_tokens))
 
 
@@ -250,27 +307,30 @@ def _result_of(body: bytes) -> Result:
 
 
 async def _response(
-    request: web.Request, asked: OpenAIRequest, replies: Sequence[Reply]
+    request: web.Request, parsed: OpenAIRequest, replies: Sequence[Reply]
 ) -> web.StreamResponse:
-    """Return the replies as the request wants them: whole, or streamed."""
-    answer = body_of(asked, replies)
-    sizes = [len(reply.text) for reply in replies]
-    if asked.stream:
-        return await streamed(request, events_of(asked, answer), max(sizes))
-    text = await offloaded(sum(sizes), json.dumps, answer)
+    """Return the replies as the request asks for them: as one body, or as a stream."""
+    answer = body_of(parsed, replies)
+    text_lengths = [len(reply.text) for reply in replies]
+    if parsed.stream:
+        return await send_events(request, events_of(parsed, answer), max(text_lengths))
+    text = await offloaded(sum(text_lengths), json.dumps, answer)
     return web.Response(text=text, content_type="application/json")
 
 
 def _fault_of(error: ValidationError) -> str:
-    """Return what is wrong in words; of several kinds that a value may have, one that it is too long for."""
+    """Return in words what is wrong with a request.
+
+    A value that may have several types has one fault for each of them. A fault of its length says most.
+    """
     faults = error.errors(include_url=False, include_input=False)
-    too_long = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
-    fault = [*too_long, *faults][0]
-    where = ".".join(map(str, fault["loc"])) or "the request"
-    return f"{where[:MAX_FAULT_CHARACTERS]}: {fault['msg'][:MAX_FAULT_CHARACTERS]}"
+    length_faults = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
+    fault = (length_faults or faults)[0]
+    field_name = ".".join(str(part) for part in fault["loc"]) or "the request"
+    return f"{field_name[:MAX_FAULT_CHARACTERS]}: {fault['msg'][:MAX_FAULT_CHARACTERS]}"
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": message, "type": kind, "code": code, "param": None}
-    return web.json_response({"error": told}, status=status)
+    error = {"message": message, "type": kind, "code": code, "param": None}
+    return web.json_response({"error": error}, status=status)

@@ -1,30 +1,46 @@
-"""`Environment`: what a user writes to have the policy play. See docs/environments.md."""
+"""`Environment`: the interface of a class that plays with the policy. See docs/environments.md."""
 
 from typing import Any
 
-Observation = str | list[dict[str, Any]] | None  # a user's message; several messages; or nothing is said
+Observation = str | list[dict[str, Any]] | None  # a message of the user, several messages, or nothing
 
 
 class Environment:
-    """One trajectory's world, in a process of its own kind (never the trainer's). Deriving from it is not needed.
+    """The world of one trajectory. It runs in a process of its own, never in the trainer's.
 
-    `__init__` takes the options that `--environment-options` gives. All methods may be `async def`.
+    A class with these methods need not derive from this one. `__init__` takes the options of `--environment-options`. All
+    methods may be `async def`.
 
-    state: names what the policy now finds; where it is set, turns that found equal states are compared (GiGPO).
-    numbers: what the metrics should show, as `environment/NAME`.
+    Attributes:
+        state: Name of the situation that the policy now meets. Turns that met equal states are compared (GiGPO).
+        numbers: Values for the metrics, where they appear as `environment/NAME`.
     """
 
     state: str = ""
     numbers: dict[str, float]
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        """Begin. `row`: of the data set; `seed`: the same for all trajectories of one group, which must find the same task.
-        Returns what the policy is told; None: the row's own prompt."""
+        """Begin the trajectory.
+
+        Args:
+            row: The row of the data set.
+            seed: The same number for all trajectories of a group, which must meet the same task.
+
+        Returns:
+            What the policy reads first; None stands for the row's own prompt.
+        """
         raise NotImplementedError
 
-    def step(self, said: str) -> tuple[Observation, float, bool]:
-        """(what the policy is told next, reward of this turn, whether it is over). What is raised fails the trajectory."""
+    def step(self, text: str) -> tuple[Observation, float, bool]:
+        """Answer a turn of the policy. An exception fails the trajectory.
+
+        Args:
+            text: What the policy said.
+
+        Returns:
+            What the policy reads next, the reward of this turn, and whether the trajectory is over.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
-        """The trajectory has ended, however it did: let go of what would stay open."""
+        """Release what would stay open. Called when the trajectory has ended, for whatever reason."""

@@ -1,4 +1,4 @@
-"""What `--environment` names, and the `Generation` that has it play."""
+"""`make_played`: a `Generation` of trajectories for the environment that `--environment` names."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,47 +22,57 @@ from async_grpo.processes.http_server import MAX_CONNECTIONS
 from async_grpo.protocols import Generation
 
 HERE = Path(__file__).parent
-PROCESSES, AGENTS = 4, 64  # by default
+# Defaults of --environment-processes
+PROCESSES = 4
+AGENTS = 64
+
 CONNECTIONS_PER_AGENT = 8  # to the endpoint, at once
-ENVIRONMENTS: dict[str, str] = {  # games of ours; the folder of another run may name them
+# Games of this package. The options of an earlier run may contain their names
+ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
 }
 
 
 def source_of(name: str) -> SourceFile | None:
-    """The text that `--environment` names; it travels. None for agents.
+    """Return the source file that `--environment` names, whose text is sent to the processes; None for agents.
 
-    ConfigurationError: it cannot be read, or nothing in it can play.
+    Raises:
+        ConfigurationError: The name is unknown, or the file cannot be read, or nothing in it can play.
     """
     adapter = adapter_of(name)
     if adapter is not None and adapter.agents is not None:
         return None
-    shipped = adapter.source if adapter is not None else ENVIRONMENTS.get(name)
-    if shipped is None and not is_file(name):
-        known = _known_names()
-        names = f"{', '.join(known)}{nearest(name, known)}"
+    package_source = adapter.source if adapter is not None else ENVIRONMENTS.get(name)
+    if package_source is None and not is_file(name):
+        known_names = _known_names()
+        names = f"{', '.join(known_names)}{nearest(name, known_names)}"
         raise ConfigurationError(f"--environment {name!r} is unknown; known: {names}")
-    source = read_once(name if shipped is None else str(HERE / shipped))
+    source = read_once(name if package_source is None else str(HERE / package_source))
     try:
         kind_of(source.object())
     except ConfigurationError as error:
         if adapter is not None:
-            cure = f"is it installed? pip install {adapter.package}"
-            raise ConfigurationError(f"--environment {name}: {error}; {cure}") from error
+            hint = f"is it installed? pip install {adapter.package}"
+            raise ConfigurationError(f"--environment {name}: {error}; {hint}") from error
         raise
     return source
 
 
 def _known_names() -> list[str]:
-    """Return what `--environment` may be, for a message: what has an argument before FILE.py:NAME."""
-    with_argument = [f"{name}:{adapter.argument}" for name, adapter in ADAPTERS.items() if adapter.argument]
-    without = [name for name, adapter in ADAPTERS.items() if not adapter.argument]
-    return [*ENVIRONMENTS, *with_argument, "FILE.py:NAME", *without]
+    """Return the values that `--environment` may have, for a message."""
+    names_with_argument = []
+    names_without = []
+    for name, adapter in ADAPTERS.items():
+        if adapter.argument:
+            names_with_argument.append(f"{name}:{adapter.argument}")
+        else:
+            names_without.append(name)
+    return [*ENVIRONMENTS, *names_with_argument, "FILE.py:NAME", *names_without]
 
 
 def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
-    """What the environment's constructor is given."""
+    """Return the keyword arguments of the environment's constructor."""
     name = config.environment or ""
     adapter = adapter_of(name)
     if adapter is None or not adapter.source:
@@ -73,9 +83,15 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 def rows_of(
     config: EnvironmentConfig, split: str, variables: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """The rows that an environment makes itself. split: "train" or "eval"; variables: for a program that makes them.
+    """Return the rows that an environment makes itself.
 
-    ConfigurationError: it makes none.
+    Args:
+        config: Names the environment and its options.
+        split: "train" or "eval".
+        variables: Environment variables for a program that makes the rows.
+
+    Raises:
+        ConfigurationError: The environment makes no rows.
     """
     name = config.environment or ""
     adapter = adapter_of(name)
@@ -97,14 +113,24 @@ def make_played(
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Played:
-    """Trajectories of the environment, whose turns `generation` completes.
+    """Return a `Generation` of trajectories of the environment.
 
-    folder: of the run, for agents elsewhere. variables: for the environment's processes, or agents, beside the allow-list.
+    Args:
+        config: Names the environment, its options and the limits of a trajectory.
+        model_path: Folder of the model, whose tokenizer and chat template are used.
+        settings: What every worker of the run shares.
+        source: The environment's source file, of `source_of`; None for agents.
+        generation: Completes the turns.
+        folder: Output folder of the run, where agents that run elsewhere find the endpoint's address.
+        variables: Environment variables for the environment's or agents' processes, beside the allow-list.
     """
     limits = TrajectoryLimits(
-        *(config.max_turns, settings.max_total_tokens, config.max_turn_tokens, config.max_trajectory_s),
-        settings.vocab_size,
-        settings.max_completion_tokens,
+        turns=config.max_turns,
+        tokens=settings.max_total_tokens,
+        turn_tokens=config.max_turn_tokens,
+        seconds=config.max_trajectory_s,
+        vocabulary=settings.vocab_size,
+        new_tokens=settings.max_completion_tokens,
     )
     chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens)
     if source is None:
@@ -112,9 +138,11 @@ def make_played(
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
-    count = config.environment_processes or PROCESSES
-    make = partial(EnvironmentProcess, source, source.name, settings_of(config), environment=variables)
-    processes = EnvironmentProcesses(make, count, config.environment_timeout_s)
+    processes = EnvironmentProcesses(
+        partial(EnvironmentProcess, source, source.name, settings_of(config), environment=variables),
+        count=config.environment_processes or PROCESSES,
+        timeout_s=config.environment_timeout_s,
+    )
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
     return Played(generation, program, chat, limits, needs=processes)
 
@@ -131,7 +159,11 @@ def _played_by_agents(
     assert adapter is not None and adapter.agents is not None, f"{config.environment} has a source"
     address_file = folder / "endpoint.json" if folder and adapter.publishes_endpoint else None
     at_once = config.environment_processes or AGENTS
-    connections = max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once)
-    endpoint = AgentEndpoint(config.endpoint_host, config.endpoint_port, address_file, connections)
+    endpoint = AgentEndpoint(
+        host=config.endpoint_host,
+        port=config.endpoint_port,
+        address_file=address_file,
+        max_connections=max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once),
+    )
     program, needs = adapter.agents(config, endpoint, variables)
     return Played(generation, program, chat, limits, at_once=at_once, needs=needs)

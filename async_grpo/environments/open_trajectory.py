@@ -1,7 +1,7 @@
-"""`Trajectory`: one that an agent plays through the endpoint, with the turns that are under way."""
+"""`Trajectory`: a trajectory that an agent plays through the endpoint, with its turns that are under way."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable
 
 from async_grpo.environments.openai_api import Result
 from async_grpo.environments.trajectory_client import Reply, TrajectoryClient
@@ -10,30 +10,40 @@ from async_grpo.options.fields import refuse
 
 
 class Trajectory:
-    """An open trajectory: its policy, and what was reported of it."""
+    """A trajectory whose key is open.
+
+    Attributes:
+        policy: Takes the turns.
+        result: What the agent has reported; None before that.
+        claimed: Set when an agent plays the trajectory.
+        reported: Set when there is a result.
+    """
 
     def __init__(self, policy: TrajectoryClient) -> None:
         self.policy = policy
         self.result: Result | None = None
-        self.claimed, self.reported = asyncio.Event(), asyncio.Event()
+        self.claimed = asyncio.Event()
+        self.reported = asyncio.Event()
         self._turns: set[asyncio.Future[Reply]] = set()  # under way
-        self._ended = False
+        self._has_ended = False
 
-    async def all_of(self, turns: Iterable[Awaitable[Reply]]) -> list[Reply]:
-        """Return what the turns return. If one is refused, none goes on.
+    async def take_turns(self, take_turn: Callable[[], Awaitable[Reply]], count: int) -> list[Reply]:
+        """Take `count` turns at once, and return their replies.
 
-        If the client has gone, the turns go on until the trajectory ends.
+        If one turn is refused, the others are cancelled. If the client goes away, they continue until the trajectory ends.
         """
-        refuse(self._ended, "the trajectory has ended")  # since its key was looked at
-        tasks = list(map(asyncio.ensure_future, turns))
+        # It may have ended after its key was checked
+        refuse(self._has_ended, "the trajectory has ended")
+        tasks = [asyncio.ensure_future(take_turn()) for _ in range(count)]
         self._turns.update(tasks)
         for task in tasks:
             task.add_done_callback(self._turns.discard)
-        together = asyncio.gather(*tasks)
+        all_replies = asyncio.gather(*tasks)
         try:
-            return await asyncio.shield(together)
+            return await asyncio.shield(all_replies)
         except asyncio.CancelledError:
-            if together.done():
+            # `end` cancels the turns; a client that goes away cancels this coroutine alone
+            if all_replies.done():
                 raise ConfigurationError("the trajectory has ended") from None
             raise
         except Exception:
@@ -42,13 +52,13 @@ class Trajectory:
             raise
 
     def report(self, result: Result) -> None:
-        """Keep the result; the last one counts."""
+        """Keep the result. The last report counts."""
         self.result = result
         self.claimed.set()
         self.reported.set()
 
     def end(self) -> None:
-        """Cancel its turns; no other is begun."""
-        self._ended = True
+        """Cancel the turns under way, and begin no others."""
+        self._has_ended = True
         for turn in tuple(self._turns):
             turn.cancel()

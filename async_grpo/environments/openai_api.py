@@ -1,4 +1,4 @@
-"""Requests and answers as OpenAI's API has them, and `Result`, which agents report."""
+"""Requests and answers in the form of OpenAI's API, and `Result`, which agents report."""
 
 import asyncio
 import json
@@ -15,10 +15,9 @@ from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
 from async_grpo.processes.http_server import ANSWER_WITHIN_S
 from async_grpo.processes.offload import offloaded
 
-MODEL = "policy"  # the name that the server gives it; any name is accepted
-MAX_NAME_CHARACTERS = (
-    256  # of a model, a role, a function; a streamed answer repeats the model's name in each event
-)
+MODEL = "policy"  # the model's name in the server's list; requests may use any name
+# Of a model, a role or a function. A streamed answer repeats the model's name in each event
+MAX_NAME_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_CALLS = 256  # of tools, in one message
@@ -32,9 +31,9 @@ Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class OpenAIRequest(BaseModel):
-    """What both kinds of requests may say; all else is ignored.
+    """Fields that both kinds of requests have. Unknown fields are ignored.
 
-    Lists fail at their first fault: collecting those of a long list would take as long as a long conversation.
+    Lists fail at their first fault, because collecting all faults of a long list would take long.
     """
 
     model: Name = MODEL
@@ -47,38 +46,52 @@ class OpenAIRequest(BaseModel):
 
 
 class Function(BaseModel, extra="allow"):
+    """A function in a call: its name and its arguments, as JSON."""
+
     name: Name
     arguments: str | dict[str, Any] = "{}"
 
 
 class Call(BaseModel, extra="allow"):
+    """A call of a tool in a message."""
+
     function: Function
 
 
 class Text(BaseModel):
-    type: Literal["text"]  # images are not taken
+    """A part of a message's content. Images are refused."""
+
+    type: Literal["text"]
     text: str
 
 
 class Plain(BaseModel):
+    """The only format of a response that may be asked for."""
+
     type: Literal["text"]
 
 
 class ChatMessage(BaseModel, extra="allow"):
+    """A message. Chat templates also receive the fields that are not listed here."""
+
     role: Name
     content: str | Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
 
 class ChatRequest(OpenAIRequest):
+    """A request for a turn after a conversation."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    # Nothing can be forced: what is drawn is drawn as it is trained
+    # A call cannot be forced: turns must be sampled as they are trained on
     tool_choice: Literal["auto", "none"] | None = None
     response_format: Plain | None = None
 
 
 class CompletionRequest(OpenAIRequest):
+    """A request for a turn after a text or token ids."""
+
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
     echo: Literal[False] | None = None
 
@@ -88,78 +101,101 @@ Number = Annotated[FiniteFloat, Field(ge=-MAX_EXTRA, le=MAX_EXTRA)]
 
 
 class Result(BaseModel):
+    """The result of a trajectory, as its agent reports it: a reward or a failure."""
+
     reward: FiniteFloat | None = None
-    failure: str = ""  # then it has failed
+    failure: str = ""  # why the trajectory cannot be scored
     numbers: Annotated[dict[NumberName, Number], Field(max_length=100)] = {}
 
 
 def as_template(message: ChatMessage) -> dict[str, Any]:
-    """Return the message as chat templates know it: its content is one text."""
-    plain = message.model_dump(exclude_unset=True)
+    """Return the message in the form that chat templates expect: its content is one text."""
+    fields = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
-    return plain
+        fields["content"] = "".join(part.text for part in message.content)
+    return fields
 
 
-def body_of(asked: OpenAIRequest, replies: Sequence[Reply]) -> dict[str, Any]:
-    is_chat, tokens = isinstance(asked, ChatRequest), sum(len(reply.completion) for reply in replies)
-    choices = []
-    for index, reply in enumerate(replies):
-        reason = "length" if reply.completion.truncated else "stop"
-        if is_chat:
-            message = dict(reply.message)
-            if message.get("tool_calls"):
-                reason = "tool_calls" if reason == "stop" else reason
-            choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": None})
-        else:
-            text = reply.message["content"]
-            choices.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
-    given = replies[0].prompt_tokens
+def body_of(request: OpenAIRequest, replies: Sequence[Reply]) -> dict[str, Any]:
+    """Return the answer to a request, with one choice for each reply."""
+    is_chat = isinstance(request, ChatRequest)
+    make_choice = _chat_choice if is_chat else _text_choice
+    prompt_tokens = replies[0].prompt_tokens
+    completion_tokens = sum(len(reply.completion) for reply in replies)
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
-        "model": asked.model,
-        "choices": choices,
-        "usage": {"prompt_tokens": given, "completion_tokens": tokens, "total_tokens": given + tokens},
+        "model": request.model,
+        "choices": [make_choice(index, reply) for index, reply in enumerate(replies)],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
     }
 
 
-def events_of(asked: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, Any]]:
+def _chat_choice(index: int, reply: Reply) -> dict[str, Any]:
+    message = dict(reply.message)
+    reason = _finish_reason(reply)
+    if message.get("tool_calls"):
+        reason = "tool_calls" if reason == "stop" else reason
+    return {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+
+
+def _text_choice(index: int, reply: Reply) -> dict[str, Any]:
+    text = reply.message["content"]
+    return {"index": index, "text": text, "finish_reason": _finish_reason(reply), "logprobs": None}
+
+
+def _finish_reason(reply: Reply) -> str:
+    return "length" if reply.completion.truncated else "stop"
+
+
+def events_of(request: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the answer in the pieces that clients of a stream expect."""
     frame = {key: value for key, value in answer.items() if key not in ("usage", "choices")}
-    is_chat = isinstance(asked, ChatRequest)
+    is_chat = isinstance(request, ChatRequest)
     if is_chat:
         frame["object"] = "chat.completion.chunk"
-    events = []
+    choices: list[dict[str, Any]] = []
     for choice in answer["choices"]:
-        index, reason = choice["index"], choice["finish_reason"]
-        if is_chat:
-            delta = dict(choice["message"])
-            calls = [{"index": number, **call} for number, call in enumerate(delta.get("tool_calls", ()))]
-            if calls:
-                delta["tool_calls"] = calls
-            events.append({"index": index, "delta": delta, "finish_reason": None})
-            events.append({"index": index, "delta": {}, "finish_reason": reason})
-        else:
-            text = choice["text"]
-            events.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
-    pieces = [frame | {"choices": [event]} for event in events]
-    if (asked.stream_options or {}).get("include_usage"):
-        pieces.append(frame | {"choices": [], "usage": answer["usage"]})
-    return pieces
+        choices += _chat_deltas(choice) if is_chat else [choice]
+    events = [frame | {"choices": [choice]} for choice in choices]
+    if (request.stream_options or {}).get("include_usage"):
+        events.append(frame | {"choices": [], "usage": answer["usage"]})
+    return events
 
 
-async def streamed(
-    request: web.Request, pieces: Sequence[dict[str, Any]], piece_size: int
+def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a choice as two pieces: the whole message, and the end."""
+    delta = dict(choice["message"])
+    calls = [{"index": number, **call} for number, call in enumerate(delta.get("tool_calls", ()))]
+    if calls:
+        delta["tool_calls"] = calls
+    return [
+        {"index": choice["index"], "delta": delta, "finish_reason": None},
+        {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]},
+    ]
+
+
+async def send_events(
+    request: web.Request, events: Sequence[dict[str, Any]], event_characters: int
 ) -> web.StreamResponse:
-    """Send the pieces as server-sent events; `piece_size`: characters of the largest."""
+    """Send the pieces of an answer as server-sent events.
+
+    Args:
+        request: The request that is answered.
+        events: The pieces.
+        event_characters: Number of characters of the largest piece.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await response.prepare(request)
-            for piece in pieces:
-                line = await offloaded(piece_size, json.dumps, piece)
+            for event in events:
+                line = await offloaded(event_characters, json.dumps, event)
                 await response.write(f"data: {line}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
@@ -167,5 +203,6 @@ async def streamed(
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        pass  # the client has gone: the turn counts all the same
+        # The client has gone. The turn has been recorded, and counts
+        pass
     return response

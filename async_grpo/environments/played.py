@@ -1,4 +1,4 @@
-"""`Played`: rollouts as programs. Where others see completions of a prompt, it has a program play with the policy."""
+"""`Played`: a `Generation` whose completions are trajectories. A program plays each of them with the policy."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import TrajectoryRecorder
-from async_grpo.environments.trajectory_client import TrajectoryClient, own_messages
+from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_messages
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
 
@@ -17,18 +17,22 @@ Program = Callable[[Prompt, TrajectoryClient], Awaitable[Completion]]
 
 
 class Needs(Protocol):
-    """What a program cannot do without: processes, a server."""
+    """A resource without which a program cannot play: processes, or a server."""
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
 
 
 class Played:
-    """`Generation` of trajectories; its turns are completed by another one.
+    """A `Generation` of trajectories.
 
     Args:
-        at_once: trajectories; the others wait, and their time does not run (None: all).
-        needs: of the program, started and closed with this.
+        generation: Completes the turns.
+        program: Plays one trajectory.
+        chat: The tokenizer with its chat template.
+        limits: Limits of each trajectory.
+        at_once: Number of trajectories that play at once; None sets no limit. The time of those that wait does not run.
+        needs: What the program needs. It is started and closed with this object.
     """
 
     def __init__(
@@ -41,65 +45,79 @@ class Played:
         at_once: int | None = None,
         needs: Needs | None = None,
     ) -> None:
-        self._generation, self._program, self._chat, self._limits = generation, program, chat, limits
+        self._generation = generation
+        self._program = program
+        self._chat = chat
+        self._limits = limits
         self._places = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._needs = needs
 
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` trajectories, each when it has ended; closing ends the others."""
-        playing = [asyncio.ensure_future(self._play(prompt, member, sampling)) for member in range(count)]
+        """Yield `count` trajectories, each when it has ended. Closing the generator ends the others."""
+        tasks = [asyncio.ensure_future(self._play(prompt, member, sampling)) for member in range(count)]
         try:
-            for one in asyncio.as_completed(playing):
-                yield await one
+            for next_trajectory in asyncio.as_completed(tasks):
+                yield await next_trajectory
         finally:
-            for task in playing:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
-        """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
+        """Play one trajectory. An error of its program fails only the trajectory; an error of the engines fails the run."""
         async with self._places:
-            recorder = TrajectoryRecorder(self._chat, own_messages(prompt.row))
+            recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt.row))
             policy = TrajectoryClient(self._generation, recorder, prompt, member, self._limits, sampling)
             try:
-                try:
-                    async with asyncio.timeout(self._limits.seconds) as limit:
-                        returned = await self._program(prompt, policy)
-                except TrajectoryOver:  # and the program has not caught it
-                    returned = policy.at_limit()
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
-                    returned = policy.at_limit()
+                returned = await self._run_program(prompt, policy)
                 return self._checked(policy, returned)
             except Exception as error:
                 if policy.failure is not None:
                     raise policy.failure from error
                 return policy.trajectory(failure=f"{type(error).__name__}: {error}")
 
+    async def _run_program(self, prompt: Prompt, policy: TrajectoryClient) -> Any:
+        """Return what the program returned, or at a limit what `policy.at_limit` makes of the turns so far."""
+        try:
+            async with asyncio.timeout(self._limits.seconds) as time_limit:
+                return await self._program(prompt, policy)
+        except TrajectoryOver:
+            return policy.at_limit()
+        except TimeoutError:
+            # Without an expired limit, the program itself raised it
+            if not time_limit.expired():
+                raise
+            policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
+            return policy.at_limit()
+
     def _checked(self, policy: TrajectoryClient, returned: Any) -> Completion:
-        if policy.failure is not None:  # the program has made something else of it
+        """Return what the program returned, if it is a trajectory with a turn or a failure."""
+        # The program may have caught the error of the engine
+        if policy.failure is not None:
             raise policy.failure
         if not isinstance(returned, Completion) or returned.outcome is None:
             raise TypeError(f"the program returned a {type(returned).__name__}, not policy.trajectory(...)")
         if not returned.outcome.failure and not len(returned):
-            why = f": it was over, after {policy.is_over}" if policy.is_over else ""
-            raise ValueError(f"the program never asked the policy for anything{why}")
+            reason = f": it was over, after {policy.is_over}" if policy.is_over else ""
+            raise ValueError(f"the program never asked the policy for anything{reason}")
         return returned
 
     async def take_stats(self) -> dict[str, Any]:
-        """Of the generation."""
+        """Return the statistics of the underlying generation."""
         return await self._generation.take_stats()
 
     async def start(self) -> None:
-        """Make what the program needs. ConfigurationError: it cannot be made."""
+        """Start what the program needs.
+
+        Raises:
+            ConfigurationError: It cannot be started.
+        """
         if self._needs is not None:
             await self._needs.start()
 
     async def close(self) -> None:
-        """End what the program needed."""
+        """Close what the program needs."""
         if self._needs is not None:
             await self._needs.close()

@@ -1,4 +1,4 @@
-"""The parent's end of environments and tools in killable processes (see `host`)."""
+"""Environments and tools in killable processes: the side of the parent. The other side is `host`."""
 
 import asyncio
 import itertools
@@ -16,25 +16,46 @@ class EnvironmentFailed(RuntimeError):
 
 
 class EnvironmentProcess(AdapterProcess):
-    """One process. It serves calls in order, those of async environments all at once."""
+    """One process. It serves calls in order, and the calls of async environments at once."""
 
     host = "async_grpo.environments.host:hosted_environment"
-    trajectories = stuck = 0  # that play in it; that have ended in the middle of a step which goes on
+    trajectories = 0  # number of trajectories that play in it
+    stuck = 0  # number of trajectories that ended in the middle of a step which still runs
 
-    async def ask(self, call: str, of: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
-        """What the environment of that number answers. EnvironmentFailed: it does not."""
+    async def ask(self, call: str, trajectory: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
+        """Return the answer of a trajectory's environment.
+
+        Args:
+            call: Name of the call; see `host`.
+            trajectory: Number of the trajectory.
+            arguments: Arguments of the call.
+            timeout_s: Time limit of the call.
+
+        Raises:
+            EnvironmentFailed: There is no answer.
+        """
         try:
-            asked = {"call": call, "of": of, "arguments": arguments}
-            (answer,) = await self._exchange("sample", asked, 1, timeout_s)
-        except WorkerLost as error:  # its process died, or was ended for another trajectory
+            request = {"call": call, "trajectory": trajectory, "arguments": arguments}
+            answers = await self._exchange("sample", request, 1, timeout_s)
+        except WorkerLost as error:
+            # The process died, or was ended because another trajectory did not get an answer
             raise EnvironmentFailed(str(error)) from error
+        answer = answers[0]
         if answer["status"] != "ok":
             raise EnvironmentFailed(answer["reason"])
         return answer
 
 
 class EnvironmentProcesses:
-    """So many processes of one environment. A trajectory keeps to one of them; one that hangs costs those beside it."""
+    """The processes of one environment.
+
+    A trajectory stays in one process. If a step hangs, the process is ended, and its other trajectories fail with it.
+
+    Args:
+        make: Makes a process, which is started when it is first needed.
+        count: Number of processes.
+        timeout_s: Time limit of each call.
+    """
 
     def __init__(self, make: Callable[[], EnvironmentProcess], count: int, timeout_s: float) -> None:
         self._processes = [make() for _ in range(count)]
@@ -43,52 +64,75 @@ class EnvironmentProcesses:
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start the first one; the others when they are needed. ConfigurationError: the environment cannot be made."""
+        """Start the first process. The others start when they are needed.
+
+        Raises:
+            ConfigurationError: The environment cannot be made.
+        """
         await self._processes[0].start()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator["Place"]:
-        """For one trajectory."""
-        process = min(self._processes, key=lambda one: (one.stuck, one.trajectories))
+        """Reserve a place for one trajectory in the process that has the fewest."""
+        process = min(self._processes, key=lambda process: (process.stuck, process.trajectories))
         place = Place(process, next(self._numbers), self._timeout_s)
         process.trajectories += 1
         try:
             yield place
         finally:
             process.trajectories -= 1
-            process.stuck += place.cut_off
-            self._leaving.add(task := asyncio.create_task(self._leave(process, place)))
+            if place.is_cut_off:
+                process.stuck += 1
+            # A step that still runs may delay it for long, and nobody waits for it
+            task = asyncio.create_task(self._leave(process, place))
+            self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
     async def _leave(self, process: EnvironmentProcess, place: "Place") -> None:
-        """The environment forgets the trajectory. Nobody waits for that: a long step may come before."""
-        if place.used and process.is_alive:
-            with suppress(EnvironmentFailed):  # then it is gone anyway
+        """Have the process close the trajectory's environment and forget it."""
+        if place.is_used and process.is_alive:
+            # If the environment fails now, it is gone as well
+            with suppress(EnvironmentFailed):
                 await place.call("leave")
-        process.stuck -= place.cut_off
+        if place.is_cut_off:
+            process.stuck -= 1
 
     async def close(self) -> None:
-        """End all processes, once what was left is forgotten in them, or will not be."""
+        """End all processes, after trajectories that have ended were forgotten or `CLOSE_S` seconds have passed."""
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=CLOSE_S)
         await asyncio.gather(*(process.close() for process in self._processes))
 
 
 class Place:
-    """One trajectory's environment."""
+    """The environment of one trajectory.
+
+    Attributes:
+        is_used: A call was made.
+        is_cut_off: A call was cancelled, which the process does not learn of: it may still work on it.
+        seconds: Time that calls have taken so far.
+    """
 
     def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
-        self._process, self._number, self._timeout_s = process, number, timeout_s
-        self.used = self.cut_off = False
-        self.seconds = 0.0  # that calls took
+        self.is_used = False
+        self.is_cut_off = False
+        self.seconds = 0.0
+        self._process = process
+        self._number = number
+        self._timeout_s = timeout_s
 
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
-        """EnvironmentFailed: it raised, was late, or its process died."""
-        begun, self.used = time.monotonic(), True
+        """Return the answer of the environment.
+
+        Raises:
+            EnvironmentFailed: The environment raised or was late, or its process died.
+        """
+        started_at = time.monotonic()
+        self.is_used = True
         try:
             return await self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
-        except asyncio.CancelledError:  # the process does not hear of it
-            self.cut_off = True
+        except asyncio.CancelledError:
+            self.is_cut_off = True
             raise
         finally:
-            self.seconds += time.monotonic() - begun
+            self.seconds += time.monotonic() - started_at

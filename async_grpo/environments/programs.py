@@ -1,96 +1,138 @@
-"""The rollout programs of environments and of tools: what is between the policy and a process."""
+"""Rollout programs of environments and of tools, which stand between the policy and a process."""
 
 import hashlib
 from typing import Any
 
-from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses
-from async_grpo.environments.trajectory_client import Foreign, TrajectoryClient, messages_of, row_of
+from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses, Place
+from async_grpo.environments.trajectory_client import (
+    Context,
+    Foreign,
+    TrajectoryClient,
+    messages_of,
+    row_of,
+)
 from async_grpo.types import Completion, Prompt
 
 
 class Play:
-    """A program: an `Environment` tells, the policy says, until one of them ends it. The reward is the sum of its steps."""
+    """A program in which an `Environment` and the policy take turns. The reward is the sum of the steps' rewards.
+
+    Args:
+        processes: The processes of the environment.
+        seed: Seed of the run, from which each task's seed is derived.
+    """
 
     def __init__(self, processes: EnvironmentProcesses, seed: int) -> None:
-        self._processes, self._seed = processes, seed
+        self._processes = processes
+        self._seed = seed
 
     async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
-        rewards, states, messages = list[float](), list[str](), list[dict[str, Any]]()
+        """Play one trajectory."""
+        rewards: list[float] = []
+        states: list[str] = []
+        messages: list[dict[str, Any]] = []
         async with self._processes.place() as place:
-            told = await place.call("reset", row_of(prompt), task_seed(self._seed, prompt))
+            answer = await place.call("reset", row_of(prompt), task_seed(self._seed, prompt))
 
-            def so_far() -> Completion:
-                count = policy.recorder.num_turns  # time may be up before the last one has its reward
-                earned = rewards + [0.0] * (count - len(rewards))
-                named = states[:count] if any(states) else ()
-                numbers = told["numbers"] | {"environment_s": place.seconds}
-                # An answer that was cut is one all the same, if the environment takes it
-                more: dict[str, Any] = {"turn_rewards": earned, "states": named, "numbers": numbers}
-                return policy.trajectory(sum(rewards), truncated=False, **more)
+            def trajectory_so_far() -> Completion:
+                num_turns = policy.recorder.num_turns
+                # Time may be up before the last turn has its reward
+                turn_rewards = rewards + [0.0] * (num_turns - len(rewards))
+                return policy.trajectory(
+                    sum(rewards),
+                    turn_rewards=turn_rewards,
+                    states=states[:num_turns] if any(states) else (),
+                    # A turn without an end token is an answer like others, if the environment takes it
+                    truncated=False,
+                    numbers=answer["numbers"] | {"environment_s": place.seconds},
+                )
 
-            policy.at_limit = so_far
-            while not told.get("done"):
-                states.append(told["state"])
-                context = _context(prompt, messages, told["observation"], first=not rewards)
+            policy.at_limit = trajectory_so_far
+            while not answer.get("done"):
+                states.append(answer["state"])
+                context = _context(prompt, messages, answer["observation"], is_first=not rewards)
                 reply = await policy.complete(context)
                 messages.append(reply.message)
-                told = await place.call("step", reply.text)
-                rewards.append(told["reward"])
-        return so_far()
+                answer = await place.call("step", reply.text)
+                rewards.append(answer["reward"])
+        return trajectory_so_far()
 
 
 class UseTools:
-    """A program: the policy calls tools as often as it wants; what it says without a call is its answer."""
+    """A program in which the policy calls tools as often as it wants. A turn without a call is its answer."""
 
     def __init__(self, processes: EnvironmentProcesses) -> None:
         self._processes = processes
         self._schemas: list[dict[str, Any]] | None = None
 
     async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
+        """Play one trajectory."""
         messages = messages_of(prompt.row) or [{"role": "user", "content": prompt.row["input"]}]
-        calls = errors = 0
+        num_calls = 0
+        num_errors = 0
         async with self._processes.place() as place:
 
-            def so_far() -> Completion:
-                numbers = {"tool_calls": calls, "tool_errors": errors, "environment_s": place.seconds}
-                return policy.trajectory(numbers=numbers)
+            def trajectory_so_far() -> Completion:
+                return policy.trajectory(
+                    numbers={
+                        "tool_calls": num_calls,
+                        "tool_errors": num_errors,
+                        "environment_s": place.seconds,
+                    }
+                )
 
-            policy.at_limit = so_far
+            policy.at_limit = trajectory_so_far
             if self._schemas is None:
-                self._schemas = (await place.call("schemas"))["schemas"]
+                answer = await place.call("schemas")
+                self._schemas = answer["schemas"]
             while True:
                 reply = await policy.complete(messages, tools=self._schemas)
                 messages.append(reply.message)
-                if not (asked := reply.message.get("tool_calls")):
+                calls = reply.message.get("tool_calls")
+                if not calls:
                     break
-                for call in asked:
-                    function = call["function"]
-                    try:
-                        answer = await place.call("use", function["name"], function["arguments"])
-                    except EnvironmentFailed as error:  # late, or dead: the next call has a new process
-                        answer = {"answer": f"error: {error}", "failed": True}
-                    calls, errors = calls + 1, errors + answer["failed"]
-                    told = {"tool_call_id": call["id"], "content": answer["answer"]}
-                    messages.append({"role": "tool"} | told)
-        return so_far()
+                for call in calls:
+                    answer = await _call_tool(place, call["function"])
+                    num_calls += 1
+                    if answer["failed"]:
+                        num_errors += 1
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer["answer"]})
+        return trajectory_so_far()
+
+
+async def _call_tool(place: Place, function: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a tool, and whether it failed."""
+    try:
+        return await place.call("use", function["name"], function["arguments"])
+    except EnvironmentFailed as error:
+        # The tool was late or its process died; the next call has a new process
+        return {"answer": f"error: {error}", "failed": True}
 
 
 def task_seed(seed: int, prompt: Prompt) -> int:
-    """Of the task that all trajectories of one group find: the row's `seed`, or one of this prompt's own. 31 bits."""
-    if isinstance(given := prompt.row.get("seed"), int):
-        return given
-    # Of one that is held out, parts of a group have ordinals of their own
+    """Return the seed, of 31 bits, of the task that all trajectories of a group meet.
+
+    It is the row's `seed` if there is one, else a number that depends on the run's seed and the prompt.
+    """
+    row_seed = prompt.row.get("seed")
+    if isinstance(row_seed, int):
+        return row_seed
+    # The group of a held-out question may be generated in parts, which have different ordinals
     which = prompt.question if prompt.question < 0 else prompt.ordinal
     digest = hashlib.blake2b(f"task {seed}/{which}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1
 
 
-def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *, first: bool) -> Any:
-    """What the policy goes on with: messages where the row or the environment speaks in them, else tokens and text."""
-    if first and observation is None:
+def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *, is_first: bool) -> Context:
+    """Return what the policy continues, after adding the observation to `messages`.
+
+    The context is a conversation where the row or the environment uses messages, else token ids or a text.
+    """
+    if is_first and observation is None:
         messages += messages_of(prompt.row)
         return messages or prompt.token_ids
-    if not first and all(one["role"] == "assistant" for one in messages):  # the row is plain text
+    is_plain_text = all(message["role"] == "assistant" for message in messages)
+    if not is_first and is_plain_text:
         if isinstance(observation, list):
             raise TypeError("reset left the row's prompt, a text: messages cannot follow it, a text can")
         return Foreign(observation or "")

@@ -1,9 +1,12 @@
-"""Tools that are ready to use, for lists of one's own: `TOOLS = [python, ...]`."""
+"""Tools that are ready to use in a list of tools: `TOOLS = [python, ...]`."""
 
 from async_grpo.rewards.sandbox.run import Sandbox
 
-MAX_OUTPUT = 4096  # characters
-AROUND = """
+MAX_OUTPUT_CHARACTERS = 4096
+CPU_S = 4.0  # limit of a program's processor time
+WALL_S = 8.0  # limit of its time on the clock
+# Runs the program. A traceback goes to the output that the model reads, without the frame of this wrapper
+WRAPPER = """
 import sys, traceback
 try:
     exec(compile({0!r}, "program.py", "exec"), {{"__name__": "__main__"}})
@@ -15,11 +18,12 @@ except Exception as error:
 
 def python(code: str) -> str:
     """Run a Python program and return what it prints. It has no network, no files and a few seconds."""
-    ran = Sandbox(cpu_s=4.0, wall_s=8.0).run_program(AROUND.format(code), "")
-    said = ran.output.decode(errors="replace")[:MAX_OUTPUT]
-    if ran.ended_well:
-        return said or "(it printed nothing)"
-    return f"{said}\nerror: it {'took too long' if ran.timed_out else 'ended with an error'}".lstrip()
+    run = Sandbox(cpu_s=CPU_S, wall_s=WALL_S).run_program(WRAPPER.format(code), "")
+    output = run.output.decode(errors="replace")[:MAX_OUTPUT_CHARACTERS]
+    if run.ended_well:
+        return output or "(it printed nothing)"
+    reason = "took too long" if run.timed_out else "ended with an error"
+    return f"{output}\nerror: it {reason}".lstrip()
 
 
 TOOLS = [python]

@@ -1,220 +1,349 @@
-"""What an engine saw and sampled for one trajectory, token by token: nothing is ever tokenised a second time.
+"""`TrajectoryRecorder`: what the engine read and sampled in one trajectory, token by token.
 
-A turn goes on where the history that it is asked after begins with what the engine saw and sampled: its tokens are kept,
-and only what is new is tokenised. Where it does not (a template that drops earlier thoughts or trims white space, another
-conversation), the turn begins a sequence of its own, of the tokens that the engine is given; both are trained on.
+Nothing is tokenized a second time, because the same text may have other tokens then, and the policy must be trained on the
+tokens that it sampled. A turn continues a sequence if its history begins with all that the engine read and sampled there:
+those tokens are kept, and only the new text is tokenized. Otherwise the turn begins a new sequence. That happens with a
+template that drops earlier thoughts or trims white space, and when an agent holds another conversation. All sequences are
+trained on.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from async_grpo.environments.chat import Chat, Message, before_any, message_key, message_of
 from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.sequence import (
+    EngineInput,
+    RecordedTurn,
+    TrajectorySequence,
+    TurnEnd,
+    text_after,
+)
 from async_grpo.processes.offload import offloaded
-from async_grpo.types import Completion, FinishReason, Outcome, Turn
+from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
 
-NOTHING = np.empty(0, np.int32)
-NO_TOKENS = [NOTHING, np.empty(0, np.float32), NOTHING]
-CHARACTERS_PER_TOKEN = 4  # to estimate the size of a text
-CHARACTERS_PER_MESSAGE = 64  # that rendering one takes the time of
+NO_TOKEN_IDS = np.empty(0, np.int32)
+NO_TOKENS = Tokens(token_ids=NO_TOKEN_IDS, logprobs=np.empty(0, np.float32), versions=NO_TOKEN_IDS)
+CHARACTERS_PER_TOKEN = 4  # an estimate, for the size of a text
+# Rendering a message or the schema of a tool takes as long as so many characters
+CHARACTERS_PER_MESSAGE = 64
 CHARACTERS_PER_TOOL = 512
 
-
-@dataclass
-class _Sequence:
-    """Tokens that one engine request after the other went on with, and their text as far as it is known.
-
-    breaks: places in the text that no token spans (see `control_tokens`). Equal texts with other breaks are other tokens.
-    """
-
-    token_ids: np.ndarray
-    text: str
-    breaks: tuple[int, ...] = ()
-    marks: list[tuple[int, int]] = field(default_factory=list)  # (tokens, characters) at the end of each turn
-    turns: list[tuple[int, Turn, Completion]] = field(default_factory=list)  # with their numbers in time
-
-    def begins(self, whole: Rendered, characters: int) -> bool:
-        """Tell whether so many of its first characters are those of `whole`, tokenised alike."""
-        return whole.text.startswith(self.text[:characters]) and (
-            _breaks_before(whole.breaks, characters) == _breaks_before(self.breaks, characters)
-        )
-
-
-def _breaks_before(breaks: tuple[int, ...], characters: int) -> tuple[int, ...]:
-    return breaks[: bisect_left(breaks, characters)]
-
-
-def _after(whole: Rendered, characters: int) -> Rendered:
-    """Return what follows so many characters."""
-    breaks = tuple(place - characters for place in whole.breaks if place > characters)
-    return Rendered(whole.text[characters:], breaks)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What the engine is asked to go on with."""
-
-    token_ids: np.ndarray  # (N,) int32
-    whole: Rendered  # its text
-    new: int  # of its tokens, those that no engine was given before in this sequence
-    said: str  # their text
-    goes_on: _Sequence | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of tokens of its sequence that stand before the first turn."""
-        return len(self.goes_on.turns[0][1].before) if self.goes_on else len(self.token_ids)
+_Value = TypeVar("_Value")
 
 
 class TrajectoryRecorder:
-    """The sequences of one trajectory. `ask_*` finds how a turn goes on, `add` notes what was sampled.
+    """The sequences of one trajectory.
+
+    A turn takes two calls: one of the `prepare_` methods finds the sequence that it continues, and `add` records what was
+    sampled. An agent may have several turns under way at once.
 
     Args:
-        own: messages of the user's data. Their control tokens are meant, as where a row is tokenised without a game.
+        chat: The tokenizer with its chat template.
+        trusted_messages: Messages of the user's data. Control tokens in them are meant, as in a row that is tokenized
+            without an environment.
     """
 
-    def __init__(self, chat: Chat, own: Sequence[Message] = ()) -> None:
+    def __init__(self, chat: Chat, trusted_messages: Sequence[Message] = ()) -> None:
         self.chat = chat
-        self._own = {(message.get("role"), str(message.get("content"))): message for message in own}
-        self._sequences: list[_Sequence] = []
-        self._raw: dict[str, str] = {}  # what was sampled, by the message that it was handed out as
         self.num_turns = 0
+        self._trusted_messages = {
+            (message.get("role"), str(message.get("content"))): message for message in trusted_messages
+        }
+        self._sequences: list[TrajectorySequence] = []
+        # Text as sampled, by the key of the message that the program received instead
+        self._sampled_texts: dict[str, str] = {}
 
-    async def ask_tokens(self, token_ids: np.ndarray) -> Ask:
-        """Go on after all tokens so far, as ids."""
-        fitting = [s for s in self._sequences if np.array_equal(token_ids[: len(s.token_ids)], s.token_ids)]
-        size = CHARACTERS_PER_TOKEN * len(token_ids)
-        if not fitting:
-            text = await offloaded(size, self.chat.decode, token_ids, NOTHING)
-            return Ask(token_ids, Rendered(text), len(token_ids), text, None)
-        goes_on = max(fitting, key=lambda sequence: len(sequence.token_ids))
-        before, whole_text, breaks = goes_on.token_ids, goes_on.text, goes_on.breaks
-        new = token_ids[len(before) :]
-        text = await offloaded(size, self.chat.decode, new, before)
-        return Ask(token_ids, Rendered(whole_text + text, breaks), len(new), text, goes_on)
-
-    async def ask_more(self, text: str, *, is_foreign: bool = False) -> Ask:
-        """Go on after the last sequence, and this text after it."""
-        breaks = await offloaded(len(text), self.chat.breaks_of, text) if is_foreign else ()
-        if not self._sequences:
-            return await self.ask_text(Rendered(text, breaks))
-        return await self._continued(self._sequences[-1], Rendered(text, breaks))
-
-    async def ask_messages(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, size: int = 0
-    ) -> Ask:
-        """Go on after a conversation, as the chat template writes it. `size`: of all its texts, where that is known."""
-        shown = [self._as_sampled(message) for message in messages]
-        is_trusted = [
-            sampled is not message or self._is_own(message)
-            for sampled, message in zip(shown, messages, strict=True)
-        ]
-        texts = sum(len(content) for message in shown if isinstance(content := message.get("content"), str))
-        size = max(size, texts + CHARACTERS_PER_MESSAGE * len(shown) + CHARACTERS_PER_TOOL * len(tools or ()))
-        whole = await offloaded(size, self.chat.render_foreign, shown, tools, is_trusted)
-        return await self.ask_text(whole, begins=False)
-
-    async def ask_text(self, whole: Rendered, *, begins: bool = True) -> Ask:
-        """Go on after all text so far. `begins`: it lacks the special tokens that a sequence begins with."""
-        fitting = [s for s in self._sequences if s.begins(whole, len(s.text))]
-        if fitting:
-            goes_on = max(fitting, key=lambda sequence: len(sequence.text))
-            return await self._continued(goes_on, _after(whole, len(goes_on.text)))
-        # It may have turned off from a history at the end of one of its turns: these tokens are kept
-        tokens, characters, source = 0, 0, NOTHING
+    async def prepare_tokens(self, token_ids: np.ndarray) -> EngineInput:
+        """Return the input of a turn whose whole history is given as token ids, (N,) int32."""
+        histories = []
         for sequence in self._sequences:
-            for at_token, at_character in sequence.marks:
-                if at_character > characters and sequence.begins(whole, at_character):
-                    tokens, characters, source = at_token, at_character, sequence.token_ids
-        new = await self._encoded(_after(whole, characters), begins=begins and not tokens)
-        ids = np.concatenate([source[:tokens], new])
-        return Ask(ids, whole, len(ids), whole.text, None)
+            if np.array_equal(token_ids[: len(sequence.token_ids)], sequence.token_ids):
+                histories.append(sequence)
+        size = CHARACTERS_PER_TOKEN * len(token_ids)
+        if not histories:
+            text = await offloaded(size, self.chat.decode, token_ids, NO_TOKEN_IDS)
+            return EngineInput(
+                token_ids,
+                rendered=Rendered(text),
+                num_new=len(token_ids),
+                new_text=text,
+                continued=None,
+            )
+        history = max(histories, key=lambda sequence: len(sequence.token_ids))
+        # Another turn may be added to the sequence while this one waits for the thread
+        snapshot = replace(history)
+        new_token_ids = token_ids[len(snapshot.token_ids) :]
+        new_text = await offloaded(size, self.chat.decode, new_token_ids, snapshot.token_ids)
+        return EngineInput(
+            token_ids,
+            rendered=Rendered(snapshot.text + new_text, snapshot.breaks),
+            num_new=len(new_token_ids),
+            new_text=new_text,
+            continued=history,
+        )
+
+    async def prepare_next_text(self, text: str, *, is_foreign: bool = False) -> EngineInput:
+        """Return the input of a turn that continues the last sequence with this text.
+
+        Args:
+            text: What comes after everything so far.
+            is_foreign: Control tokens that the text spells stay plain text.
+        """
+        breaks = await offloaded(len(text), self.chat.breaks_of, text) if is_foreign else ()
+        rendered = Rendered(text, breaks)
+        if not self._sequences:
+            return await self.prepare_text(rendered)
+        return await self._continue(self._sequences[-1], rendered)
+
+    async def prepare_messages(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, size: int = 0
+    ) -> EngineInput:
+        """Return the input of a turn whose whole history is a conversation, rendered by the chat template.
+
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of the tools.
+            size: Number of characters of all texts of the conversation, if the caller knows it.
+        """
+        sampled_messages = []
+        is_trusted = []
+        num_characters = 0
+        for message in messages:
+            sampled = self._as_sampled(message)
+            sampled_messages.append(sampled)
+            is_trusted.append(sampled is not message or self._is_trusted(message))
+            content = sampled.get("content")
+            if isinstance(content, str):
+                num_characters += len(content)
+        num_characters += CHARACTERS_PER_MESSAGE * len(sampled_messages)
+        num_characters += CHARACTERS_PER_TOOL * len(tools or ())
+        rendered = await offloaded(
+            max(size, num_characters),
+            self.chat.render_foreign,
+            sampled_messages,
+            tools,
+            is_trusted,
+        )
+        return await self.prepare_text(rendered, begins=False)
+
+    async def prepare_text(self, conversation: Rendered, *, begins: bool = True) -> EngineInput:
+        """Return the input of a turn whose whole history is given as text.
+
+        Args:
+            conversation: All text so far.
+            begins: The text lacks the special tokens with which a sequence begins; they are added to a new one.
+        """
+        histories = []
+        for sequence in self._sequences:
+            if sequence.is_history_of(conversation, len(sequence.text)):
+                histories.append(sequence)
+        if histories:
+            history = max(histories, key=lambda sequence: len(sequence.text))
+            return await self._continue(history, text_after(conversation, len(history.text)))
+        # The sequence is new, but tokens of a turn that it shares with another one were sampled and are kept
+        shared_token_ids, num_shared_characters = self._longest_shared_history(conversation)
+        new_token_ids = await self._encoded(
+            text_after(conversation, num_shared_characters),
+            begins=begins and not len(shared_token_ids),
+        )
+        token_ids = np.concatenate([shared_token_ids, new_token_ids])
+        return EngineInput(
+            token_ids,
+            rendered=conversation,
+            num_new=len(token_ids),
+            new_text=conversation.text,
+            continued=None,
+        )
+
+    def _longest_shared_history(self, conversation: Rendered) -> tuple[np.ndarray, int]:
+        """Return the tokens of the longest history that the conversation shares with a sequence, and their characters.
+
+        Only histories that end with a turn are considered.
+        """
+        token_ids = NO_TOKEN_IDS
+        num_characters = 0
+        for sequence in self._sequences:
+            for end in sequence.ends:
+                is_longer = end.num_characters > num_characters
+                if is_longer and sequence.is_history_of(conversation, end.num_characters):
+                    token_ids = sequence.token_ids[: end.num_tokens]
+                    num_characters = end.num_characters
+        return token_ids, num_characters
+
+    async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
+        """Return the input of a turn that continues a sequence with more text."""
+        # Another turn may be added to the sequence while this one waits for the thread
+        snapshot = replace(history)
+        new_token_ids = await self._encoded(addition)
+        new_breaks = tuple(len(snapshot.text) + place for place in addition.breaks)
+        return EngineInput(
+            np.concatenate([snapshot.token_ids, new_token_ids]),
+            rendered=Rendered(snapshot.text + addition.text, snapshot.breaks + new_breaks),
+            num_new=len(new_token_ids),
+            new_text=addition.text,
+            continued=history,
+        )
+
+    async def _encoded(self, rendered: Rendered, *, begins: bool = False) -> np.ndarray:
+        """Return the token ids of a text, (N,) int32."""
+        return await offloaded(
+            len(rendered.text),
+            self.chat.encode,
+            rendered.text,
+            begins=begins,
+            breaks=rendered.breaks,
+        )
+
+    def _as_sampled(self, message: Message) -> Message:
+        """Return a message of the policy with its text as it was sampled; any other message as it is."""
+        if message.get("role") != "assistant":
+            return message
+        text = self._sampled_texts.get(message_key(message))
+        return message if text is None else {"role": "assistant", "content": text}
+
+    def _is_trusted(self, message: Message) -> bool:
+        """Return whether the message is one of `trusted_messages`."""
+        content = message.get("content")
+        if not isinstance(content, str):
+            return False
+        return self._trusted_messages.get((message.get("role"), content)) == message
 
     async def add(
-        self, ask: Ask, completion: Completion, stop: Sequence[str] = (), *, tools: bool = False
+        self,
+        engine_input: EngineInput,
+        completion: Completion,
+        stop: Sequence[str] = (),
+        *,
+        tools: bool = False,
     ) -> dict[str, Any]:
-        """Note a turn; returns it as a message, up to the text that should `stop` it. Without `tools` nothing is a call."""
-        for array in completion.arrays:  # the program has them, too
+        """Record a turn.
+
+        Args:
+            engine_input: What the engine read.
+            completion: What it sampled.
+            stop: Texts that end the message; the recorded text includes them.
+            tools: The request had tools. Without them, nothing in the text is a call.
+
+        Returns:
+            The turn as a message, up to the first of the `stop` texts.
+        """
+        # The program has the arrays, too, and must not change what is trained on
+        for array in completion.arrays:
             array.flags.writeable = False
-        size = CHARACTERS_PER_TOKEN * len(completion)
-        text = await offloaded(size, self.chat.decode, completion.token_ids, ask.token_ids)
-        sequence = ask.goes_on
-        # It may have gone on meanwhile
-        if sequence is None or len(sequence.token_ids) != len(ask.token_ids) - ask.new:
-            sequence = _Sequence(NOTHING, "")
+        text = await offloaded(
+            CHARACTERS_PER_TOKEN * len(completion),
+            self.chat.decode,
+            completion.token_ids,
+            engine_input.token_ids,
+        )
+        num_new = engine_input.num_new
+        sequence = engine_input.continued
+        # Another turn may have continued the sequence meanwhile; then this one begins a sequence with the same history
+        if sequence is None or len(sequence.token_ids) != len(engine_input.token_ids) - num_new:
+            sequence = TrajectorySequence(NO_TOKEN_IDS, "")
             self._sequences.append(sequence)
-            ask = replace(ask, new=len(ask.token_ids))
-        before = ask.token_ids[len(ask.token_ids) - ask.new :]
-        fresh = not sequence.turns
-        turn = Turn(before, len(completion), fresh, ask.said, text, self.num_turns)
-        sequence.turns.append((self.num_turns, turn, completion))
-        sequence.token_ids = np.concatenate([ask.token_ids, completion.token_ids])
-        sequence.text = ask.whole.text + text
-        sequence.breaks = ask.whole.breaks
-        sequence.marks.append((len(sequence.token_ids), len(sequence.text)))
+            num_new = len(engine_input.token_ids)
+        turn = Turn(
+            before=engine_input.token_ids[len(engine_input.token_ids) - num_new :],
+            tokens=len(completion),
+            fresh=not sequence.turns,
+            said=engine_input.new_text,
+            text=text,
+            number=self.num_turns,
+        )
         self.num_turns += 1
-        number = self.num_turns if tools else None
-        message, key = await offloaded(len(completion.text), _handed_out, completion.text, stop, number)
-        self._raw[key] = completion.text
+        sequence.turns.append(RecordedTurn(turn, completion))
+        sequence.token_ids = np.concatenate([engine_input.token_ids, completion.token_ids])
+        sequence.text = engine_input.rendered.text + text
+        sequence.breaks = engine_input.rendered.breaks
+        sequence.ends.append(TurnEnd(len(sequence.token_ids), len(sequence.text)))
+
+        message, key = await offloaded(
+            len(completion.text),
+            _message_and_key,
+            completion.text,
+            stop,
+            self.num_turns if tools else None,
+        )
+        self._sampled_texts[key] = completion.text
         return message
 
     def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
-        """Return the trajectory as one completion, sequences in order of their last turn.
+        """Return the trajectory as one completion, its sequences in the order of their last turns.
 
-        `truncated=None` takes the value of the last turn.
+        Args:
+            member: Index of the trajectory in its group.
+            outcome: How the trajectory ended, with rewards and states of the turns in the order of time.
+            truncated: Whether a limit cut the trajectory off; None takes the value of the last turn.
         """
-        by_end = sorted(self._sequences, key=lambda sequence: sequence.turns[-1][0])
-        in_order = [turn for sequence in by_end for turn in sequence.turns]
-        numbers, turns, parts = zip(*in_order, strict=True) if in_order else ((), (), ())
-        last: Completion | None = parts[-1] if parts else None
-        by_kind = zip(*(part.arrays for part in parts), strict=True)
-        token_ids, logprobs, versions = list(map(np.concatenate, by_kind)) or NO_TOKENS
-        ends = None
-        if last is not None and last.char_ends is not None:
-            # The tokens of other turns end before the first of its characters
-            own = [last.char_ends if part is last else np.zeros(len(part), np.int32) for part in parts]
-            ends = np.concatenate(own)
+        turns: list[Turn] = []
+        completions: list[Completion] = []
+        for sequence in sorted(self._sequences, key=_last_turn_number):
+            turns += [recorded.turn for recorded in sequence.turns]
+            completions += [recorded.completion for recorded in sequence.turns]
+        last = completions[-1] if completions else None
         if truncated is None:
             truncated = last is not None and last.truncated
-        rewards = tuple(outcome.turn_rewards[number] for number in numbers if outcome.turn_rewards)
-        states = tuple(outcome.states[number] for number in numbers if outcome.states)
         return Completion(
-            *(token_ids, logprobs, versions),
+            *_joined(completions).arrays,
             finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
             text=last.text if last else "",
-            char_ends=ends,
+            char_ends=_char_ends_in_last_text(completions),
             member=member,
             turns=tuple(turns),
-            outcome=replace(outcome, turn_rewards=rewards, states=states),
+            outcome=replace(
+                outcome,
+                turn_rewards=_in_order_of(turns, outcome.turn_rewards),
+                states=_in_order_of(turns, outcome.states),
+            ),
         )
 
-    async def _continued(self, goes_on: _Sequence, more: Rendered) -> Ask:
-        before, text, breaks = goes_on.token_ids, goes_on.text, goes_on.breaks
-        new = await self._encoded(more)
-        moved = tuple(len(text) + place for place in more.breaks)
-        whole = Rendered(text + more.text, breaks + moved)
-        return Ask(np.concatenate([before, new]), whole, len(new), more.text, goes_on)
 
-    async def _encoded(self, text: Rendered, *, begins: bool = False) -> np.ndarray:
-        options = {"begins": begins, "breaks": text.breaks}
-        return await offloaded(len(text.text), self.chat.encode, text.text, **options)
-
-    def _as_sampled(self, message: Message) -> Message:
-        """Return the message as it was sampled, if it is one of the policy's; else the same object."""
-        raw = self._raw.get(message_key(message)) if message.get("role") == "assistant" else None
-        return message if raw is None else {"role": "assistant", "content": raw}
-
-    def _is_own(self, message: Message) -> bool:
-        content = message.get("content")
-        return isinstance(content, str) and self._own.get((message.get("role"), content)) == message
+def _last_turn_number(sequence: TrajectorySequence) -> int:
+    return sequence.turns[-1].turn.number
 
 
-def _handed_out(text: str, stop: Sequence[str], turn: int | None) -> tuple[dict[str, Any], str]:
-    """Return the message that was said, with calls of tools if the turn has a number; and its key."""
-    said = before_any(stop, text)
-    message = {"role": "assistant", "content": said} if turn is None else message_of(said, turn)
+def _joined(completions: Sequence[Completion]) -> Tokens:
+    """Return the tokens of all completions end to end."""
+    if not completions:
+        return NO_TOKENS
+    return Tokens(
+        token_ids=np.concatenate([completion.token_ids for completion in completions]),
+        logprobs=np.concatenate([completion.logprobs for completion in completions]),
+        versions=np.concatenate([completion.versions for completion in completions]),
+    )
+
+
+def _char_ends_in_last_text(completions: Sequence[Completion]) -> np.ndarray | None:
+    """Return (T,) int32 where each token ends in the text of the last turn; None if that is not known."""
+    if not completions or completions[-1].char_ends is None:
+        return None
+    # Tokens of the other turns end before the first character of the text
+    ends_of_others = [np.zeros(len(completion), np.int32) for completion in completions[:-1]]
+    return np.concatenate([*ends_of_others, completions[-1].char_ends])
+
+
+def _in_order_of(turns: Sequence[Turn], values: Sequence[_Value]) -> tuple[_Value, ...]:
+    """Return the turns' values in the order of `turns`; `values` stand in the order of time, or are empty."""
+    if not values:
+        return ()
+    return tuple(values[turn.number] for turn in turns)
+
+
+def _message_and_key(text: str, stop: Sequence[str], turn_number: int | None) -> tuple[dict[str, Any], str]:
+    """Return a turn as a message, and its key.
+
+    Args:
+        text: The sampled text.
+        stop: Texts that end the message.
+        turn_number: Part of the ids of the calls; None if there were no tools, so that nothing is a call.
+    """
+    content = before_any(stop, text)
+    message = {"role": "assistant", "content": content}
+    if turn_number is not None:
+        message = message_of(content, turn_number)
     return message, message_key(message)

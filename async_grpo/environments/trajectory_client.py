@@ -1,5 +1,7 @@
-"""`TrajectoryClient`: what a rollout program talks with. Every turn is a request to whichever engine has room; between
-turns it holds no place anywhere."""
+"""`TrajectoryClient`: the object through which a rollout program asks the policy.
+
+Every turn is a request of its own to whichever engine has room. Between turns a trajectory occupies no engine.
+"""
 
 import asyncio
 import time
@@ -13,7 +15,8 @@ import numpy as np
 from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, Ask, TrajectoryRecorder
+from async_grpo.environments.sequence import EngineInput
+from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryRecorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted
@@ -24,69 +27,88 @@ from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
 
 MAX_FAILURE_CHARACTERS = 4000  # of the reason why a trajectory cannot be scored
 
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as in OpenAI's API
+
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """What an environment is told of the prompt: its row, without the model's own token ids."""
+    """Return the part of a prompt's row that an environment receives: all but the model's own token ids."""
     return {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
 
 
 def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The row's prompt, if it is a conversation."""
-    said = row.get("messages", row.get("prompt"))
-    return list(said) if isinstance(said, list) and "input_token_ids" not in row else []
+    """Return the row's prompt if it is a conversation, else []."""
+    prompt = row.get("messages", row.get("prompt"))
+    is_conversation = isinstance(prompt, list) and "input_token_ids" not in row
+    return list(prompt) if is_conversation else []
 
 
-def own_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages that are the user's data: the row's, or its text as a message of the user."""
+def trusted_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages that are the user's data: the row's conversation, and its `input` as a message of the user."""
+    messages = messages_of(row)
     text = row.get("input")
-    as_message = [{"role": "user", "content": text}] if isinstance(text, str) else []
-    return messages_of(row) + as_message
+    if isinstance(text, str):
+        messages.append({"role": "user", "content": text})
+    return messages
 
 
 class Whole(str):
-    """All text so far, not what comes after it."""
+    """A text that is the whole history, not an addition to it."""
 
 
 class Foreign(str):
-    """A text that comes after everything so far, and in which no control token is meant (see `control_tokens`)."""
+    """A text that comes after everything so far, and whose control tokens stay plain text (see `control_tokens`)."""
 
 
 Context = np.ndarray | Sequence[int] | Sequence[Message] | str
 
 
 class SharedContext:
-    """A context that several turns go on with, rendered and tokenised once. `size`: bytes that it came in."""
+    """A context that several turns continue, rendered and tokenized once.
+
+    Args:
+        context: The history of each of the turns.
+        size: Number of bytes in which the context was received.
+    """
 
     def __init__(self, context: Context, size: int) -> None:
-        self.context, self.size = context, size
-        self._asking: asyncio.Task[Ask] | None = None
+        self.context = context
+        self.size = size
+        self._preparation: asyncio.Task[EngineInput] | None = None
 
-    async def ask(self, make: Callable[[], Awaitable[Ask]]) -> Ask:
-        """Return what `make` made for the first turn, or raise what it raised."""
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(make())
-            # Read it even if all turns are cancelled meanwhile, or asyncio logs it as lost
-            self._asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(self._asking)
+    async def prepare(self, make: Callable[[], Awaitable[EngineInput]]) -> EngineInput:
+        """Return or raise what `make` returned or raised for the first turn."""
+        if self._preparation is None:
+            self._preparation = asyncio.ensure_future(make())
+            # asyncio logs an error that nobody retrieves, which happens if all turns are cancelled meanwhile
+            self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._preparation)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said."""
+    """A turn of the policy."""
 
-    message: dict[str, Any]  # content and tool calls, as clients of OpenAI's API know them
+    message: dict[str, Any]  # content and tool calls, as in OpenAI's API
     text: str  # as it was sampled, without the end token, with the text that stopped it
     completion: Completion
-    prompt_tokens: int  # that it was given
+    prompt_tokens: int  # number of tokens that the engine read
 
 
 class TrajectoryClient:
-    """One trajectory's way to the engines. What a program makes of it is recorded, token by token.
+    """The connection of one trajectory to the engines. Every turn is recorded, token by token.
 
     Args:
-        prompt: the row that it is about.
-        member: which trajectory of the prompt's group.
-        sampling: of an evaluation; None: as the run says.
+        generation: The engines.
+        recorder: Records the turns.
+        prompt: The prompt that the trajectory is about.
+        member: Index of the trajectory in the prompt's group.
+        limits: Limits of the trajectory.
+        sampling: Sampling settings of an evaluation; None keeps the run's.
+
+    Attributes:
+        failure: Error of an engine, which the run must learn of even if the program catches it.
+        is_over: The limit that the trajectory has reached; "" if it has reached none.
+        at_limit: Makes the result of a trajectory that a limit ends. Programs replace it, because they know the rewards.
     """
 
     def __init__(
@@ -98,77 +120,115 @@ class TrajectoryClient:
         limits: TrajectoryLimits,
         sampling: Sampling | None = None,
     ) -> None:
-        self.prompt, self.recorder, self.limits = prompt, recorder, limits
-        self.failure: AsyncGrpoError | None = None  # of an engine: the run hears of it in any case
-        self.is_over = ""  # the limit that was reached
-        self.at_limit: Callable[[], Completion] = self.trajectory  # what it is then, as its program knows
-        self._asked = 0  # turns, also those under way: an agent may ask for many at once
-        self._generation, self._sampling = generation, sampling or Sampling()
-        self._session, self._begun = Session(member), time.monotonic()
+        self.prompt = prompt
+        self.recorder = recorder
+        self.limits = limits
+        self.failure: AsyncGrpoError | None = None
+        self.is_over = ""
+        self.at_limit: Callable[[], Completion] = self.trajectory
+        self._num_requests = 0  # includes turns under way: an agent may request many at once
+        self._generation = generation
+        self._sampling = sampling or Sampling()
+        self._session = Session(member)
+        self._started_at = time.monotonic()
 
     async def complete(
         self,
         context: Context | SharedContext,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's next turn.
+        """Return the policy's next turn.
 
-        context: all tokens so far; all messages so far; a text that comes after everything so far (`Whole`: that is it;
-        `Foreign`: control tokens that it spells are none).
-        tools: their JSON schemas, for the chat template; without them, nothing that is said is a call.
-        max_tokens: of this turn. stop: texts that end it.
+        Args:
+            context: The history: all tokens so far, or all messages so far, or a text that comes after everything so far.
+                A `Whole` is all text so far. Control tokens in a `Foreign` stay plain text.
+            tools: JSON schemas of the tools, for the chat template. Without them, nothing in the turn is a call.
+            max_tokens: Limit of this turn.
+            stop: Texts that end the turn.
 
-        TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`). A refused
-        request also counts as a turn.
-        ConfigurationError: the chat template refuses the messages; there are no tokens, or they are none of the model.
+        Raises:
+            TrajectoryOver: The trajectory has used up its turns or tokens (`--max-turns`, `--max-generation-tokens`). A
+                request that is refused counts as a turn, too.
+            ConfigurationError: The chat template refuses the messages, or the prompt is empty or has token ids that the
+                model does not know.
         """
-        await asyncio.sleep(0)  # or a program that only meets refusals would never let its time be up
-        recorder, limits = self.recorder, self.limits
+        # A program that only meets refusals would otherwise never let the event loop end its time
+        await asyncio.sleep(0)
         try:
-            if self._asked == limits.turns:
-                raise TrajectoryOver(f"{limits.turns} turns (--max-turns)")
-            self._asked += 1
-            if isinstance(context, SharedContext):
-                content, size = context.context, context.size
-                ask = await context.ask(lambda: self._ask(content, tools, size))
-            else:
-                ask = await self._ask(context, tools)
-            refuse(not len(ask.token_ids), "the prompt is empty: there is nothing to go on with")
-            longest = ask.prompt_tokens + (self._sampling.max_tokens or limits.new_tokens)
-            if (room := min(longest, limits.tokens) - len(ask.token_ids)) < 1:
-                raise TrajectoryOver(too_long(min(longest, limits.tokens)))
+            engine_input = await self._prepare(context, tools)
+            room_tokens = self._room_tokens(engine_input)
         except TrajectoryOver as limit:
             self.is_over = self.is_over or str(limit)
             raise
-        self.is_over = ""  # if a request was too long, this one is not
-        most = min(limit for limit in (room, max_tokens, limits.turn_tokens) if limit is not None)
-        sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
-        asked = replace(self.prompt, token_ids=ask.token_ids)
+        # An earlier request may have been too long; this one is not
+        self.is_over = ""
+        token_limits = [room_tokens, max_tokens, self.limits.turn_tokens]
+        sampling = replace(
+            self._sampling,
+            max_tokens=min(limit for limit in token_limits if limit is not None),
+            stop=tuple(stop),
+        )
+        completion = await self._generate(engine_input, sampling)
+        message = await self.recorder.add(engine_input, completion, stop, tools=bool(tools))
+        return Reply(message, completion.text, completion, len(engine_input.token_ids))
+
+    async def _prepare(self, context: Context | SharedContext, tools: Tools | None) -> EngineInput:
+        """Count the request, and return what the engine is to read."""
+        if self._num_requests == self.limits.turns:
+            raise TrajectoryOver(f"{self.limits.turns} turns (--max-turns)")
+        self._num_requests += 1
+        if isinstance(context, SharedContext):
+            shared = context
+            engine_input = await shared.prepare(
+                lambda: self._engine_input(shared.context, tools, shared.size)
+            )
+        else:
+            engine_input = await self._engine_input(context, tools)
+        refuse(not len(engine_input.token_ids), "the prompt is empty: there is nothing to go on with")
+        return engine_input
+
+    async def _engine_input(self, context: Context, tools: Tools | None, size: int = 0) -> EngineInput:
+        """Render and tokenize the context, as its type asks for."""
+        if isinstance(context, Whole):
+            return await self.recorder.prepare_text(Rendered(str(context)))
+        if isinstance(context, str):
+            is_foreign = isinstance(context, Foreign)
+            return await self.recorder.prepare_next_text(str(context), is_foreign=is_foreign)
+        if len(context) and isinstance(context[0], Mapping):
+            messages: Any = context
+            return await self.recorder.prepare_messages(messages, tools, size)
+        if len(context) > self.limits.tokens:
+            raise TrajectoryOver(too_long(self.limits.tokens))
+        num_characters = CHARACTERS_PER_TOKEN * len(context)
+        token_ids = await offloaded(num_characters, _checked_ids, context, self.limits.vocabulary)
+        return await self.recorder.prepare_tokens(token_ids)
+
+    def _room_tokens(self, engine_input: EngineInput) -> int:
+        """Return how many tokens the sequence still has room for.
+
+        Raises:
+            TrajectoryOver: There is no room left.
+        """
+        max_new_tokens = self._sampling.max_tokens or self.limits.new_tokens
+        longest = min(engine_input.prompt_tokens + max_new_tokens, self.limits.tokens)
+        room_tokens = longest - len(engine_input.token_ids)
+        if room_tokens < 1:
+            raise TrajectoryOver(too_long(longest))
+        return room_tokens
+
+    async def _generate(self, engine_input: EngineInput, sampling: Sampling) -> Completion:
+        """Have an engine sample one completion."""
+        request = replace(self.prompt, token_ids=engine_input.token_ids)
         try:
-            async with aclosing(self._generation.generate(asked, 1, sampling, self._session)) as completions:
-                completion = await anext(completions)
+            stream = self._generation.generate(request, 1, sampling, self._session)
+            async with aclosing(stream) as completions:
+                return await anext(completions)
         except AsyncGrpoError as error:
             self.failure = error
             raise
-        message = await recorder.add(ask, completion, stop, tools=bool(tools))
-        return Reply(message, completion.text, completion, len(ask.token_ids))
-
-    async def _ask(self, context: Context, tools: Sequence[Mapping[str, Any]] | None, size: int = 0) -> Ask:
-        if isinstance(context, Whole):
-            return await self.recorder.ask_text(Rendered(str(context)))
-        if isinstance(context, str):
-            return await self.recorder.ask_more(str(context), is_foreign=isinstance(context, Foreign))
-        if len(context) and isinstance(context[0], Mapping):
-            messages: Any = context
-            return await self.recorder.ask_messages(messages, tools, size)
-        if len(context) > self.limits.tokens:
-            raise TrajectoryOver(too_long(self.limits.tokens))
-        size = CHARACTERS_PER_TOKEN * len(context)
-        ids = await offloaded(size, _checked_ids, context, self.limits.vocabulary)
-        return await self.recorder.ask_tokens(ids)
 
     def trajectory(
         self,
@@ -180,32 +240,48 @@ class TrajectoryClient:
         truncated: bool | None = None,
         numbers: Mapping[str, float] | None = None,
     ) -> Completion:
-        """Everything so far as one completion, and how it ended (see `Outcome`; `numbers` go into the metrics).
+        """Return everything so far as one completion, with how it ended.
 
-        truncated: it was cut off by a limit, so that its reward says little (default: if one was reached, or its last turn
-        has no end).
+        Args:
+            reward: The reward that the environment itself gives.
+            turn_rewards: The rewards that the environment gives, one per turn.
+            states: Name of the state that each turn met, for GiGPO.
+            failure: Why the trajectory cannot be scored; "" if it can.
+            truncated: A limit cut the trajectory off, so that its reward says little. By default, true if a limit was
+                reached or the last turn has no end token.
+            numbers: Values for the metrics.
 
-        ValueError: rewards or states of other turns than there were.
+        Raises:
+            ValueError: The number of rewards or states is not the number of turns.
         """
-        count = self.recorder.num_turns
-        for name, given in (("turn_rewards", turn_rewards), ("states", states)):
-            if given and len(given) != count:
-                raise ValueError(f"{len(given)} {name} for {count} turns")
-        # The name of a number may hold a key, as the exception below may
-        told = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
-        told["seconds"] = time.monotonic() - self._begun
-        by_turn = tuple(map(float, turn_rewards)), tuple(map(str, states))
-        # It goes into metrics and samples, and the exception of a program may hold a key
-        failure = excerpt(failure, MAX_FAILURE_CHARACTERS)
-        outcome = Outcome(None if reward is None else float(reward), failure, *by_turn, told)
+        num_turns = self.recorder.num_turns
+        for name, values in (("turn_rewards", turn_rewards), ("states", states)):
+            if values and len(values) != num_turns:
+                raise ValueError(f"{len(values)} {name} for {num_turns} turns")
+        # Numbers and failure go into metrics and samples, and a program may put a key into a name or an exception
+        metrics = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
+        metrics["seconds"] = time.monotonic() - self._started_at
+        outcome = Outcome(
+            reward=None if reward is None else float(reward),
+            failure=excerpt(failure, MAX_FAILURE_CHARACTERS),
+            turn_rewards=tuple(float(value) for value in turn_rewards),
+            states=tuple(str(state) for state in states),
+            numbers=metrics,
+        )
         return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)
 
 
 def _checked_ids(context: Any, vocabulary: int) -> np.ndarray:
-    """Return the ids, (N,) int32. ConfigurationError: they are no ids of the model."""
-    ids = np.array(context)  # a copy, which nobody changes
-    is_empty = not ids.size
-    if is_empty or (ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocabulary):
+    """Return the token ids, (N,) int32, in an array that nobody else has.
+
+    Raises:
+        ConfigurationError: The context is something else, or has ids that the model does not know.
+    """
+    ids = np.array(context)
+    if not ids.size:
         return ids.astype(np.int32)
-    wanted = f"the prompt must be text, messages or token ids from 0 to {vocabulary - 1}"
-    raise ConfigurationError(f"{wanted}, not {context[:20]!r:.200}")
+    is_list_of_integers = ids.ndim == 1 and ids.dtype.kind in "iu"
+    if is_list_of_integers and ids.min() >= 0 and ids.max() < vocabulary:
+        return ids.astype(np.int32)
+    expected = f"text, messages or token ids from 0 to {vocabulary - 1}"
+    raise ConfigurationError(f"the prompt must be {expected}, not {context[:20]!r:.200}")

@@ -1,6 +1,6 @@
-"""Shipped stand-ins for the far side of each wall (`protocols.py`): real batcher, packing, trainer; no vLLM, no Ray.
+"""Fakes for the interfaces in `protocols.py`, with which batcher, packing and trainer run without vLLM and Ray.
 
-`tests/house/test_fake_chain.py` runs a whole training on them in a few seconds.
+`tests/house/test_fake_chain.py` runs a whole training with them in a few seconds.
 """
 
 from async_grpo.testing.engine import FakeEngine, InProcessRun, InProcessWorker

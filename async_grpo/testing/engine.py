@@ -1,4 +1,4 @@
-"""`FakeEngine`, and what joins it with a trainer and a `RunController` in one process."""
+"""`FakeEngine`, and a run that joins it with a trainer and a `RunController` in one process."""
 
 import asyncio
 import concurrent.futures
@@ -16,21 +16,24 @@ from async_grpo.types import Completion, FinishReason, Sampling
 
 
 class FakeEngine:
-    """`Engine` that draws every token at random, with the log-probs of that drawing, and really holds its weights.
+    """An `Engine` that draws every token at random and reports the log-probs of that distribution.
 
-    So the proof of landing means something, and off-policy corrections see true numbers, while nothing is decoded.
+    No model generates anything, but the engine does hold the weights that it receives. So the trainer can prove that they
+    arrived, and off-policy corrections see true log-probs.
     """
 
     STOP_CHANCE = 0.1  # of every token but the first
     kv_cache_tokens = 1 << 20
 
     def __init__(self, model: Any, settings: SharedRunSettings) -> None:
-        self._model, self._settings = model, settings
-        self._others = np.setdiff1d(np.arange(settings.vocab_size), settings.stop_token_ids).astype(np.int32)
+        self.policy_version = -1
+        self._model = model
+        self._settings = settings
+        token_ids = np.arange(settings.vocab_size)
+        self._text_token_ids = np.setdiff1d(token_ids, settings.stop_token_ids).astype(np.int32)
         self._running = asyncio.Event()  # cleared while weights are loaded
         self._running.set()
-        self.policy_version = -1
-        self._progress: dict[str, Any] = {"token_timeline": [], "paused_s": 0.0, "busy": []}
+        self._progress = _no_progress()
 
     @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
@@ -42,39 +45,47 @@ class FakeEngine:
     async def complete(
         self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
-        """See `Engine`; all completions are drawn alike."""
-        begun = time.time()
+        """Yield completions, all drawn from the same distribution; see `Engine`."""
+        started_at = time.time()
         for member, seed in seeds.items():
             await asyncio.sleep(0)
             await self._running.wait()
             completion = self._draw(len(prompt_token_ids), member, np.random.default_rng(seed))
             self._progress["token_timeline"].append((time.time(), len(completion)))
-            self._progress["busy"].append((begun, time.time()))
+            self._progress["busy"].append((started_at, time.time()))
             yield completion
 
     def _draw(self, prompt_length: int, member: int, random: np.random.Generator) -> Completion:
-        """A stop token comes by its chance, the others share the rest evenly."""
+        """Draw one completion: a stop token has the probability STOP_CHANCE, all other tokens have the same one."""
         settings = self._settings
-        room = min(settings.max_completion_tokens, settings.max_total_tokens - prompt_length)
-        length = min(room, 1 + int(random.geometric(self.STOP_CHANCE)))
-        tokens = random.choice(self._others, length)
-        logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / len(self._others)), np.float32)
-        logprobs[0] = -np.log(len(self._others))
-        if stopped := length < room:
-            tokens[-1], logprobs[-1] = settings.stop_token_ids[0], np.log(self.STOP_CHANCE)
-        text = (tokens[: length - stopped] % 26 + ord("a")).astype(np.uint8).tobytes().decode()
+        room_tokens = min(settings.max_completion_tokens, settings.max_total_tokens - prompt_length)
+        length = min(room_tokens, 1 + int(random.geometric(self.STOP_CHANCE)))
+        is_stopped = length < room_tokens
+
+        num_text_tokens = len(self._text_token_ids)
+        tokens = random.choice(self._text_token_ids, length)
+        logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / num_text_tokens), np.float32)
+        # The first token is never a stop token
+        logprobs[0] = -np.log(num_text_tokens)
+        text_tokens = tokens
+        if is_stopped:
+            tokens[-1] = settings.stop_token_ids[0]
+            logprobs[-1] = np.log(self.STOP_CHANCE)
+            text_tokens = tokens[:-1]
+        # One letter for each token
+        text = (text_tokens % 26 + ord("a")).astype(np.uint8).tobytes().decode()
         return Completion(
             token_ids=tokens,
             logprobs=logprobs,
             versions=np.full(length, self.policy_version, np.int32),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
             text=text,
             char_ends=np.minimum(np.arange(1, length + 1), len(text)).astype(np.int32),
             member=member,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """See `Engine`."""
+        """Replace the weights; see `Engine`."""
         paused_at = time.monotonic()
         self._running.clear()
         try:
@@ -86,90 +97,113 @@ class FakeEngine:
         return manifest
 
     async def begin_anew(self) -> bool:
-        """See `Engine`."""
+        """Return that the engine can serve a trainer that was started again; see `Engine`."""
         return True
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """See `Engine`: of the weights that it holds."""
+        """Return the log-probs of a text by the weights that it holds; see `Engine`."""
         return await self._model.canary(token_ids)
 
     def progress(self) -> dict[str, Any]:
-        """See `Engine`."""
-        progress, self._progress = self._progress, {"token_timeline": [], "paused_s": 0.0, "busy": []}
+        """Return what has happened since the last call; see `Engine`."""
+        progress = self._progress
+        self._progress = _no_progress()
         return progress
 
     async def until_failure(self) -> str:
-        """It never dies."""
+        """Wait for ever, because this engine does not fail."""
         return await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """There is no process to stop."""
+        """Do nothing: there is no process to stop."""
+
+
+def _no_progress() -> dict[str, Any]:
+    return {"token_timeline": [], "paused_s": 0.0, "busy": []}
 
 
 class InProcessWorker:
-    """An `Engine` as a registered worker: the handle that it registers with, and the `WorkerLink` to it."""
+    """An `Engine` as a registered worker: it is the handle that it registers, and the `WorkerLink` to itself."""
 
-    _lost: WorkerLost | None = None
+    _lost: WorkerLost | None = None  # why it can no longer be called
     _on_lost: Callable[[WorkerLost], None]
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def connect(self, name: str, on_lost: Callable[[WorkerLost], None]) -> Self:
-        """`Connect`: a worker is its own handle."""
+        """Return the link to the worker, which is the worker itself; see `Connect`."""
         self._on_lost = on_lost
         return self
 
     def die(self, reason: str) -> None:
-        """From now on every call, and every completion under way, is lost."""
+        """Fail every later call, and every completion under way."""
         self._lost = WorkerLost(reason)
         self._on_lost(self._lost)
 
     async def call(self, method: str, *args: Any) -> Any:
+        """Return what a method of the engine returns; see `WorkerLink`."""
         answer = self._handler(method)(*args)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
+        """Yield what a method of the engine yields; see `WorkerLink`."""
         async for item in self._handler(method)(*args):
-            self._handler(method)  # lost meanwhile?
+            # The worker may have died meanwhile
+            self._refuse_if_lost()
             yield item
 
     def _handler(self, method: str) -> Callable[..., Any]:
-        if self._lost:
-            raise self._lost
+        self._refuse_if_lost()
         return getattr(self.engine, method)
 
+    def _refuse_if_lost(self) -> None:
+        if self._lost:
+            raise self._lost
+
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is no connection to close."""
 
     async def load(self, package: WeightPackage) -> Receipt:
-        """Load a package, and answer its canary."""
-        manifest = await self._handler("update")(package.version, [memoryview(c) for c in package.chunks])
+        """Load a package of weights, and answer its canary."""
+        chunks = [memoryview(chunk) for chunk in package.chunks]
+        manifest = await self._handler("update")(package.version, chunks)
         return manifest, await answer_canary(self.engine, package.canary_texts)
 
 
 class InProcessRun:
-    """`Engines` for packages, and `ExperienceSource`, of a `RunController` in the event loop of a thread of its own."""
+    """The `Engines` and the `ExperienceSource` of a trainer, for a `RunController` in the event loop of another thread.
+
+    Attributes:
+        controller: The run's controller.
+        delivered: Policy versions whose weights were delivered, in order.
+    """
+
+    TIMEOUT_S = 30.0  # of each call
 
     def __init__(self, controller: Any) -> None:
-        self.controller, self._loop = controller, asyncio.new_event_loop()
+        self.controller = controller
+        self.delivered: list[int] = []
+        self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self.delivered: list[int] = []  # the versions, in order
 
     def begin(self, coroutine: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
-        """Run the coroutine over there."""
+        """Start a coroutine in the controller's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine returns, run over there."""
-        return self.begin(coroutine).result(30.0)
+        """Run a coroutine in the controller's event loop, and return what it returns."""
+        return self.begin(coroutine).result(self.TIMEOUT_S)
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
+        """Return the chunk, which every worker can read in this process; see `Engines`."""
         return chunk
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        members: list[tuple[WorkerInfo, InProcessWorker]]
-        members = self.run(self.controller.begin_sync(package.for_late))
+        """Have every worker load the weights, and return the receipts by worker id; see `Engines`."""
+        members: list[tuple[WorkerInfo, InProcessWorker]] = self.run(
+            self.controller.begin_sync(package.for_late)
+        )
         self._members = {info.worker_id: info for info, _ in members}
         self.delivered.append(package.version)
         receipts: dict[str, Receipt] = {}
@@ -181,17 +215,22 @@ class InProcessRun:
         return receipts
 
     def fence(self, worker_id: str, error: Exception) -> None:
+        """Remove a worker from the run; see `Engines`."""
         kind = self._members[worker_id].kind
         self.run(self.controller.deregister(kind, worker_id, str(error)))
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
+        """End a weight sync; see `Engines`."""
         self.run(self.controller.end_sync(package, landed))
 
     def abort(self, error: BaseException) -> None:
+        """End the run because weights did not land; see `Engines`."""
         self.run(self.controller.fail(error))
 
     def start(self) -> None:
+        """Begin to generate; see `ExperienceSource`."""
         self.run(self.controller.start())
 
     def next_message(self, rank: int) -> Message:
+        """Wait for the next message of a rank; see `ExperienceSource`."""
         return self.run(self.controller.next_message(rank))

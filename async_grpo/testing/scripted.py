@@ -1,4 +1,4 @@
-"""Generation, verification and log-probs that follow a script, so that a test says what happens when."""
+"""Generation, verification and log-probs that follow a script, so that a test decides what happens when."""
 
 import asyncio
 import time
@@ -20,14 +20,19 @@ from async_grpo.types import (
     Verdict,
 )
 
-GREEDY_MEMBER = -1  # the member that a greedy completion is for a script
+GREEDY_MEMBER = -1  # the member of a greedy completion, as the script sees it
 
 
 class FakeGeneration:
-    """Completes every prompt with `length(ordinal, member)` tokens after `delay(ordinal, member)` seconds.
+    """A `Generation` whose completions have `length(ordinal, member)` tokens after `delay(ordinal, member)` seconds.
 
-    Tokens carry the policy version that is `live` when they are asked for, as an engine's would. Greedy completions
-    are those of the member GREEDY_MEMBER.
+    Greedy completions have the member GREEDY_MEMBER.
+
+    Attributes:
+        live: The policy version that new tokens carry.
+        asked: Ordinals of the prompts in the order of the requests.
+        asked_greedily: The same, for greedy completions.
+        cancelled: Number of completions that were cancelled.
     """
 
     def __init__(
@@ -35,39 +40,50 @@ class FakeGeneration:
         length: Callable[[int, int], int] = lambda ordinal, member: 3,
         delay: Callable[[int, int], float] = lambda ordinal, member: 0.0,
     ) -> None:
-        self._length, self._delay = length, delay
         self.live = 0
-        self.asked: list[int] = []  # ordinals, in the order they were asked for
+        self.asked: list[int] = []
         self.asked_greedily: list[int] = []
         self.cancelled = 0
+        self._length = length
+        self._delay = delay
         self._busy: list[tuple[float, float]] = []
 
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        greedy = sampling == GREEDY
-        (self.asked_greedily if greedy else self.asked).append(prompt.ordinal)
-        numbers = [GREEDY_MEMBER] * count if greedy else range(count)
-        members = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in numbers]
+        """Yield `count` completions, each when its delay is over; see `Generation`."""
+        if sampling == GREEDY:
+            self.asked_greedily.append(prompt.ordinal)
+            members = [GREEDY_MEMBER] * count
+        else:
+            self.asked.append(prompt.ordinal)
+            members = list(range(count))
+        tasks = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in members]
         try:
-            for member in asyncio.as_completed(members):
-                yield await member
+            for next_completion in asyncio.as_completed(tasks):
+                yield await next_completion
         finally:
-            self.cancelled += sum(member.cancel() for member in members)
+            for task in tasks:
+                is_unfinished = task.cancel()
+                if is_unfinished:
+                    self.cancelled += 1
 
     async def _complete(self, ordinal: int, member: int) -> Completion:
-        version, started = self.live, time.time()
+        version = self.live
+        started_at = time.time()
         await asyncio.sleep(self._delay(ordinal, member))
-        self._busy.append((started, time.time()))
+        self._busy.append((started_at, time.time()))
         return replace(completion(self._length(ordinal, member), version), member=max(member, 0))
 
     async def take_stats(self) -> dict[str, Any]:
-        busy, self._busy = self._busy, []
+        """Return the statistics since the last call; see `Generation`."""
+        busy = self._busy
+        self._busy = []
         return {"token_timeline": [], "wait_generation_weights_s": 0.0, "busy": busy}
 
 
 def completion(length: int, version: int = 0, *, truncated: bool = False) -> Completion:
-    """A completion of `length` tokens, one character each."""
+    """Return a completion of `length` tokens with one character each."""
     return Completion(
         token_ids=np.arange(1, length + 1, dtype=np.int32),
         logprobs=np.full(length, -0.5, np.float32),
@@ -79,7 +95,10 @@ def completion(length: int, version: int = 0, *, truncated: bool = False) -> Com
 
 
 class FakeVerification:
-    """Gives `reward(sample)` after `delay_s`: a number, a RewardStatus for a failure of that kind, or a whole result."""
+    """A `Verification` that returns `reward(sample)` after `delay_s` seconds.
+
+    The function returns a number, a RewardStatus for a failure of that kind, or a whole result.
+    """
 
     def __init__(
         self,
@@ -88,15 +107,17 @@ class FakeVerification:
         ),
         delay_s: float = 0.0,
     ) -> None:
-        self._reward, self._delay_s = reward, delay_s
+        self._reward = reward
+        self._delay_s = delay_s
 
     async def start(self) -> None:
-        """There is nothing to make."""
+        """Do nothing: there is nothing to start."""
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
+        """Return the verdict on a sample; see `Verification`."""
         await asyncio.sleep(self._delay_s)
         outcome = self._reward(sample)
         if isinstance(outcome, AdapterResult):
@@ -108,14 +129,16 @@ class FakeVerification:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
+        """Return the verdicts as they are; see `Verification`."""
         return list(verdicts)
 
     async def take_stats(self) -> dict[str, Any]:
+        """Return no statistics; see `Verification`."""
         return {}
 
 
 class FakeLogprobs:
-    """Says that every completion token has the log-prob `value`."""
+    """A source of log-probs in which every completion token has the log-prob `value`."""
 
     def __init__(self, value: float = -1.0) -> None:
         self._value = value
@@ -123,5 +146,9 @@ class FakeLogprobs:
     async def logprobs(
         self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
     ) -> list[np.ndarray]:
-        lengths = [len(s) - p for s, p in zip(sequences, prompt_lengths, strict=True)]
-        return [np.full(length, self._value, np.float32) for length in lengths]
+        """Return one array of log-probs for each sequence; see `Logprobs`."""
+        logprobs = []
+        for sequence, prompt_length in zip(sequences, prompt_lengths, strict=True):
+            num_tokens = len(sequence) - prompt_length
+            logprobs.append(np.full(num_tokens, self._value, np.float32))
+        return logprobs

@@ -16,7 +16,7 @@ from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut
 from async_grpo.environments.trajectory import TrajectoryRecorder
-from async_grpo.environments.trajectory_client import Foreign, TrajectoryClient, Whole, own_messages
+from async_grpo.environments.trajectory_client import Foreign, TrajectoryClient, Whole, trusted_messages
 from async_grpo.types import Prompt
 
 # The control tokens of well-known families, and how their templates write a turn
@@ -160,7 +160,7 @@ def policy_of(chat: Chat, row: dict | None = None, says="hm") -> tuple[Trajector
     generation = OneSession(lambda: says)
     prompt = Prompt(0, np.array([5], np.int32), row or {"input": ""})
     return TrajectoryClient(
-        generation, TrajectoryRecorder(chat, own_messages(prompt.row)), prompt, 0, limits()
+        generation, TrajectoryRecorder(chat, trusted_messages(prompt.row)), prompt, 0, limits()
     ), generation
 
 
@@ -220,7 +220,7 @@ def test_a_text_that_repeats_the_history_word_by_word_does_not_get_its_control_t
         assert seen.count(start) == 2 and len(policy.recorder._sequences) == 2  # the template's own
         # And where it is repeated as it was, forged tokens included, it goes on
         second = [{"role": "user", "content": inside}, {"role": "assistant", "content": "hm"}]
-        second[1] = policy.recorder._raw and first.message
+        second[1] = policy.recorder._sampled_texts and first.message
         await policy.complete([*second, {"role": "user", "content": "go on"}])
         assert len(policy.recorder._sequences) == 2
         again = generation.requests[2][0].tolist()

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.environments.trajectory import Ask, TrajectoryRecorder
+from async_grpo.environments.sequence import EngineInput
+from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.testing import completion
 from async_grpo.types import Completion, Outcome, Prompt, RewardStatus, Sample, Verdict
 
@@ -39,15 +40,15 @@ def tokens(text: str) -> np.ndarray:
     return Letters().encode(text)
 
 
-def asks_text(recorder: TrajectoryRecorder, text: str) -> Ask:
-    return asyncio.run(recorder.ask_text(Rendered(text)))
+def asks_text(recorder: TrajectoryRecorder, text: str) -> EngineInput:
+    return asyncio.run(recorder.prepare_text(Rendered(text)))
 
 
-def asks_tokens(recorder: TrajectoryRecorder, text: str) -> Ask:
-    return asyncio.run(recorder.ask_tokens(tokens(text)))
+def asks_tokens(recorder: TrajectoryRecorder, text: str) -> EngineInput:
+    return asyncio.run(recorder.prepare_tokens(tokens(text)))
 
 
-def adds(recorder: TrajectoryRecorder, ask: Ask, turn: Completion) -> None:
+def adds(recorder: TrajectoryRecorder, ask: EngineInput, turn: Completion) -> None:
     asyncio.run(recorder.add(ask, turn))
 
 
@@ -58,8 +59,8 @@ def test_a_turn_goes_on_from_the_longest_of_the_histories_that_it_begins_with():
     adds(recorder, first, sampled(ord("b")))
     adds(recorder, second, sampled(ord("b"), ord("c")))
     for ask in (asks_tokens(recorder, "abcd"), asks_text(recorder, "abcd")):
-        assert ask.new == 1 and ask.token_ids.tolist() == tokens("abcd").tolist()
-        assert ask.goes_on.token_ids.tolist() == tokens("abc").tolist()
+        assert ask.num_new == 1 and ask.token_ids.tolist() == tokens("abcd").tolist()
+        assert ask.continued.token_ids.tolist() == tokens("abc").tolist()
 
 
 def test_a_turn_that_turns_off_keeps_the_tokens_of_the_longest_history_that_fits():
@@ -72,7 +73,7 @@ def test_a_turn_that_turns_off_keeps_the_tokens_of_the_longest_history_that_fits
         adds(recorder, asks_text(recorder, text), sampled(token))
     adds(recorder, asks_text(recorder, "abCDmn"), sampled(1003))  # the other one goes on elsewhere
     ask = asks_text(recorder, "abCDefGHxy")
-    assert ask.goes_on is None
+    assert ask.continued is None
     assert ask.token_ids.tolist() == [*tokens("ab"), 1000, *tokens("ef"), 1001, *tokens("xy")]
 
 

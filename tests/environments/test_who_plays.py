@@ -148,7 +148,7 @@ class FakeProcess:
         self.trajectories = self.stuck = 0
         self.released = asyncio.Event()
 
-    async def ask(self, call, of, *arguments, timeout_s):
+    async def ask(self, call, trajectory, *arguments, timeout_s):
         await self.released.wait()
         return {}
 

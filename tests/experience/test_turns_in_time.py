@@ -228,7 +228,7 @@ def test_for_a_critic_every_sequence_carries_the_places_of_its_tokens_in_time(gr
 
 
 async def asks_and_adds(recorder, context, turn):
-    ask = await recorder.ask_tokens(context)
+    ask = await recorder.prepare_tokens(context)
     await recorder.add(ask, turn)
 
 

@@ -86,8 +86,8 @@ async def test_an_environment_fails_with_one_whatever_way_it_goes(reward):
             return "on", reward, False
 
     host = EnvironmentHost(Game, {}, False)
-    await host.replies([{"sample": {"call": "reset", "of": 1, "arguments": [{}, 0]}}])
-    ((answer,),) = await host.replies([{"sample": {"call": "step", "of": 1, "arguments": ["7"]}}])
+    await host.replies([{"sample": {"call": "reset", "trajectory": 1, "arguments": [{}, 0]}}])
+    ((answer,),) = await host.replies([{"sample": {"call": "step", "trajectory": 1, "arguments": ["7"]}}])
     assert answer["status"] == "failed" and OUTSIDE in answer["reason"]
     # A program or an agent gives its reward at once: it is the adapter's answer
     inline = InlineReward("environment", environment.environment, {})

@@ -172,7 +172,7 @@ def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
     policy.recorder = type(
         "Recorder", (), {"num_turns": 0, "finish": lambda self, member, outcome, cut: outcome}
     )()
-    policy._session, policy._begun, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
+    policy._session, policy._started_at, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
     outcome = policy.trajectory(failure=f"ConnectionError: {KEY}" + "x" * 10**6)
     assert outcome.failure.startswith("ConnectionError: ***") and len(outcome.failure) < 5000
 
@@ -191,12 +191,12 @@ async def test_a_tool_that_raises_tells_the_policy_no_key():
 
 
 def test_what_an_agent_said_last_is_shown_without_half_a_key():
-    from async_grpo.environments.agents import KEPT_OUTPUT, last_words
+    from async_grpo.environments.agents import MAX_SHOWN_CHARACTERS, last_words
 
     register_secrets([KEY])
     for shift in range(len(KEY) + 2):
-        said = last_words("a" * 100 + KEY + "b" * (KEPT_OUTPUT - shift))
-        assert not leaks(said) and len(said) <= KEPT_OUTPUT
+        said = last_words("a" * 100 + KEY + "b" * (MAX_SHOWN_CHARACTERS - shift))
+        assert not leaks(said) and len(said) <= MAX_SHOWN_CHARACTERS
 
 
 def test_an_answer_from_the_cache_of_a_run_that_hid_nothing_is_hidden_now():

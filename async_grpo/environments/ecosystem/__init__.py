@@ -1,1 +1,1 @@
-"""Adapters: environments of other packages, by their names there."""
+"""Adapters for environments of other packages, each under the name of its package."""

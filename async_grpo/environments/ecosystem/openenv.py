@@ -1,10 +1,10 @@
-"""OpenEnv's environments: `openenv:URL` of a server, or `openenv:PACKAGE.MODULE:CLASS` in this process."""
+"""Environments of OpenEnv: `openenv:URL` names a server, `openenv:PACKAGE.MODULE:CLASS` a class for this process."""
 
 import inspect
 import json
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from openenv.core import GenericEnvClient, env_server
 from pydantic import TypeAdapter, ValidationError
@@ -12,109 +12,166 @@ from pydantic import TypeAdapter, ValidationError
 from async_grpo.options.fields import refuse
 from async_grpo.rewards.adapter.decorators import accepted_options
 
-DAY_S = 86_400.0  # the parent keeps the time
-OBJECT = TypeAdapter(dict[str, Any]).validate_json
+NO_TIMEOUT_S = 86_400.0  # a day: the parent process enforces the time limit
+parse_object = TypeAdapter(dict[str, Any]).validate_json
 
 
-class NoAction(ValueError): ...
+class NoAction(ValueError):
+    """What the policy said is no action of the environment."""
 
 
 class OpenEnv:
-    """One session. `action_field`: of an action, that the policy's text becomes; none: the text is the action, as JSON.
-    `observation_field`: of an observation, that the policy is told; none: all of it, as JSON. `tasks`: rows."""
+    """One session of an environment.
+
+    Args:
+        environment: URL of a server, or PACKAGE.MODULE:CLASS.
+        action_field: Field of an action that receives the policy's text; "" for policies that write actions as JSON.
+        observation_field: Field of an observation that the policy reads; "" for all fields, as JSON.
+        tasks: Number of rows.
+    """
 
     def __init__(
         self, environment: str, action_field: str = "message", observation_field: str = "", tasks: int = 1000
     ) -> None:
         refuse(":" not in environment, f"openenv:{environment}: name a server's URL or PACKAGE.MODULE:CLASS")
-        self._environment, self._tasks = environment, tasks
-        self._field, self._shown = action_field, observation_field
-        self._session, self.numbers = cast(Any, None), {"wrong_actions": 0.0, "rewards": 0.0}
+        self.numbers = {"wrong_actions": 0.0, "rewards": 0.0}
+        self._environment = environment
+        self._action_field = action_field
+        self._observation_field = observation_field
+        self._tasks = tasks
+        self._session: Any = None
 
     @classmethod
     def rows(cls, split: str, environment: str, **options: Any) -> list[dict[str, Any]]:
-        """OpenEnv has no data: "train" has even seeds, "eval" odd ones."""
-        seeds = range(["train", "eval"].index(split), 2 * cls(environment, **options)._tasks, 2)
-        return [{"input": f"openenv:{environment} {seed}", "seed": seed} for seed in seeds]
+        """Return one row for each seed, because OpenEnv has no data: "train" has even seeds, "eval" has odd ones."""
+        first_seed = ["train", "eval"].index(split)
+        num_rows = cls(environment, **options)._tasks
+        rows = []
+        for seed in range(first_seed, 2 * num_rows, 2):
+            rows.append({"input": f"openenv:{environment} {seed}", "seed": seed})
+        return rows
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
-        self._session = (Served if "://" in self._environment else Local)(self._environment)
-        seen = await self._session.reset(seed)
-        refuse(seen.done, "it was over before it began")
-        return self._told(seen.observation)
+        """Begin a session, and return its first observation."""
+        make_session = ServerSession if "://" in self._environment else LocalSession
+        self._session = make_session(self._environment)
+        result = await self._session.reset(seed)
+        refuse(result.done, "it was over before it began")
+        return self._shown(result.observation)
 
-    async def step(self, said: str) -> tuple[str, float, bool]:
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        """Take the action that the policy's text names. A text that is no action gets an error and the reward 0."""
         try:
-            seen = await self._session.step({self._field: said} if self._field else _checked(OBJECT, said))
-        except NoAction as error:  # with a field the policy cannot help it
-            refuse(bool(self._field), f"a text as {self._field!r} makes no action: {error}")
+            action = {self._action_field: text} if self._action_field else _checked(parse_object, text)
+            result = await self._session.step(action)
+        except NoAction as error:
+            # With a field, every text of the policy is the same action to the environment, so the options are wrong
+            refuse(bool(self._action_field), f"a text as {self._action_field!r} makes no action: {error}")
             self.numbers["wrong_actions"] += 1
             return f"error: {error}", 0.0, False
-        self.numbers["rewards"] += seen.reward is not None
-        refuse(seen.done and not self.numbers["rewards"], "it is over, and has never given a reward")
-        return self._told(seen.observation), seen.reward or 0.0, seen.done
+        if result.reward is not None:
+            self.numbers["rewards"] += 1
+        has_no_reward = not self.numbers["rewards"]
+        refuse(result.done and has_no_reward, "it is over, and has never given a reward")
+        return self._shown(result.observation), result.reward or 0.0, result.done
 
     def close(self) -> Any:
+        """End the session."""
         return self._session and self._session.close()
 
-    def _told(self, observation: dict[str, Any]) -> str:
-        told: Any = {n: v for n, v in observation.items() if n not in ("done", "reward", "metadata")}
-        if self._shown:
-            refuse(self._shown not in told, f"an observation has no {self._shown!r}, only {', '.join(told)}")
-            told = told[self._shown]
-        return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, default=str)
+    def _shown(self, observation: dict[str, Any]) -> str:
+        """Return the part of an observation that the policy reads."""
+        fields = {
+            name: value for name, value in observation.items() if name not in ("done", "reward", "metadata")
+        }
+        content: Any = fields
+        if self._observation_field:
+            is_missing = self._observation_field not in fields
+            refuse(
+                is_missing,
+                f"an observation has no {self._observation_field!r}, only {', '.join(fields)}",
+            )
+            content = fields[self._observation_field]
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
 
-class Served:
+class ServerSession:
     """A session of a server."""
 
     def __init__(self, url: str) -> None:
-        self._client: Any = GenericEnvClient(url, connect_timeout_s=DAY_S, message_timeout_s=DAY_S)
+        self._client: Any = GenericEnvClient(
+            url,
+            connect_timeout_s=NO_TIMEOUT_S,
+            message_timeout_s=NO_TIMEOUT_S,
+        )
         self.close = self._client.close
 
     async def reset(self, seed: int) -> Any:
-        seen, self._socket = await self._client.reset(seed=seed), self._client._ws
-        return seen
+        """Begin the session, and return its first result."""
+        result = await self._client.reset(seed=seed)
+        self._socket = self._client._ws
+        return result
 
     async def step(self, action: dict[str, Any]) -> Any:
+        """Take an action, and return its result."""
         try:
-            seen = await self._client.step(action)
+            result = await self._client.step(action)
         except RuntimeError as error:
-            raise NoAction(error) if str(error).endswith("(code: VALIDATION_ERROR)") else error from None
-        if self._client._ws is not self._socket:  # later clients connect again, to another session
+            if str(error).endswith("(code: VALIDATION_ERROR)"):
+                raise NoAction(error) from None
+            raise
+        # Later versions of the client connect again, to another session
+        if self._client._ws is not self._socket:
             raise ConnectionError("the connection was lost, and the session with it")
-        return seen
+        return result
 
 
-class Local:
-    """A session without a server, by the methods that one would call. What is not `async` holds up its process."""
+class LocalSession:
+    """A session without a server, which calls the methods that a server would call.
+
+    Methods that are not `async` block the process while they run.
+    """
 
     def __init__(self, name: str) -> None:
-        self._made = resolve_name(name)()
-        refuse(not self._made.SUPPORTS_CONCURRENT_SESSIONS, f"{name} lacks SUPPORTS_CONCURRENT_SESSIONS")
-        self.close = self._made.close
+        self._game = resolve_name(name)()
+        refuse(not self._game.SUPPORTS_CONCURRENT_SESSIONS, f"{name} lacks SUPPORTS_CONCURRENT_SESSIONS")
+        self.close = self._game.close
 
     async def reset(self, seed: int) -> Any:
+        """Begin the session, and return its first result."""
         method = self._method("reset")
-        return await self._seen(method(**accepted_options(method, {"seed": seed}, num_given=0)))
+        return await self._result(method(**accepted_options(method, {"seed": seed}, num_given=0)))
 
     async def step(self, action: dict[str, Any]) -> Any:
+        """Take an action, and return its result."""
         method = self._method("step")
-        first, *_ = inspect.signature(method, eval_str=True).parameters.values()
-        return await self._seen(method(_checked(env_server.deserialize_action, action, first.annotation)))
+        first_parameter, *_ = inspect.signature(method, eval_str=True).parameters.values()
+        parsed = _checked(env_server.deserialize_action, action, first_parameter.annotation)
+        return await self._result(method(parsed))
 
     def _method(self, name: str) -> Any:
-        own, default = (getattr(of, f"{name}_async") for of in (type(self._made), env_server.Environment))
-        return getattr(self._made, name if own is default else f"{name}_async")
+        """Return the `async` form of a method if the class defines it, else the plain form."""
+        async_name = f"{name}_async"
+        is_default = getattr(type(self._game), async_name) is getattr(env_server.Environment, async_name)
+        return getattr(self._game, name if is_default else async_name)
 
-    async def _seen(self, returned: Any) -> Any:
-        seen = await returned if inspect.isawaitable(returned) else returned
-        return SimpleNamespace(**env_server.serialize_observation(seen))
+    async def _result(self, returned: Any) -> Any:
+        """Return an observation in the form of a server's result."""
+        observation = await returned if inspect.isawaitable(returned) else returned
+        return SimpleNamespace(**env_server.serialize_observation(observation))
 
 
-def _checked(read: Any, *given: Any) -> Any:
+def _checked(parse: Any, *arguments: Any) -> Any:
+    """Return what `parse` returns.
+
+    Raises:
+        NoAction: The arguments do not satisfy its schema.
+    """
     try:
-        return read(*given)
+        return parse(*arguments)
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors())
-        raise NoAction("; ".join(wrong)) from None
+        faults = []
+        for fault in error.errors():
+            field_name = ".".join(str(part) for part in fault["loc"])
+            faults.append(f"{field_name} {fault['msg']}".strip())
+        raise NoAction("; ".join(faults)) from None

@@ -1,4 +1,4 @@
-"""`--environment textarena:GuessTheNumber-v0`: games of TextArena for one player."""
+"""Games of TextArena for one player: `--environment textarena:GuessTheNumber-v0`."""
 
 import random
 from typing import Any
@@ -11,54 +11,71 @@ from async_grpo.environments.environment import Environment
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import nearest, refuse
 
-FIRST_SEEDS = {"train": 0, "eval": 1_000_000}
+FIRST_SEEDS = {"train": 0, "eval": 1_000_000}  # by split
 
 
 class TextArena(Environment):
-    """One game. The policy is told what is new, as messages; the reward is the game's, at its end.
+    """One game. In each turn the policy reads what is new. The game gives its reward at its end.
 
     Args:
-        environment: its name, as in `textarena.make`. tasks: rows, each with a seed of its own.
+        environment: Name of the game, as in `textarena.make`.
+        tasks: Number of rows, each with a seed of its own.
     """
 
     def __init__(self, environment: str, tasks: int = 1000) -> None:
-        plain = _plain(environment)
-        self._game = textarena.make(f"{plain}-raw")
-        for wrapper in ENV_REGISTRY[plain].default_wrappers or ():
-            if issubclass(wrapper, ActionWrapper):  # the others tell the whole history again with every turn
+        name = _base_name(environment)
+        self._game = textarena.make(f"{name}-raw")
+        for wrapper in ENV_REGISTRY[name].default_wrappers or ():
+            # Wrappers of observations would repeat the whole history in every turn
+            if issubclass(wrapper, ActionWrapper):
                 self._game = wrapper(self._game)
 
     @classmethod
     def rows(cls, split: str, environment: str, tasks: int = 1000) -> list[dict[str, Any]]:
-        """ConfigurationError: there is no such game, or it is not for one player, or lacks its data."""
-        plain, known = _plain(environment), {_plain(name) for name in ENV_REGISTRY if name.endswith("-raw")}
-        refuse(plain not in known, f"--environment textarena: no game {plain!r}{nearest(plain, known)}")
+        """Return the rows of a split, one for each seed.
+
+        Raises:
+            ConfigurationError: There is no such game, or it is not for one player, or lacks its data.
+        """
+        name = _base_name(environment)
+        known_names = {_base_name(known_name) for known_name in ENV_REGISTRY if known_name.endswith("-raw")}
+        refuse(
+            name not in known_names,
+            f"--environment textarena: no game {name!r}{nearest(name, known_names)}",
+        )
         try:
             cls(environment).reset({}, 0)
-        except Exception as error:  # of the game's own code
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigurationError(f"--environment textarena:{environment}: {why}") from error
+        except Exception as error:  # the code of the game may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigurationError(f"--environment textarena:{environment}: {reason}") from error
         return [{"input": environment, "seed": FIRST_SEEDS[split] + task} for task in range(tasks)]
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Begin a game."""
         self._game.reset(num_players=1, seed=seed)
-        self._random = random.getstate()
-        return self._told()
+        self._random_state = random.getstate()
+        return self._new_text()
 
-    def step(self, said: str) -> tuple[str, float, bool]:
-        random.setstate(self._random)  # games draw from it, and others are played in this process
-        done, _ = self._game.step(said)
-        self._random = random.getstate()
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Make a move."""
+        # Games draw from the global generator, and other games are played in this process
+        random.setstate(self._random_state)
+        done, _ = self._game.step(text)
+        self._random_state = random.getstate()
         if not done:
-            return self._told(), 0.0, False
-        (reward,), (about,) = (list(of.values()) for of in self._game.close())
-        self.numbers = {"invalid_move": float(about["invalid_move"])}
+            return self._new_text(), 0.0, False
+        rewards, infos = self._game.close()
+        (reward,) = rewards.values()
+        (info,) = infos.values()
+        self.numbers = {"invalid_move": float(info["invalid_move"])}
         return "", float(reward), True
 
-    def _told(self) -> str:
-        _, seen = self._game.get_observation()
-        return "\n".join(text for _, text, kind in seen if kind is not ObservationType.PLAYER_ACTION)
+    def _new_text(self) -> str:
+        """Return what the game has said since the last turn."""
+        _, observations = self._game.get_observation()
+        return "\n".join(text for _, text, kind in observations if kind is not ObservationType.PLAYER_ACTION)
 
 
-def _plain(environment: str) -> str:
+def _base_name(environment: str) -> str:
+    """Return the name of a game without the suffix of its variant."""
     return environment.removesuffix("-raw").removesuffix("-train")

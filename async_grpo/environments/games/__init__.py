@@ -1,1 +1,1 @@
-"""Environments that a laptop learns."""
+"""Games that a small model learns on a laptop."""

@@ -1,10 +1,10 @@
-"""A calculator for countdown: the policy may try expressions before it answers. The reward is `countdown`."""
+"""A calculator for countdown: the policy may try expressions before it answers. The reward `countdown` scores it."""
 
 from async_grpo.rewards.builtin.countdown import NOT_ARITHMETIC, parse_arithmetic, value_of
 
 
 def calc(e: str) -> str:
-    """The value of an arithmetic expression, such as 3*(4+5).
+    """Compute the value of an arithmetic expression, such as 3*(4+5).
 
     >>> calc("3*(4+5)"), calc("1/3"), calc("1/0"), calc("import os")
     ('27', '1/3', '?', '?')

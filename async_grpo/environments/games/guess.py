@@ -8,35 +8,41 @@ GUESS = re.compile(r"\d+")
 
 
 class Guess:
-    """Numbers from `low` to `high`; the reward is 1 when it is found within `guesses`, else 0."""
+    """A number to guess from `low` to `high`. The reward is 1 if it is found within `guesses` turns, else 0."""
 
     def __init__(self, low: int = 1, high: int = 16, guesses: int = 4) -> None:
-        self._low, self._high, self._left = low, high, guesses
+        self._low = low
+        self._high = high
+        self._guesses_left = guesses
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Draw the number, and tell the policy the range."""
         self._number = random.Random(seed).randint(self._low, self._high)
-        self._known = self._low, self._high
+        self._range = (self._low, self._high)  # in which the number lies, by the answers so far
         self.numbers = {"guesses": 0.0, "wasted": 0.0}
         return f"{self._low}-{self._high}"
 
     @property
     def state(self) -> str:
-        """What is known of the number, to compare turns that found the same."""
-        return f"{self._number} {self._known}"
+        """Name the situation of the policy: the number, and what the answers so far say of it."""
+        return f"{self._number} {self._range}"
 
-    def step(self, said: str) -> tuple[str, float, bool]:
-        self._left -= 1
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Answer a guess."""
+        self._guesses_left -= 1
         self.numbers["guesses"] += 1
-        found = GUESS.fullmatch(said.strip())
-        guess = int(found[0]) if found else None
+        match = GUESS.fullmatch(text.strip())
+        guess = int(match[0]) if match else None
         if guess == self._number:
             return "found", 1.0, True
-        low, high = self._known
+        low, high = self._range
         if guess is None or not low <= guess <= high:
             self.numbers["wasted"] += 1
             hint = "?"
         elif guess < self._number:
-            hint, self._known = "higher", (guess + 1, high)
+            hint = "higher"
+            self._range = (guess + 1, high)
         else:
-            hint, self._known = "lower", (low, guess - 1)
-        return hint, 0.0, self._left == 0
+            hint = "lower"
+            self._range = (low, guess - 1)
+        return hint, 0.0, self._guesses_left == 0

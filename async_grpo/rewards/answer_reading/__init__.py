@@ -1,1 +1,1 @@
-"""What a completion answers: one rule for rewards, votes and evaluations (`stated.stated_answer`)."""
+"""Reading the answer of a completion, by one rule for rewards, votes and evaluations (`stated.stated_answer`)."""

@@ -1,4 +1,4 @@
-r"""Reading boxes in LaTeX, whatever layout stands around them, in them and between them."""
+r"""Reading boxes in LaTeX, with any layout around them, in them and between them."""
 
 import re
 from bisect import bisect_left
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_DIVIDER_CHARACTERS = 200  # between two boxes of one answer
-MAX_OUTER_CHARACTERS = 1000  # of a box that holds others; a longer one lacks a brace
+MAX_OUTER_CHARACTERS = 1000  # of a box that contains boxes; a longer one lacks a brace
 
 _BOX_COMMANDS = ("boxed", "fbox")  # a text with both is read by the first
 # A box may be escaped twice (`\\boxed{5}`). Of all other commands only the first character matters: `\{` is no brace.
@@ -67,11 +67,16 @@ def has_box(text: str) -> bool:
 def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     r"""Return the content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open.
 
-    Braces are balanced, and `\{` is none. Layout (delimiters of formulas, spaces, \text, \left, alignment) around the
-    content and between boxes does not count. Boxes before the last that only a comma, a semicolon, "and", "or" or, in
-    an environment such as `cases`, a new row divides from it are joined to it by commas; equal ones count once. A box
-    that holds boxes counts as a whole if it adds more than words and "x =" to them. \fbox is read where there is no
-    \boxed. With `keeps_layout`, contents lose white space alone.
+    Braces are balanced, and `\{` is no brace. Layout (delimiters of formulas, spaces, \text, \left, alignment) around the
+    content and between boxes does not count. \fbox is read where there is no \boxed.
+
+    An answer may have several boxes: those that are divided from the last one only by a comma, a semicolon, "and", "or" or,
+    in an environment such as `cases`, a new row. Their contents are joined by commas, and equal contents count once. A box
+    that contains boxes counts as a whole if it adds more than words and "x =" to them.
+
+    Args:
+        text: The text.
+        keeps_layout: Contents lose only the white space around them.
 
     >>> boxed_answer(r"\boxed{1}, no: \(x = \boxed{2}\)\quad\text{and}\quad\(\boxed{-3}\).")
     '2, -3'
@@ -79,9 +84,10 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     boxes, closing_braces = _boxes_and_braces(text)
     names = {box.name for box in boxes}
     name = next((name for name in _BOX_COMMANDS if name in names), None)
-    spans: list[_Span] = []  # of one answer, the last first
-    is_group_whole = False  # whether what stands before the group is no part of it
-    group_begin = group_end = len(text)
+    spans: list[_Span] = []  # of the boxes of the answer, the last one first
+    is_group_whole = False  # the boxes before this place are no part of the answer
+    group_begin = len(text)
+    group_end = len(text)
     for box in reversed(boxes):
         if box.name != name:
             continue
@@ -94,13 +100,16 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
         elif span is None:
             is_group_whole = True
             continue
-        elif span.end > group_begin:  # it encloses those after it
+        elif span.end > group_begin:
+            # This box contains the ones after it
             if span.content_end - span.content_begin > MAX_OUTER_CHARACTERS:
                 break
-            ring = (text[span.content_begin : group_begin], text[group_end : span.content_end])
-            if any(_SENTENCE_END.search(part) for part in ring):
-                break  # no answer goes on after the end of a sentence: a brace is missing or stray
-            if not _is_words_only(_LAYOUT.sub(" ", " ".join(ring))):
+            before_group = text[span.content_begin : group_begin]
+            after_group = text[group_end : span.content_end]
+            # No answer continues after the end of a sentence: a brace is missing or stray
+            if _SENTENCE_END.search(before_group) or _SENTENCE_END.search(after_group):
+                break
+            if not _is_words_only(_LAYOUT.sub(" ", f"{before_group} {after_group}")):
                 spans = [span]
             group_end = span.end
             is_group_whole = False
@@ -118,7 +127,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
 
 
 def _is_words_only(text: str) -> bool:
-    """Return whether a text around a box adds nothing to it; letters alone, as in `\\boxed{5}x`, may be factors."""
+    r"""Return whether a text around a box adds nothing to it. Letters alone, as in `\boxed{5}x`, may be factors."""
     if not _WORDS_ONLY.fullmatch(text):
         return False
     return _LETTER.search(text) is None or _WORD_OR_RELATION.search(text) is not None
@@ -185,7 +194,7 @@ def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> boo
 
 
 def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict[int, int]) -> str:
-    """Return the content of a box without the boxes in it (what they hold stays)."""
+    """Return the content of a box without the commands of the boxes in it, whose contents stay."""
     content = text[span.content_begin : span.content_end]
     if not any(name in content for name in _BOX_COMMANDS):
         return content
@@ -210,7 +219,7 @@ def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict
 def without_layout(text: str) -> str:
     r"""Return a text of LaTeX without spaces around it and without the delimiters of a formula that is all of it.
 
-    What is nothing but layout stays as it is.
+    A text that is nothing but layout is returned as it is.
 
     >>> without_layout(r"\[ \displaystyle \frac12 \, \]"), without_layout("$5"), without_layout("$1$, $2$")
     ('\\frac12', '$5', '$1$, $2$')
@@ -219,7 +228,7 @@ def without_layout(text: str) -> str:
 
 
 def without_delimiters(text: str) -> str:
-    r"""Return the text without white space around it, and of a text that is all one formula the formula.
+    r"""Return the text without white space around it, and without the delimiters of a formula that is all of it.
 
     >>> without_delimiters(r" \( C\, \)"), without_delimiters("~/bin "), without_delimiters("C:\\")
     ('C', '~/bin', 'C:\\')
@@ -235,18 +244,21 @@ def without_delimiters(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    """Return the text without spaces, spacing commands and commands of style at its two ends; never nothing of it."""
+    """Return the text without spaces, spacing and style commands at its ends; unchanged if it has nothing else."""
     text = text.strip()
     whole = text
     if text.endswith("\\") and not text.endswith("\\\\"):
-        text = text[:-1]  # of `\ `, whose blank is gone
+        # The rest of `\ `, whose blank was stripped
+        text = text[:-1]
     leading = _LEADING_SPACE.match(text)
     if leading is not None:
         text = text[leading.end() :]
-    head, tail = text[:-_TRAILING_CHARACTERS], text[-_TRAILING_CHARACTERS:]
-    without = _TRAILING_SPACE.sub("", tail)
-    is_escape_cut = without.endswith("\\")  # `\\,` is a row break and a comma, no space
-    return head + (tail if is_escape_cut else without) or whole
+    head = text[:-_TRAILING_CHARACTERS]
+    tail = text[-_TRAILING_CHARACTERS:]
+    stripped_tail = _TRAILING_SPACE.sub("", tail)
+    # `\\,` is a row break and a comma, and `\,` in it is no space
+    is_escape_cut = stripped_tail.endswith("\\")
+    return head + (tail if is_escape_cut else stripped_tail) or whole
 
 
 def ungrouped(text: str) -> str:

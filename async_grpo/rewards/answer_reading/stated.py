@@ -1,6 +1,6 @@
-r"""Reading the answer that a completion states: the one place where rewards, votes and evaluations look.
+r"""`stated_answer`: the rule by which rewards, votes and evaluations find the answer that a completion states.
 
-`stated_answer` holds the rule. All functions take time in proportion to the text, however it was made.
+All functions take linear time, also for texts that were written to slow them down.
 """
 
 import re
@@ -17,18 +17,18 @@ _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | None:
     r"""Return the answer that a completion states, or None if it states none.
 
-    The forms are tried in their order; the first that the text has decides.
+    The forms are tried in their order, and the first one that the text has decides.
 
-        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None; other forms
-                    are not tried.
-        written box the same, with all layout but white space
+        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None, and other forms
+                    are not tried
+        written box the same, with all its layout except white space
         block       the text of <answer>...</answer>, if there is exactly one such block behind the thought
         last block  the text of the last complete <answer>...</answer>
-        marker      the rest of the line behind the last "####", if it holds a digit (GSM8K)
-        rest        all that stands behind the thought
-        last line   the last line; of a text that ends with a block between lines of ```, that block
+        marker      the rest of the line behind the last "####", if it has a digit (GSM8K)
+        rest        all text behind the thought
+        last line   the last line; if the text ends with a block between lines of ```, that block
 
-    A thought ends with the last "</think>". What stands in it is no answer, unless nothing follows it.
+    A thought ends with the last "</think>". An answer in it does not count, unless nothing follows the thought.
 
     >>> stated_answer(r"<think>\boxed{3}?</think> So \boxed{4}."), stated_answer(r"\boxed{3}, no: \boxed{\frac{4")
     ('4', None)
@@ -62,7 +62,8 @@ def answer_block(text: str) -> str | None:
 def _only_block(text: str) -> str | None:
     """Return the text between the answer tags; None unless there is exactly one such block."""
     parts = re.split("(</?answer>)", text)
-    return parts[2] if parts[1::2] == ["<answer>", "</answer>"] else None
+    tags = parts[1::2]
+    return parts[2] if tags == ["<answer>", "</answer>"] else None
 
 
 def _last_block(text: str) -> str | None:

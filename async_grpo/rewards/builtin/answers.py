@@ -1,6 +1,6 @@
-r"""What the rewards share: the text to score and the row's gold answer.
+r"""The text to score and the row's gold answer, which all rewards read alike.
 
-How the answer is read in a text stands in `async_grpo.rewards.answer_reading.stated`, for all rewards alike.
+`async_grpo.rewards.answer_reading.stated` finds the answer in a text.
 """
 
 import math
@@ -18,7 +18,7 @@ from async_grpo.rewards.answer_reading.stated import stated_answer as stated_ans
 
 
 def completion_text(sample: dict[str, Any]) -> str:
-    """The generated text without surrounding white space and without one trailing `end_token` of the row."""
+    """Return the generated text without white space around it and without one `end_token` of the row at its end."""
     text = str(sample["completion"]).strip()
     end_token = sample.get("end_token")
     return text.removesuffix(end_token).rstrip() if end_token else text
@@ -27,11 +27,15 @@ def completion_text(sample: dict[str, Any]) -> str:
 def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     r"""Return the row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes.
 
-    It is read as the answer of a completion is (`boxed_answer`, `without_layout`). What is no LaTeX (a path, a name) keeps
-    what would be layout there, but in a box or a formula.
+    It is read like the answer of a completion (`boxed_answer`, `without_layout`).
+
+    Args:
+        sample: The row, with or without a completion.
+        is_latex: The answer is LaTeX. If not (a path, a name), characters that would be layout in LaTeX stay, except in a
+            box or a formula.
 
     Raises:
-        ValueError: there is no answer, it is empty, its box is cut off, or it is neither text nor a number.
+        ValueError: The answer is missing, empty, or neither text nor a number, or its box is cut off.
 
     >>> gold_answer({"answer": "9 * 113 = 1,017\n#### 1,017"}), gold_answer({"answer": 7.0})
     ('1017', '7')
@@ -40,7 +44,8 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"the row's answer must be text or a number, not {answer!r}")
     if isinstance(answer, float) and math.isfinite(answer):
-        answer = int(answer) if answer.is_integer() else f"{Decimal(repr(answer)):f}"  # Python writes 1e-05
+        # Python would write 1e-05
+        answer = int(answer) if answer.is_integer() else f"{Decimal(repr(answer)):f}"
     text = str(answer).rpartition("####")[2].strip()
     if has_box(text):
         boxed = boxed_answer(text)

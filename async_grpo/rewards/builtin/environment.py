@@ -1,4 +1,4 @@
-"""What an environment gives itself: for the whole trajectory, or turn by turn."""
+"""Rewards that an environment gives itself: for the whole trajectory, or turn by turn."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ from async_grpo.rewards.adapter.decorators import process_reward
 
 
 def environment(sample: dict[str, Any]) -> float:
-    """The trajectory's own reward."""
-    if (reward := sample.get("environment_reward")) is None:
+    """Return the reward of the whole trajectory."""
+    reward = sample.get("environment_reward")
+    if reward is None:
         raise ValueError(
             "the environment gives no reward, or did not end in time: others, by --reward-fns, score the last turn"
         )
@@ -16,8 +17,9 @@ def environment(sample: dict[str, Any]) -> float:
 
 @process_reward
 def environment_turns(sample: dict[str, Any]) -> dict[str, Any]:
-    """The reward of each turn, on its last token."""
-    ends, rewards = sample.get("turn_ends", []), sample.get("turn_rewards", [])
+    """Return the reward of each turn, at its last token."""
+    ends = sample.get("turn_ends", [])
+    rewards = sample.get("turn_rewards", [])
     if not rewards or len(rewards) != len(ends):
         raise ValueError("the environment gives no reward for each turn: use the reward `environment`")
     steps = [{"reward": reward, "token_end": end} for reward, end in zip(rewards, ends, strict=True)]

@@ -1,7 +1,8 @@
-"""The completion is JSON, and fits a schema: the row's `schema`, else the option's.
+"""Whether the completion is JSON that satisfies a schema: the row's `schema`, else the option's.
 
-Read strictly: no NaN or Infinity, no number beyond a float's range, no key twice in an object, and nothing beside the
-value. The value is what is behind the thought, or the last block fenced as ```json (or without a language) there.
+JSON is read strictly: no NaN or Infinity, no number beyond the range of a float, no name twice in an object, and nothing
+beside the value. The value is the last block behind the thought that is fenced as ```json or without a language, else all
+text behind the thought.
 """
 
 import json
@@ -19,27 +20,37 @@ from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.result import finite, unique_names
 from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 
-MAX_CHARACTERS = 200_000
-SECONDS = 2.0
+MAX_CHARACTERS = 200_000  # of the value
+SECONDS = 2.0  # limit of a validation
 
 
 @lru_cache(maxsize=1024)
 def validator_of(schema_text: str) -> Validator:
-    """The validator for a schema in JSON. Raises ValueError if it is none."""
+    """Return the validator of a schema.
+
+    Raises:
+        ValueError: The text is not a JSON schema.
+    """
     try:
         schema = json.loads(schema_text)
-        kind = validator_for(schema, default=Draft202012Validator)
-        kind.check_schema(schema)
+        validator_class = validator_for(schema, default=Draft202012Validator)
+        validator_class.check_schema(schema)
     except (ValueError, SchemaError, AttributeError, TypeError) as error:
         raise ValueError(f"no JSON schema: {error!s:.200}: {schema_text:.200}") from error
-    return kind(schema, registry=Registry())  # an empty one: a "$ref" into the network is not followed
+    # With an empty registry, a "$ref" into the network is not followed
+    return validator_class(schema, registry=Registry())
 
 
 def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
-    """1 for JSON that fits the schema (a dict, a bool or JSON text), else 0; `parsed`: whether it was JSON at all.
+    """Return 1 for JSON that satisfies the schema, else 0, and in `parsed` whether it was JSON at all.
 
-    ValueError: there is no schema, it is none, or it refers to another document.
-    TimeoutError: the schema's patterns did not come to an end on this value.
+    Args:
+        sample: The completion and its row.
+        schema: The schema for rows without one: an object, a bool, or JSON text.
+
+    Raises:
+        ValueError: There is no schema, or it is not a schema, or it refers to another document.
+        TimeoutError: Validation takes too long, for example because of a pattern in the schema.
 
     >>> score({"completion": '{"a": 1}', "schema": {"required": ["a"]}}), score({"completion": "a"}, schema=True)
     ({'reward': 1.0, 'parsed': 1.0}, {'reward': 0.0, 'parsed': 0.0})
@@ -49,9 +60,11 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
         raise ValueError("`json_schema` needs a column or an option `schema`")
     validator = validator_of(schema if isinstance(schema, str) else json.dumps(schema))
     text = completion_text(sample).rpartition("</think>")[2]
-    fenced = [content for language, content in fenced_blocks(text) if language in ("json", "")]
-    text = fenced[-1] if fenced else text
-    text = text if len(text) <= MAX_CHARACTERS else ""  # which is no JSON
+    json_blocks = [content for language, content in fenced_blocks(text) if language in ("json", "")]
+    if json_blocks:
+        text = json_blocks[-1]
+    if len(text) > MAX_CHARACTERS:
+        return {"reward": 0.0, "parsed": 0.0}
     try:
         value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique_names)
     except (ValueError, RecursionError):
@@ -59,7 +72,8 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     try:
         with interrupted_after(SECONDS, "validation"):
             return {"reward": float(validator.is_valid(value)), "parsed": 1.0}
-    except RecursionError:  # the value is too deep for the schema's rules
+    except RecursionError:
+        # The value is nested too deeply for the schema's rules
         return {"reward": 0.0, "parsed": 1.0}
     except Unresolvable as error:
         raise ValueError(f"the schema refers to what is not in it: {error}") from error

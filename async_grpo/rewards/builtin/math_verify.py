@@ -1,11 +1,13 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-If there is a \boxed{}, it counts and nothing else (see `stated_answer`). Without one it is the one <answer>, else what
-follows "####" as in GSM8K, else "the answer is ...", else the last formula or number; a thought does not count. Of an
-equation the right side counts. Numbers agree to six decimals, and those below a thousandth to 1 %, too.
-LaTeX is read by a grammar; the library hands to sympy's parser nothing but digits and + - * / ^ ( ).
-Time is limited by a signal: outside a main thread this adapter raises. The library's own limits are off, because they make
-a wrong answer of one that took too long.
+If there is a \boxed{}, it is the answer (see `stated_answer`). Otherwise the answer is the only <answer>, else the text
+behind "####" as in GSM8K, else "the answer is ...", else the last formula or number. A thought does not count. The right
+side of an equation counts. Numbers must agree to six decimals, and numbers below a thousandth must also agree to 1 %.
+
+A grammar reads the LaTeX. The library gives sympy's parser nothing but digits and + - * / ^ ( ).
+
+A signal limits the time, so this adapter raises outside of a main thread. The library's own limits are off, because they
+count an answer that takes too long as wrong.
 """
 
 import logging
@@ -27,10 +29,11 @@ from async_grpo.rewards.builtin.answers import (
 from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit
 from async_grpo.rewards.builtin.sympy import is_computable
 
-MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
-TINY = 1e-3  # below it, numbers that agree to six decimals may differ by much
-TINY_TOLERANCE = 0.01  # by which tiny numbers may differ
-SECONDS = 5.0  # for one parse or one comparison; then there is no judgement
+MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without a box; longer texts take too long
+BOX_CHARACTERS = len(r"\boxed{}")
+TINY = 1e-3  # numbers below it may agree to six decimals and still differ much
+TINY_TOLERANCE = 0.01  # largest relative difference of tiny numbers
+SECONDS = 5.0  # limit of one parse or one comparison; after that the sample has no verdict
 
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 # Numbers side by side, and the slash behind them if they end in a fraction. With a look ahead from each of them to that
@@ -49,14 +52,16 @@ _END_OF_SENTENCE = re.compile(r"(?<=[\w)\]}%])(?<!\\right)(?<!\\left)[\s.,;:]{1,
 # Greek letters and mathematical operators are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# It warns of each of its limits that is off
+# The library warns of each of its time limits that is off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
 def readable(text: str) -> str:
-    """The text without what the library misreads: digits of other scripts, control characters (it passes over both)
-    and two numbers side by side (it adds them, as if the second were a fraction).
+    """Return the text without characters that the library misreads.
+
+    It ignores digits of other scripts and control characters. It adds two numbers that stand side by side, as if the second
+    were a fraction.
 
     >>> readable("\u0663 - 5"), readable("1 2, 1 1/2")
     ('3 - 5', '1, 2, 1 1/2')
@@ -72,9 +77,17 @@ def readable(text: str) -> str:
     return _NUMBERS.sub(separated_numbers, _OTHER_CHARACTERS.sub(readable_character, text))
 
 
-def parsed(text: str, what: str) -> list[Any]:
-    """Return the answers that the library finds. Raises TimeoutError if that takes too long."""
-    with interrupted_after(SECONDS, f"reading {what}"):
+def parsed(text: str, text_name: str) -> list[Any]:
+    """Return the answers that the library finds in a text.
+
+    Args:
+        text: The text.
+        text_name: A name of the text, for the message of an error.
+
+    Raises:
+        TimeoutError: Reading takes too long.
+    """
+    with interrupted_after(SECONDS, f"reading {text_name}"):
         answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
     return answers
 
@@ -83,8 +96,8 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""Return 1 if the answer in the completion equals the row's `answer`, else 0.
 
     Raises:
-        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
-        TimeoutError: one of the answers could not be read, or compared, in time.
+        ValueError: The row's answer is missing, empty or unreadable, or this is not the main thread.
+        TimeoutError: One of the answers could not be read, or compared, in time.
 
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
@@ -147,7 +160,7 @@ def _answers_to_parse(text: str) -> list[str]:
     if marked is not None and (_is_bare_formula(marked) or number_before_unit(without_layout(marked))):
         return _formulas(marked)
     answer = marked if marked is not None else stated_answer(text, ("box", "rest")) or ""
-    return [readable(answer[-MAX_CHARACTERS - 8 :])]
+    return [readable(answer[-MAX_CHARACTERS - BOX_CHARACTERS :])]
 
 
 def _formulas(answer: str) -> list[str]:

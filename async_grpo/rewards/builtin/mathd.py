@@ -1,12 +1,12 @@
-r"""Equality of the stated answer and the gold answer after the normalisation of the MATH data set; and a vote by it.
+r"""Equality of the stated answer and the gold answer after the normalization of the MATH data set; and a vote by it.
 
-The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset"
-(2021), but for four: thousands separators of a plain number go away; spacing commands are spaces; a unit ends the answer,
-so that `5 \text{ or }6` is not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80.
-The answer stands in a box or in the one <answer> (`stated_answer`).
+The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (2021), with four
+exceptions: the thousands separators of a plain number are removed; spacing commands are spaces; a unit ends the answer, so
+that `5 \text{ or }6` is not 5; and the left side of `=` begins with a letter, so that `7x = 80` is not 80. The answer is
+the content of a box or of the only <answer> (`stated_answer`).
 
-The vote is test-time reinforcement learning, Zuo et al., "TTRL" (2025): what most completions of a prompt say counts as
-right. It exists once the whole group is there, so the reward is set by `post_process_scores`.
+The vote is test-time reinforcement learning, Zuo et al., "TTRL" (2025): the answer that most completions of a prompt state
+counts as right. It is known once the group is complete, so `post_process_scores` sets the reward.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Any
 
 from async_grpo.rewards.builtin import answers
 
-MAX_CHARACTERS = 1000
+MAX_CHARACTERS = 1000  # of an answer
 
 _RULES = {
     r"\n|\\!|\\left(?![a-z])|\\right(?![a-z])": "",
@@ -36,7 +36,7 @@ _SIMPLE_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 
 
 def clean(text: str) -> str:
-    r"""By all rules that leave the text readable for a LaTeX parser.
+    r"""Apply all rules that leave the text readable for a LaTeX parser.
 
     >>> clean(r"x = \dfrac12 \text{ cm}")
     '\\frac{1}{2}'
@@ -48,7 +48,7 @@ def clean(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    r"""The text by which two answers are compared.
+    r"""Return the text by which two answers are compared.
 
     >>> normalise("0.5") == normalise("1/2") == normalise(r"\tfrac 1 2"), normalise(r"90^\circ")
     (True, '90')
@@ -62,7 +62,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""Return 1 if the stated answer equals the row's `answer`; 0 otherwise, also if none is stated.
 
     Raises:
-        ValueError: the row's answer is missing or empty.
+        ValueError: The row's answer is missing or empty.
 
     >>> score({"completion": r"so \boxed{\frac{1}{2}}", "answer": 0.5})
     {'reward': 1.0}
@@ -82,23 +82,33 @@ def vote_of(sample: dict[str, Any]) -> str | None:
 
 
 def score_vote(sample: dict[str, Any]) -> dict[str, float]:
-    """Before the group is known: whether there is an answer, and, where the row has one, what it is truly worth."""
+    """Score a completion before its group is known.
+
+    Returns:
+        `voted`, whether the completion states an answer; and `true_reward`, its true worth, if the row has an answer.
+    """
     vote = vote_of(sample)
-    found = {"reward": 0.0, "voted": float(vote is not None)}
+    scores = {"reward": 0.0, "voted": float(vote is not None)}
     if sample.get("answer") is not None:
-        found["true_reward"] = float(vote == normalise(answers.gold_answer(sample)))
-    return found
+        scores["true_reward"] = float(vote == normalise(answers.gold_answer(sample)))
+    return scores
 
 
 def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | None]:
-    """1 for each completion that says what the majority says, else 0, and the majority's `share` of all votes. Of several
-    most frequent votes the shortest wins, of these the first in the alphabet. What failed stays so, and has no vote.
+    """Return 1 for each completion that states the majority's answer, else 0, with the majority's `share` of all votes.
+
+    If several answers have most votes, the shortest one wins, and of the shortest ones the first in the alphabet. A failed
+    completion has no vote and stays failed (None).
     """
-    votes = [vote_of(member["sample"]) if member["status"] == "ok" else None for member in group]
-    counts = Counter(filter(None, votes))
+    votes: list[str | None] = []
+    for member in group:
+        has_vote = member["status"] == "ok"
+        votes.append(vote_of(member["sample"]) if has_vote else None)
+    counts = Counter(vote for vote in votes if vote)
     winner = min(counts, key=lambda vote: (-counts[vote], len(vote), vote), default="")
     share = counts[winner] / max(1, counts.total())
-    return [
-        {"reward": float(vote == winner), "share": share} if member["status"] == "ok" else None
-        for member, vote in zip(group, votes, strict=True)
-    ]
+    rewards: list[dict[str, float] | None] = []
+    for member, vote in zip(group, votes, strict=True):
+        is_scored = member["status"] == "ok"
+        rewards.append({"reward": float(vote == winner), "share": share} if is_scored else None)
+    return rewards

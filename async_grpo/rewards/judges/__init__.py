@@ -2,13 +2,15 @@
 
     REWARD_ADAPTERS = {..., RewardType.JUDGE: LLMJudge(url="http://127.0.0.1:8000", model="judge")}
 
-A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and balancing
-are its client's business (`rewards.http`). A call either gives an answer or raises; no trouble becomes a reward of 0.
+A judge consists of settings only: it holds no connection, and can be compared and pickled. Its client (`rewards.http`)
+takes care of limits, retries and load balancing. A call either returns an answer or raises; a failure never becomes a
+reward of 0.
 
-One of your own is any object with `endpoint() -> Endpoint` and `async score(sample, client, *, phase, deadline)`, which
-returns an answer (see `adapter.result`), hands `phase` and `deadline` to the `EndpointClient`, and raises JudgeError where
-there is no verdict, ConfigurationError where the sample lacks what it needs.
-`JudgeServer` (in `server`) starts vLLM for those that ask a model.
+Any object can be a judge that has `endpoint() -> Endpoint` and `async score(sample, client, *, phase, deadline)`. The
+method `score` returns an answer (see `adapter.result`) and passes `phase` and `deadline` to the `EndpointClient`. It raises
+JudgeError if there is no verdict, and ConfigurationError if the sample lacks what the judge needs.
+
+`JudgeServer` (in `server`) starts vLLM for judges that ask a model.
 """
 
 from async_grpo.rewards.judges.llm import GenerativeRM, LLMJudge

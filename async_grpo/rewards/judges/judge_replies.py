@@ -1,7 +1,7 @@
-"""From a judge's replies to one score. They are data like the completion: parsed, checked, and never run.
+"""Functions that turn a judge's replies into one score. Replies are data like completions: parsed, checked, and never run.
 
-Replies are read beside the event loop of all judges, which shares Python's lock with them. So what is read of one is
-bounded, and takes time in proportion to it; patterns and schemas of the user have a budget (see `reading`).
+Replies are read beside the event loop of all judges, which shares Python's lock with them. So the length of what is read is
+limited, reading takes linear time, and patterns and schemas of the user have a budget (see `reading`).
 """
 
 import json
@@ -20,14 +20,17 @@ from async_grpo.rewards.judges.reading import ReadingBudget
 from async_grpo.rewards.judges.score_line import score_in
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
-MAX_WRITTEN_CHARACTERS = 4000  # of it, in which secrets are looked for: half of one would not be known as one
+# More characters are written than are quoted, so that a secret is found that the quote would cut in half
+MAX_WRITTEN_CHARACTERS = 4000
 MAX_REPLY_CHARACTERS = 400_000  # of one reply, its thought included: some 100,000 tokens
 MAX_CHOICES_CHARACTERS = 4 * MAX_REPLY_CHARACTERS  # of all choices of one request
-MAX_VERDICT_CHARACTERS = 32_768  # of a verdict in JSON, its thought left out
-MAX_EXTRAS = 64  # numbers beside the score: each becomes a column of the metrics
-MAX_NAME_CHARACTERS = 100  # of such a number
-MAX_TOP_LOGPROBS = 1000  # of one token; servers give 20 at most
-# What servers call a whole reply. Others are cut off ("length"), censored ("content_filter") or no answer
+MAX_VERDICT_CHARACTERS = 32_768  # of a verdict in JSON, without the thought
+MAX_EXTRAS = 64  # numbers beside the score, each of which becomes a column of the metrics
+MAX_NAME_CHARACTERS = 100  # of such a number's name
+MAX_TOP_LOGPROBS = 1000  # of one token; servers return 20 at most
+MAX_MASS = 1.001  # sum of probabilities, with rounding errors
+NUM_SHOWN_TOKENS = 5  # of the likeliest ones, in a message
+# Finish reasons of a complete reply. Other replies are cut off ("length"), censored ("content_filter") or no answer
 # ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
 
@@ -43,7 +46,7 @@ def reply_choices(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Return the choices of a chat completion.
 
     Raises:
-        BadReply: there is no list of `count` of them, or they are too long to be read.
+        BadReply: There is no list of `count` choices, or they are too long to be read.
     """
     choices = reply.get("choices")
     if not isinstance(choices, list):
@@ -52,7 +55,7 @@ def reply_choices(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
         raise BadReply(f"the judge answered {len(choices)} choices, {count} were asked for")
     if not all(isinstance(choice, dict) for choice in choices):
         raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
-    num_characters = sum(map(_num_characters, choices))
+    num_characters = sum(_num_characters(choice) for choice in choices)
     if num_characters > MAX_CHOICES_CHARACTERS:
         limit = f"{MAX_CHOICES_CHARACTERS} are read at most"
         raise BadReply(f"the choices are too long together: {num_characters} characters, {limit}")
@@ -66,10 +69,15 @@ def _num_characters(choice: Mapping[str, Any]) -> int:
 
 
 def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
-    """The text of a finished reply, or with `cut_off` of one that was cut off at max_tokens.
+    """Return the text of a complete reply.
 
-    Raises BadReply if there is none, if it is too long to be read, or if it is not whole by its `finish_reason` (null says
-    that it goes on).
+    Args:
+        choice: A choice of a chat completion.
+        cut_off: The reply may also be cut off at max_tokens.
+
+    Raises:
+        BadReply: There is no text, it is too long to be read, or its `finish_reason` says that it is not complete (null
+            means that it continues).
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
@@ -88,9 +96,10 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
 
 
 def by_score_line(text: str, best: float) -> Vote:
-    """The score of a reply that ends with `Score: x` (see `score_line`), behind its thought if it holds one.
+    """Return the score of a reply that ends with `Score: x` (see `score_line`). A thought before it does not count.
 
-    Raises BadReply if the whole number cannot be read.
+    Raises:
+        BadReply: The whole number cannot be read.
     """
     try:
         return Vote(score_in(_behind_thought(text), best))
@@ -101,14 +110,15 @@ def by_score_line(text: str, best: float) -> Vote:
 def by_pattern(text: str, pattern: str, budget: ReadingBudget | None = None) -> Vote:
     """Return the number in the group of the pattern's last match.
 
-    The library is `regex`: `re` has no time-out.
-
     Args:
-        budget: of the reply that the text is a part of; a new one if not given.
+        text: The reply.
+        pattern: A regular expression with one group.
+        budget: Budget of the reply of which the text is a part; None takes a new one.
 
     Raises:
-        BadReply: there is none, or matching takes too long.
+        BadReply: There is no such number, or matching takes too long.
     """
+    # `re` has no time limit
     import regex
 
     last = None
@@ -117,27 +127,32 @@ def by_pattern(text: str, pattern: str, budget: ReadingBudget | None = None) -> 
         for match in regex.finditer(pattern, text, timeout=min(MATCH_S, budget.left_s())):
             budget.left_s()
             last = match
-        if last is None or "_" in last[1]:  # Python reads 1_0 as 10
+        # Python would read 1_0 as 10
+        if last is None or "_" in last[1]:
             raise ValueError("no number")
         return Vote(finite(last[1]))
     except TimeoutError:
         raise BadReply(f"{pattern!r} takes more than {MATCH_S:g} s on the reply: {quote(text)}") from None
-    except (TypeError, ValueError):  # no match, one without the group, or no number in it
+    except (TypeError, ValueError):
+        # There is no match, or it does not include the group, or the group is no number
         raise BadReply(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
 
 
 def by_schema(
     text: str, schema: Mapping[str, Any], score_key: str, budget: ReadingBudget | None = None
 ) -> Vote:
-    """Return the score of a JSON reply that satisfies the schema; its other numbers are extras.
+    """Return the score of a JSON reply that satisfies the schema, with its other numbers as extras.
 
-    A thought before it (`<think>...</think>`) is left out, and so is text around a single JSON object.
+    A thought before it (`<think>...</think>`) does not count, nor does text around a single JSON object.
 
     Args:
-        budget: of the reply that the text is a part of; a new one if not given.
+        text: The reply.
+        schema: The JSON schema.
+        score_key: Name of the score.
+        budget: Budget of the reply of which the text is a part; None takes a new one.
 
     Raises:
-        BadReply: the text is no such reply, or checking it takes too long.
+        BadReply: The text is no such reply, or checking it takes too long.
     """
     try:
         verdict = _json_of(text)
@@ -161,9 +176,10 @@ def by_schema(
 
 
 def _behind_thought(text: str) -> str:
-    """What stands behind the thought, whose beginning may stand in the chat template.
+    """Return the text behind the thought, whose beginning may be a part of the chat template.
 
-    Raises ValueError if the thought never ends.
+    Raises:
+        ValueError: The thought never ends.
     """
     text = text.rpartition("</think>")[2].strip()
     if text.startswith("<think>"):
@@ -172,15 +188,21 @@ def _behind_thought(text: str) -> str:
 
 
 def _json_of(text: str) -> Any:
-    """The JSON value that a reply is, or the only JSON object in it. Raises ValueError if it is not clear."""
+    """Return the JSON value that a reply is, or the only JSON object in it.
+
+    Raises:
+        ValueError: There is no such value, or it is not clear which object is the verdict.
+    """
     text = _behind_thought(text)
-    if text.startswith("```") and text.endswith("```") and len(text) >= 2 * len("```"):  # a block of code
+    is_code_block = text.startswith("```") and text.endswith("```") and len(text) >= 2 * len("```")
+    if is_code_block:
         text = text.removeprefix("```").removesuffix("```").removeprefix("json").strip()
     if len(text) > MAX_VERDICT_CHARACTERS:
         raise ValueError(f"the verdict has more than {MAX_VERDICT_CHARACTERS} characters")
     try:
         return _strict_json(text)
-    except json.JSONDecodeError:  # the completion may have been quoted: of two objects, which is the verdict?
+    except json.JSONDecodeError:
+        # With two objects, of which one may be quoted from the completion, this fails as well
         return _strict_json(text[text.find("{") : text.rfind("}") + 1])
 
 
@@ -191,21 +213,31 @@ def _strict_json(text: str) -> Any:
 def yes_probability(
     choice: Mapping[str, Any], yes: Collection[str], no: Collection[str]
 ) -> tuple[float, float]:
-    """(p_yes / (p_yes + p_no), p_yes + p_no) of the reply's first token, by its top log-probs.
+    """Return p_yes / (p_yes + p_no) and p_yes + p_no of the reply's first token, by its top log-probs.
 
-    Tokens that differ in case or in spaces around them count together; what is not among the top counts as 0.
+    Tokens that differ in case or in spaces around them count together. A token that is not among the top ones counts as 0.
+
+    Raises:
+        BadReply: The reply has no usable log-probs.
     """
     try:
-        shown = choice["logprobs"]["content"][0]["top_logprobs"]
-        if len(shown) > MAX_TOP_LOGPROBS:
-            raise BadReply(f"the reply holds {len(shown)} top_logprobs: {quote(choice)}")
-        top = [(_token_text(entry["token"]), math.exp(entry["logprob"])) for entry in shown]
+        entries = choice["logprobs"]["content"][0]["top_logprobs"]
+        if len(entries) > MAX_TOP_LOGPROBS:
+            raise BadReply(f"the reply holds {len(entries)} top_logprobs: {quote(choice)}")
+        top = [(_token_text(entry["token"]), math.exp(entry["logprob"])) for entry in entries]
     except (KeyError, IndexError, TypeError, OverflowError) as error:
         raise BadReply(f"the reply holds no top_logprobs: {quote(choice)}") from error
-    p_yes, p_no = (sum(p for token, p in top if token.strip().casefold() in words) for words in (yes, no))
+    p_yes = 0.0
+    p_no = 0.0
+    for token, probability in top:
+        word = token.strip().casefold()
+        if word in yes:
+            p_yes += probability
+        if word in no:
+            p_no += probability
     mass = p_yes + p_no
-    if not 0.0 < mass <= 1.001:
-        likeliest = ", ".join(repr(token[:MAX_QUOTE]) for token, _ in top[:5])[:MAX_QUOTE]
+    if not 0.0 < mass <= MAX_MASS:
+        likeliest = ", ".join(repr(token[:MAX_QUOTE]) for token, _ in top[:NUM_SHOWN_TOKENS])[:MAX_QUOTE]
         raise BadReply(f"the tokens {[*yes, *no]} hold {mass:g} of the probability; the top is {likeliest}")
     return p_yes / mass, mass
 
@@ -217,21 +249,21 @@ def _token_text(token: Any) -> str:
 
 
 def quote(value: Any) -> str:
-    """The beginning of a reply, for a reason."""
-    shown = redacted(
-        value if isinstance(value, str) else _beginning_of_json(value)
-    )  # a server may repeat a key
-    return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
+    """Return the beginning of a reply, for the reason of a failure."""
+    text = value if isinstance(value, str) else _beginning_of_json(value)
+    # A server may repeat a key
+    text = redacted(text)
+    return repr(text) if len(text) <= MAX_QUOTE else repr(text[:MAX_QUOTE]) + " ..."
 
 
 def quote_end(text: str) -> str:
-    """The end of a reply, for a reason: there the score should stand."""
+    """Return the end of a reply, where the score should be, for the reason of a failure."""
     text = redacted(text)
     return repr(text) if len(text) <= MAX_QUOTE else "... " + repr(text[-MAX_QUOTE:])
 
 
 def _beginning_of_json(value: Any) -> str:
-    """Some thousand characters of the value as JSON, or all of it; the rest is not written."""
+    """Return a value as JSON, which ends after some thousand characters."""
     beginning = ""
     for piece in json.JSONEncoder(default=str).iterencode(value):
         beginning += piece
@@ -248,16 +280,26 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def verdict(
-    votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], asked: int
+    votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], num_requested: int
 ) -> dict[str, float]:
-    """The answer of at least one vote: `reward` in [0, 1], and the judge's numbers."""
+    """Return the answer by one or more votes: `reward` in [0, 1], and the judge's numbers.
+
+    Args:
+        votes: The votes that can be read.
+        aggregate: A name in AGGREGATES.
+        scale: (worst, best) score.
+        num_requested: Number of votes that were requested.
+    """
     scores = [vote.score for vote in votes]
     score = AGGREGATES[aggregate](scores)
     low, high = scale
     answer = {"reward": (score - low) / (high - low), "judge_score": score}
-    if asked > 1:
+    if num_requested > 1:
         answer |= {"judge_votes": len(votes), "judge_spread": max(scores) - min(scores)}
-    for name in sorted(set().union(*(vote.extra for vote in votes))):
+    names: set[str] = set()
+    for vote in votes:
+        names.update(vote.extra)
+    for name in sorted(names):
         values = [vote.extra[name] for vote in votes if name in vote.extra]
         answer.setdefault(f"judge_{name}", statistics.fmean(values))
     return answer

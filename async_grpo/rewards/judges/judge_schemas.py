@@ -1,4 +1,4 @@
-"""The user's patterns and JSON schemas for a judge's replies: which are accepted, and a validator that can be stopped."""
+"""Checks of the user's patterns and JSON schemas for a judge's replies, and a validator that keeps to a budget of time."""
 
 import json
 import re
@@ -12,18 +12,18 @@ from async_grpo.rewards.adapter.result import shown
 from async_grpo.rewards.http.endpoint import require_all
 from async_grpo.rewards.judges.reading import ReadingBudget
 
-MATCH_S = 0.2  # of processor time, for a pattern of the user on one text
-MAX_SHOWN_CHARACTERS = 200  # of a text that breaks the schema
+MATCH_S = 0.2  # limit of processor time of a user's pattern on one text
+MAX_SHOWN_CHARACTERS = 200  # of a text that does not satisfy the schema
 
 _Rule = Callable[[Any, Any, Any, Any], Any]
 _budget: ContextVar[ReadingBudget] = ContextVar("budget of the validation that runs in this thread")
 
 
 def breach_of(value: Any, schema: Mapping[str, Any], budget: ReadingBudget) -> str | None:
-    """Return the message of the first rule of the schema that a value breaks, or None.
+    """Return the message of the first rule of the schema that a value breaks; None if it satisfies the schema.
 
     Raises:
-        TimeoutError: the budget is spent, or a pattern takes too long.
+        TimeoutError: The budget is spent, or a pattern takes too long.
     """
     token = _budget.set(budget)
     try:
@@ -41,7 +41,7 @@ def _validator_of(schema_text: str) -> Any:
     from referencing import Registry
 
     def pattern_rule(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
-        """Check the rule `pattern`, on which `re` could stay for ever."""
+        """Check the rule `pattern`, with a time limit that `re` does not have."""
         timeout_s = min(MATCH_S, _budget.get().left_s())
         if isinstance(value, str) and not regex.search(pattern, value, timeout=timeout_s):
             yield jsonschema.ValidationError(
@@ -52,7 +52,7 @@ def _validator_of(schema_text: str) -> Any:
     check_multiple = draft.VALIDATORS["multipleOf"]
 
     def multiple_rule(validator: Any, argument: Any, value: Any, schema: Any) -> Any:
-        """Check the rule `multipleOf`, which breaks on integers that no float can hold."""
+        """Check the rule `multipleOf`, which jsonschema fails to check for integers beyond the range of a float."""
         try:
             yield from check_multiple(validator, argument, value, schema) or ()
         except OverflowError:
@@ -66,7 +66,7 @@ def _validator_of(schema_text: str) -> Any:
 
 
 def _stoppable(rule: _Rule) -> _Rule:
-    """Return the rule of a validator, which looks at the budget before it begins."""
+    """Return a validator's rule that checks the budget before it begins."""
 
     def rule_within_budget(validator: Any, argument: Any, value: Any, schema: Any) -> Any:
         _budget.get().left_s()
@@ -76,12 +76,17 @@ def _stoppable(rule: _Rule) -> _Rule:
 
 
 def _without_dialect(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema without `$schema`, for which jsonschema would use rules other than ours."""
+    """Return a part of a schema without `$schema`, because of which jsonschema would use rules other than ours."""
     return {name: value for name, value in schema.items() if name != "$schema" or not isinstance(value, str)}
 
 
 def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_key: str) -> None:
-    """Raise ConfigurationError for a pattern without its one group, or a schema without the score."""
+    """Check the settings by which a judge's reply is read.
+
+    Raises:
+        ConfigurationError: The pattern does not have exactly one group, or the schema does not have the score, or one of
+            them cannot be used.
+    """
     if pattern is not None:
         _check_pattern(pattern)
     if schema is not None:
@@ -93,7 +98,8 @@ def _check_pattern(pattern: str) -> None:
 
     try:
         groups = re.compile(pattern).groups
-        regex.compile(pattern)  # it reads `{e}` as a rule of its own
+        # `regex` has rules of its own, such as `{e}`
+        regex.compile(pattern)
     except (re.error, regex.error) as error:
         raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
     require_all((groups == 1, f"{pattern=} has {groups} groups: the score must be the only one"))
@@ -108,30 +114,38 @@ def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
         raise ConfigurationError(f"json_schema is no JSON schema: {error.message}") from error
     required = schema.get("required", ())
     properties = schema.get("properties", {})
-    wanted = f"json_schema must have the property {score_key=}, and require it"
-    endless = (
-        "json_schema holds patternProperties: a judge's reply could match it for ever: name the properties"
-    )
-    quadratic = (
-        "json_schema holds uniqueItems: comparing all items of a judge's reply may take minutes: leave it out"
-    )
+    has_endless_rule = _has_rule(schema, lambda part: "patternProperties" in part)
+    has_quadratic_rule = _has_rule(schema, lambda part: part.get("uniqueItems") is True)
     require_all(
-        (score_key in properties and score_key in required, f"{wanted}; it has {sorted(properties)}"),
-        (not _has_rule(schema, lambda part: "patternProperties" in part), endless),
-        (not _has_rule(schema, lambda part: part.get("uniqueItems") is True), quadratic),
+        (
+            score_key in properties and score_key in required,
+            f"json_schema must have the property {score_key=}, and require it; it has {sorted(properties)}",
+        ),
+        (
+            not has_endless_rule,
+            "json_schema holds patternProperties: a judge's reply could match it for ever: name the properties",
+        ),
+        (
+            not has_quadratic_rule,
+            "json_schema holds uniqueItems: comparing all items of a judge's reply may take minutes: leave it out",
+        ),
     )
     _check_references(schema, score_key)
 
 
 def _check_references(schema: Mapping[str, Any], score_key: str) -> None:
-    """Raise ConfigurationError for references that lead out of the schema, nowhere, or round in a circle."""
+    """Check that references lead to parts of the schema, and not in a circle.
+
+    Raises:
+        ConfigurationError: A reference does not.
+    """
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
 
-    # The registry is empty: a schema of another address, be it of JSON Schema itself, could hold what is refused here
+    # The registry is empty, because a schema of another address, even of JSON Schema itself, could contain refused rules
     resource = DRAFT202012.create_resource(json.loads(json.dumps(schema), object_hook=_without_dialect))
     waiting = [(resource, EMPTY_REGISTRY.resolver_with_root(resource))]
-    checked = set[int]()
+    checked: set[int] = set()
     reference = ""
     try:
         while waiting:
@@ -158,7 +172,7 @@ def _check_references(schema: Mapping[str, Any], score_key: str) -> None:
 
 
 def _has_rule(schema: Any, is_in: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Decide whether a rule stands anywhere in the schema."""
+    """Return whether `is_in` is true for any part of the schema."""
     if isinstance(schema, Mapping):
         return is_in(schema) or any(_has_rule(part, is_in) for part in schema.values())
     return isinstance(schema, list | tuple) and any(_has_rule(part, is_in) for part in schema)

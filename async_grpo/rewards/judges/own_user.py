@@ -1,6 +1,6 @@
-"""What our judge servers run before every request: only their own user is answered, and only under an address.
+"""`OwnUserOnly`: our judge servers answer only the user who started them, and only requests to an IP address.
 
-vLLM's own key guards the paths below /v1 alone: not /sleep, /pooling, /tokenize and those for developers.
+vLLM's own key protects only the paths below /v1, and not /sleep, /pooling, /tokenize and the paths for developers.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ class OwnUserOnly:
         self._application = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 403.
-
-        Besides HTTP, only ASGI lifespan events pass unchecked; a websocket that is refused is closed.
-        """
-        reason = await asyncio.to_thread(refusal, scope) if scope["type"] != "lifespan" else ""
+        """Pass a request on, or answer it with 403. A websocket that is refused is closed."""
+        reason = ""
+        # Lifespan events come from the server itself
+        if scope["type"] != "lifespan":
+            reason = await asyncio.to_thread(refusal, scope)
         if not reason:
             await self._application(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -38,11 +38,12 @@ class OwnUserOnly:
 
 
 def refusal(scope: Scope) -> str:
-    """Return why the request is not answered; "" if it is."""
+    """Return why a request is refused; "" if it is answered."""
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     if len(hosts) != 1 or not is_address(hosts[0]):
         return REFUSAL
-    client, server = scope.get("client"), scope.get("server")
+    client = scope.get("client")
+    server = scope.get("server")
     if client is None or server is None or not may_read(tuple(client), tuple(server)):
         return REFUSAL_OF_USERS
     return ""

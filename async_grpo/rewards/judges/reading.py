@@ -1,8 +1,8 @@
-"""Reading a judge's reply beside the event loop, within one budget of processor time for all of the reply's choices.
+"""Reading a judge's reply beside the event loop, within one budget of processor time for all choices of the reply.
 
-A pattern or a schema of the user may take long on a text that the judge chose. So replies are read in threads of their
-own: those of `asyncio.to_thread` also write checkpoints. The work gives up by itself when its budget is spent, because
-nothing can end a thread from outside.
+A pattern or a schema of the user may take long on a text that the judge chose, so replies are read in threads. They are not
+the threads of `asyncio.to_thread`, which also write checkpoints. Nothing can end a thread from outside, so the work itself
+checks its budget and gives up when it is spent.
 """
 
 import time
@@ -27,7 +27,7 @@ class ReadingBudget:
         """Return the seconds that are left.
 
         Raises:
-            TimeoutError: none are left.
+            TimeoutError: The budget is spent.
         """
         seconds_left = self._end_s - time.thread_time()
         if seconds_left <= 0:
@@ -41,7 +41,8 @@ def _threads() -> ThreadPoolExecutor:
 
 
 async def beside_the_loop(function: Callable[[], _Result]) -> _Result:
-    """Return what the function returns; it runs in a thread, and the event loop goes on."""
-    import asyncio  # here, because registry files import this module and must stay cheap
+    """Run a function in a thread while the event loop continues, and return what it returns."""
+    # Registry files import this module and must load fast
+    import asyncio
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), function)

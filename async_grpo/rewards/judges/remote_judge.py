@@ -1,4 +1,4 @@
-"""`RemoteJudge`: the settings that all judges share, how they become an endpoint, and what a call has cost."""
+"""`RemoteJudge`: the settings that all judges share, the endpoint that they describe, and the cost of a call."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,62 +14,75 @@ from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, Lim
 if TYPE_CHECKING:
     from async_grpo.rewards.http.http_client import EndpointClient
 
-COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # in the `usage` of a reply
+COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of the `usage` of a reply
 SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
 _judge = partial(option, panel="Judge")
-Counts = tuple[float | None, ...]  # of one request, as COUNTED; None: the server does not say
-# The reply to a request, which takes (prompt, completion) tokens at most
+Counts = tuple[
+    float | None, ...
+]  # of one request, in the order of COUNTED; None if the server does not report it
+# Sends a request, which takes (prompt, completion) tokens at most, and returns the reply
 Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeAddresses(Section):
-    """Where the judges are asked whose entry in the registry file says no `url`, and what is known of those servers."""
+    """Addresses of the servers for judges whose entry in the registry file has no `url`."""
 
-    judge_urls: str = _judge("", "Where judges are asked whose entry says no url: URL,URL,... (replicas).")
+    judge_urls: str = _judge(
+        "", "Addresses of the servers for judges whose entry has no url: URL,URL,... (replicas)."
+    )
     http_scorer_urls: str = _judge(
-        "", "The same for http_scorer; by default where examples/http_scorer_server.py listens."
+        "",
+        "Addresses of the servers for http_scorer if its entry has no url (default: the address of "
+        "examples/http_scorer_server.py).",
     )
     judge_model_id: str | None = _judge(
-        None, "By which the verdict cache knows the model behind --judge-urls, whatever their ports."
+        None,
+        "Name of the model behind --judge-urls in the verdict cache, which is valid for servers on any port.",
     )
     judge_idle_sleep_s: float | None = _judge(
         None,
-        "The servers give their GPU memory back after so many seconds without a call, until the next.",
+        "Seconds without a call after which the judge servers free their GPU memory until the next call.",
         range=POSITIVE,
     )
 
     @property
     def model_urls(self) -> tuple[str, ...]:
-        """Of equal replicas, for the judges that ask a model."""
+        """Return the addresses of the replicas for judges that ask a model."""
         return parse_names(self.judge_urls)
 
     def with_address(self, adapter: Any) -> Any:
-        """The adapter; if a judge without address, with one. Raises ConfigurationError if none is known."""
+        """Return the adapter; a judge without an address receives one.
+
+        Raises:
+            ConfigurationError: The run has no address for the judge.
+        """
         if not isinstance(adapter, RemoteJudge) or adapter.url is not None:
             return adapter
         return replace(adapter, url=adapter.run_urls(self))
 
     def are_asked_by(self, judge: Any) -> bool:
-        """Whether the judge is asked at `judge_urls`."""
+        """Return whether the judge uses the servers of `judge_urls`."""
         return bool(self.model_urls) and getattr(judge, "urls", None) == self.model_urls
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteJudge:
-    """Where a judge is asked, and how often.
+    """A judge behind a server: its address, and the limits of its requests.
 
     Args:
-        url: the server's base URL, or those of several replicas, between which calls are balanced; None: where the run
-            says (`--judge-urls`, or the servers of `--judge-model`).
-        path: of the request, appended to it; the default is the usual one.
-        limits: of concurrency, requests and tokens; they hold for all processes of a run together.
-        api_key_env: the *name* of the environment variable with the key; the key itself stands in no file.
-        timeout_s: for one request; `attempts` of them are made before the call has failed.
-        hedge_quantile: send a second request when the first takes longer than this quantile of the latencies.
-        endpoint_options: further settings of `Endpoint`.
+        url: The server's base URL, or those of several replicas, between which calls are balanced. None takes the run's
+            (`--judge-urls`, or the servers of `--judge-model`).
+        path: Path of the requests; "" takes the usual one.
+        limits: Limits of concurrency, requests and tokens, which hold for all processes of a run together.
+        api_key_env: *Name* of the environment variable with the key, which is in no file itself.
+        timeout_s: Time limit of one request.
+        attempts: Number of requests before the call has failed.
+        hedge_quantile: A second request is sent when the first takes longer than this quantile of the latencies.
+        endpoint_options: Further settings of `Endpoint`.
 
-    Raises ConfigurationError, as every judge does, if the settings cannot work.
+    Raises:
+        ConfigurationError: The settings cannot work. All judges raise this.
     """
 
     url: str | Sequence[str] | None = None
@@ -88,40 +101,55 @@ class RemoteJudge:
         require_all((self.path[:1] in ("", "/"), f"path={self.path!r} must begin with a slash"))
         try:
             self._endpoint_at((SCORER_URL,) if self.url is None else self.urls)
-        except TypeError as error:  # of the dataclass, for a name it does not know
+        except TypeError as error:
+            # `Endpoint` has no such field
             raise ConfigurationError(f"endpoint_options={dict(self.endpoint_options)}: {error}") from error
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The base URLs of all replicas; none where the run says them."""
+        """Return the base URLs of all replicas; () for a judge that uses the run's."""
         return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
-        """Where a run asks this judge if it has no `url`."""
+        """Return the run's addresses for this judge, which are used if it has no `url`."""
         if not addresses.model_urls:
             ways = "give --judge-urls, or `async-grpo run` --judge-model, or a url in the registry file"
             raise ConfigurationError(f"{type(self).__name__} has no address: {ways}")
         return addresses.model_urls
 
     def default_path(self) -> str:
-        """Where the server expects the judge's requests."""
+        """Return the usual path of the judge's requests."""
         raise NotImplementedError
 
     def endpoint(self) -> Endpoint:
-        """Where the judge's requests go. Raises ConfigurationError if it has no `url`, be it of a run."""
+        """Return the endpoint of the judge's requests.
+
+        Raises:
+            ConfigurationError: The judge has no `url`, and no run has given it one.
+        """
         return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
 
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
     ) -> dict[str, Any]:
-        """See `judges`. The `spent` of a JudgeError are the extras of what the call has cost."""
+        """Return the judge's answer, with the cost of the call as extras; see `judges`.
+
+        Raises:
+            JudgeError: There is no answer. Its `spent` are the extras with the cost of the call.
+        """
         counts: list[Counts] = []
 
         async def send(body: dict[str, Any], tokens: tuple[float, float]) -> dict[str, Any]:
-            total = sum(tokens)
-            unanswered = partial(counts.append, (*tokens, total))  # it may have cost all of that
-            options: dict[str, Any] = {"phase": phase, "deadline": deadline, "unanswered": unanswered}
-            reply = await client.post(self.path, body, tokens=total, **options)
+            max_total = sum(tokens)
+            reply = await client.post(
+                self.path,
+                body,
+                tokens=max_total,
+                phase=phase,
+                deadline=deadline,
+                # A request without an answer may have cost the largest number of tokens
+                unanswered=partial(counts.append, (*tokens, max_total)),
+            )
             counts.append(tuple(said_tokens(reply, name) for name in COUNTED))
             return reply
 
@@ -132,40 +160,59 @@ class RemoteJudge:
             raise
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
-        """The answer but for what it has cost; raises as `score` does."""
+        """Return the answer without the cost; raises the errors of `score`."""
         raise NotImplementedError
 
     def _spent(self, counts: list[Counts]) -> dict[str, float]:
-        """Extras of what requests have cost."""
+        """Return the extras with the cost of requests."""
         return {}
 
     def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
-        shared = ("limits", "api_key_env", "timeout_s", "attempts", "hedge_quantile")
-        return Endpoint(urls, **{name: getattr(self, name) for name in shared}, **self.endpoint_options)
+        return Endpoint(
+            urls,
+            limits=self.limits,
+            api_key_env=self.api_key_env,
+            timeout_s=self.timeout_s,
+            attempts=self.attempts,
+            hedge_quantile=self.hedge_quantile,
+            **self.endpoint_options,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJudge(RemoteJudge):
-    """A judge that asks a model, which the server knows by the name `model`.
+    """A judge that asks a model.
 
     Args:
-        extra_body: further fields of the request.
-        price_per_million_tokens: one price, or (prompt, completion); in any currency.
+        model: Name of the model at the server.
+        extra_body: Further fields of the request.
+        price_per_million_tokens: One price, or (prompt, completion) prices, in any currency.
     """
 
     model: str
     extra_body: Mapping[str, Any] = field(default_factory=dict, hash=False)
     price_per_million_tokens: tuple[float, float] | float | None = None
 
-    def _check_model(self, *ours: str) -> None:
-        """Raise ConfigurationError for settings that cannot work, or if `extra_body` holds one of `ours`."""
-        taken = ", ".join(sorted({"model", "messages", *ours} & set(self.extra_body)))
-        price = self.price_per_million_tokens
-        fine = len(self._prices) == 2 and all(0 <= one < math.inf for one in self._prices)
+    def _check_model(self, *reserved_fields: str) -> None:
+        """Check the settings.
+
+        Args:
+            reserved_fields: Fields of a request that `extra_body` must not contain.
+
+        Raises:
+            ConfigurationError: The settings cannot work.
+        """
+        reserved = {"model", "messages", *reserved_fields}
+        conflicts = ", ".join(sorted(reserved & set(self.extra_body)))
+        prices = self._prices
+        are_prices_valid = len(prices) == 2 and all(0 <= price < math.inf for price in prices)
         require_all(
             (self.model, "model is empty: the server serves it under a name"),
-            (not taken, f"extra_body must not hold {taken}: other settings of the judge decide"),
-            (fine, f"price_per_million_tokens={price} must be 0 or more, and finite"),
+            (not conflicts, f"extra_body must not hold {conflicts}: other settings of the judge decide"),
+            (
+                are_prices_valid,
+                f"price_per_million_tokens={self.price_per_million_tokens} must be 0 or more, and finite",
+            ),
         )
 
     @property
@@ -174,10 +221,18 @@ class ModelJudge(RemoteJudge):
         return (price, price) if isinstance(price, int | float) else price
 
     def _spent(self, counts: list[Counts]) -> dict[str, float]:
-        """`judge_tokens` and, with a price, `judge_cost`; nothing if a reply left it out."""
+        """Return `judge_tokens` and, with a price, `judge_cost`; nothing if a reply did not report its tokens."""
         if any(total is None for *_, total in counts):
             return {}
-        prompt, completion, total = (sum(count[i] or 0.0 for count in counts) for i in range(3))
-        price_in, price_out = self._prices
-        spent = {"judge_tokens": total, "judge_cost": (prompt * price_in + completion * price_out) / 1e6}
-        return spent if self.price_per_million_tokens is not None else {"judge_tokens": total}
+        num_prompt = 0.0
+        num_completion = 0.0
+        num_total = 0.0
+        for prompt_tokens, completion_tokens, total_tokens in counts:
+            num_prompt += prompt_tokens or 0.0
+            num_completion += completion_tokens or 0.0
+            num_total += total_tokens or 0.0
+        spent = {"judge_tokens": num_total}
+        if self.price_per_million_tokens is not None:
+            prompt_price, completion_price = self._prices
+            spent["judge_cost"] = (num_prompt * prompt_price + num_completion * completion_price) / 1e6
+        return spent

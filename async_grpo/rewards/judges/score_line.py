@@ -1,25 +1,25 @@
-"""Reads the score of a reply that ends, as a judge is asked to, with a line `Score: x`: the whole number, or nothing.
+r"""`score_in`: the score of a reply that ends with a line `Score: x`. It reads the whole number, or nothing.
 
-The rule. The last mention of the score decides: the word "score" (no part of a longer word), then a colon, an equals sign,
-blanks, quotation marks or Markdown's * and _ , or the word "is". A mention with a colon, an equals sign or "is" goes before
-one without. After it stands a plain decimal number: the digits 0 to 9, a dot as decimal point, perhaps one sign; brackets,
-\\boxed{} or a pair of dollar signs may stand around it. `x/10` and `x out of 10` are x where 10 is the best score of the
-scale.
+The last mention of the score decides. A mention is the word "score" (not a part of a longer word) with a separator behind
+it: a colon, an equals sign, blanks, quotation marks, Markdown's * and _ , or the word "is". A mention with a colon, an
+equals sign or "is" takes precedence over one without. Behind it stands a plain decimal number: the digits 0 to 9, a dot as
+decimal point, perhaps one sign. Brackets, \boxed{} or a pair of dollar signs may stand around it. `x/10` and `x out of 10`
+are x if 10 is the best score of the scale.
 
-The number must be all that is said of the score: the line ends behind it, or a sentence mark does and white space follows.
-After a colon or an equals sign, a remark may follow on the same line: a bracket, a dash between blanks, a check mark or a
-word that belongs to no number, with no other number, in digits or words, near its beginning.
+Nothing else may be said of the score: behind the number, the line ends, or a sentence mark and white space follow. After a
+colon or an equals sign, a remark may follow on the same line. It begins with a bracket, a dash between blanks, a check mark
+or a word that cannot be a part of a number, and has no other number, in digits or words, near its beginning.
 
 Everything else cannot be read: 1e-05, 0x1F, 1/2, 0½, 50%, 1,5, 1,000, 1_000, 1 000, 3-4, 3 or 4, 3.., NaN, full-width and
-Arabic digits, a number of more than 40 characters. Half of such a number would be another score.
+Arabic digits, a number of more than 40 characters. A part of such a number would be another score.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_NUMBER_CHARACTERS = 40  # beyond, a decimal number may be too small or too large for a float
-MAX_TAIL_CHARACTERS = 20_000  # of a reply, in which the score is looked for: it stands at the end
+MAX_NUMBER_CHARACTERS = 40  # a longer number may be too small or too large for a float
+MAX_TAIL_CHARACTERS = 20_000  # at the end of a reply, in which the score is looked for
 
 _WORD = re.compile("score", re.IGNORECASE | re.ASCII)
 _MARKUP_BEFORE = "*_\"'`"
@@ -27,17 +27,19 @@ _MARKUP_BEFORE_CHARACTERS = 8
 _SEPARATOR = re.compile(r"([\s*_\"`]{1,8}is\b)?[\s*_:：=\"`]{1,40}", re.IGNORECASE)
 _SIGNS = ":：="
 _OPENING = re.compile(r"(?:\\boxed\{|[\[($*_\"`]){0,8}")
-_NUMBER_LIKE = re.compile(r"[+\-−–]?\.?\d")  # digits of all scripts: what looks like a number must be one
+_NUMBER_LIKE = re.compile(r"[+\-−–]?\.?\d")  # with digits of all scripts
 _NUMBER = re.compile(r"[+\-−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _CLOSING = re.compile(r"[*_\"'`)\]}>$]{0,8}")
 _OUT_OF = re.compile(r"[ \t]{0,3}(?:/|out of)[ \t]{0,3}([0-9]+(?:\.[0-9]+)?)")
-_END = re.compile(r"[^\S\n]*(?:\n|\Z)|<[/|]")  # of the line, of the text; or a tag closes
+_END = re.compile(
+    r"[^\S\n]*(?:\n|\Z)|<[/|]"
+)  # of the line, of the text, or of an element before a closing tag
 _SENTENCE_MARK = re.compile(r"[.,;:!?][*_\"'`)\]}>$]{0,8}(?=\s|\Z)[^\S\n]*")
 _ANOTHER_NUMBER = re.compile(r"[+\-−–~.=*/×÷^<>≈]{0,3}[^\S\n]*\d")
 _ALTERNATIVE = re.compile(r"(?:or|to|and)\b", re.IGNORECASE)
 _REMARK = re.compile(r"[ \t]{1,3}(?:\(|[-–—]{1,3}[ \t]{1,3}|[✓✔✅]|([^\W\d_]{2,30}))")
 _LETTERS = re.compile(r"[^\W\d_]+")
-_REMARK_CHARACTERS = 24  # of a remark, in which another number would be a part of the score
+_REMARK_CHARACTERS = 24  # at the beginning of a remark, where another number would belong to the score
 _NO_REMARK = frozenset("or to and out per by oder bis und ou point times plus minus squared cubed".split())
 _NUMBER_WORDS = frozenset(
     (
@@ -50,15 +52,16 @@ _NUMBER_WORDS = frozenset(
 
 
 def score_in(text: str, best: float) -> float:
-    """Return the score that the text ends with.
+    r"""Return the score that the text ends with.
 
     Args:
-        best: the best score of the scale, of which `x/best` is a part.
+        text: The reply.
+        best: The best score of the scale, so that `x/best` is x.
 
     Raises:
-        ValueError: there is no score, or what stands there is more, or other, than a plain decimal number.
+        ValueError: There is no score, or it is not a plain decimal number.
 
-    >>> score_in("Score: 3? No, that is harsh.\\n**Score: 7.5/10**", best=10.0)
+    >>> score_in("Score: 3? No, that is harsh.\n**Score: 7.5/10**", best=10.0)
     7.5
     """
     mentions = list(_mentions(text))
@@ -73,7 +76,7 @@ def score_in(text: str, best: float) -> float:
 
 @dataclass(frozen=True)
 class _Mention:
-    """Where the value behind the word "score" begins, and what stands between the two."""
+    """A mention of the score: where the value begins, and what stands between the word "score" and the value."""
 
     text: str
     begin: int
@@ -81,8 +84,10 @@ class _Mention:
     has_verb: bool  # the word "is"
 
     def opened(self) -> int:
-        """Return the position behind the brackets that begin here; a mention without a sign or verb has none."""
-        opening = _OPENING.match(self.text, self.begin) if self.has_sign or self.has_verb else None
+        """Return the position behind opening brackets. A mention without a sign or verb has no brackets."""
+        if not self.has_sign and not self.has_verb:
+            return self.begin
+        opening = _OPENING.match(self.text, self.begin)
         return self.begin if opening is None else opening.end()
 
 
@@ -104,32 +109,33 @@ def _looks_like_a_number(text: str, position: int) -> bool:
 
 def _number_at(text: str, mention: _Mention, best: float) -> float:
     begin = mention.opened()
-    shown = text[begin : begin + MAX_NUMBER_CHARACTERS]
+    excerpt = text[begin : begin + MAX_NUMBER_CHARACTERS]
     number = _NUMBER.match(text, begin)
     if number is None or len(number[0]) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f"the score {shown!r} is no plain decimal number")
+        raise ValueError(f"the score {excerpt!r} is no plain decimal number")
     position = _closed(text, number.end())
-    if out_of := _OUT_OF.match(text, position):
+    out_of = _OUT_OF.match(text, position)
+    if out_of:
         if len(out_of[1]) > MAX_NUMBER_CHARACTERS or float(out_of[1]) != best:
-            raise ValueError(f"the score {shown!r} is a part of another best score than {best:g}")
+            raise ValueError(f"the score {excerpt!r} is a part of another best score than {best:g}")
         position = _closed(text, out_of.end())
     if text.count("$", mention.begin, begin) != text.count("$", begin, position):
-        raise ValueError(f"the score {shown!r} is an amount of dollars")
+        raise ValueError(f"the score {excerpt!r} is an amount of dollars")
     has_remark = mention.has_sign and _is_remark(text, position)
     if not has_remark and not _ends_at(text, position):
-        raise ValueError(f"the score {shown!r} does not end with its number")
+        raise ValueError(f"the score {excerpt!r} does not end with its number")
     return float(number[0].replace("−", "-"))
 
 
 def _closed(text: str, position: int) -> int:
-    """Return the position behind the quotation marks, brackets and Markdown that begin here."""
+    """Return the position behind closing quotation marks, brackets and Markdown."""
     closing = _CLOSING.match(text, position)
-    assert closing is not None, "it may be empty"
+    assert closing is not None, "the pattern matches the empty text"
     return closing.end()
 
 
 def _ends_at(text: str, position: int) -> bool:
-    """Decide whether the number that ends here is all that is said of the score."""
+    """Return whether nothing else is said of the score behind the number that ends here."""
     if _END.match(text, position):
         return True
     mark = _SENTENCE_MARK.match(text, position)
@@ -137,14 +143,14 @@ def _ends_at(text: str, position: int) -> bool:
 
 
 def _is_number(text: str, position: int) -> bool:
-    """Decide whether another number follows, perhaps as an alternative."""
+    """Return whether another number follows, perhaps as an alternative."""
     if _ALTERNATIVE.match(text, position):
         return _names_a_number(text, position)
     return _looks_like_a_number(text, position) or _ANOTHER_NUMBER.match(text, position) is not None
 
 
 def _is_remark(text: str, position: int) -> bool:
-    """Decide whether words follow that leave the number what it is."""
+    """Return whether a remark follows that does not change the number."""
     remark = _REMARK.match(text, position)
     if remark is None or (remark[1] or "").lower() in _NO_REMARK:
         return False
@@ -152,7 +158,7 @@ def _is_remark(text: str, position: int) -> bool:
 
 
 def _names_a_number(text: str, position: int) -> bool:
-    """Decide whether a number stands near the position, on its line, in digits or in words."""
+    """Return whether a number stands near the position, on the same line, in digits or in words."""
     near = text[position : position + _REMARK_CHARACTERS].partition("\n")[0].lower()
     is_in_words = not _NUMBER_WORDS.isdisjoint(_LETTERS.findall(near))
     return is_in_words or any(character.isnumeric() for character in near)

@@ -1,19 +1,19 @@
-"""`RewardModelJudge`: a discriminative reward model behind vLLM's /classify or /pooling; `HTTPScorer`: any reward behind
-a small JSON protocol, version 1.
+"""Judges that return a number: `RewardModelJudge` and `HTTPScorer`.
 
-The request is POSTed to `path`, one sample at a time:
+`RewardModelJudge` asks a discriminative reward model behind vLLM's /classify or /pooling. `HTTPScorer` asks any server that
+implements version 1 of this protocol. A request is POSTed to `path` for each sample:
 
     {"protocol": 1, "id": "9f86d081884c7d65",
      "samples": [{"prompt": ..., "completion": ..., "answer": ..., and the chosen columns}],
-     "images": [["<base64>", ...]]}                        only if a column of images is named; a list per sample
+     "images": [["<base64>", ...]]}                        only if a column of images is named; one list per sample
 
-The reply is a 200 with one score per sample, in their order; the id may be left out, another one is refused:
+The reply is a 200 with one score per sample, in the same order. It may omit the id; a different id is refused.
 
     {"protocol": 1, "id": "9f86d081884c7d65",
      "scores": [{"reward": 0.5, and any further finite numbers} | {"abstain": "why"} | {"error": "why"}]}
 
-An `error` is a failed call, and so is a reply of another version, id or length, or with a number that is none. Nothing of
-a reply can be run. `examples/http_scorer_server.py` is a server to begin with.
+A call has failed if the score is an `error`, if the reply has another version, id or length, or if a number in it is not
+finite. Nothing of a reply can be run. `examples/http_scorer_server.py` is a server to start from.
 """
 
 import base64
@@ -32,23 +32,25 @@ from async_grpo.rewards.judges.judge_replies import MAX_EXTRAS, MAX_NAME_CHARACT
 from async_grpo.rewards.judges.remote_judge import SCORER_URL, JudgeAddresses, ModelJudge, RemoteJudge, Send
 
 PROTOCOL = 1
-FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply
+ID_BYTES = 8  # of a request's random id
+FIELDS = {"classify": "probs", "pooling": "data"}  # field of the reply's item with the numbers, by task
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelJudge(ModelJudge):
-    """The last number that the model gives for the conversation.
+    """The last number that a reward model returns for the conversation. It has no fixed scale.
 
-    The server puts the conversation through the model's own chat template: the sample's `messages` (or else
-    `prompt` or `input` as one message of the user), then the completion as the assistant's, without its end token.
-    Control tokens within the texts are broken (see `judge_prompts`), so that a completion cannot add a turn.
+    The server renders the conversation by the model's own chat template. The conversation consists of the sample's
+    `messages` (or else `prompt` or `input` as one message of the user), and the completion as a message of the assistant,
+    without its end token. Control tokens in the texts are broken (see `judge_prompts`), so that a completion cannot add a
+    turn.
 
     Args:
-        task: "classify", or "pooling" for models that only have that.
-        activation: whether the model's sigmoid or softmax is applied; None leaves it to the server.
-        template: a text with columns in braces to send instead of the conversation, without chat template.
+        task: "classify", or "pooling" for models that cannot classify.
+        activation: Apply the model's sigmoid or softmax; None leaves it to the server.
+        template: A text with columns in braces, which is sent instead of the conversation and without chat template.
 
-    The reward is what the model says and has no fixed scale. Extras: `judge_tokens` and, with a price, `judge_cost`.
+    Extras: `judge_tokens` and, with a price, `judge_cost`.
     """
 
     task: str = "classify"
@@ -58,11 +60,12 @@ class RewardModelJudge(ModelJudge):
     def __post_init__(self) -> None:
         require_all((self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}"))
         super().__post_init__()
-        Template(self.template or "")  # can be read
+        # Raises an error if the template cannot be read
+        Template(self.template or "")
         self._check_model("input", "use_activation")
 
     def default_path(self) -> str:
-        """vLLM's of the task."""
+        """Return vLLM's path of the task."""
         return f"/{self.task}"
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
@@ -70,10 +73,11 @@ class RewardModelJudge(ModelJudge):
         return {"reward": last_number(reply, FIELDS[self.task])}
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
-        """(prompt, completion) tokens of a call; a reward model writes none."""
+        """Return the (prompt, completion) tokens of a call. A reward model writes no tokens."""
         body = self._body(sample)
         texts = [message["content"] for message in body.get("messages", ())] or [body["input"]]
-        return sum(map(len, texts)) / CHARACTERS_PER_TOKEN, 0.0
+        num_characters = sum(len(text) for text in texts)
+        return num_characters / CHARACTERS_PER_TOKEN, 0.0
 
     def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model}
@@ -87,7 +91,11 @@ class RewardModelJudge(ModelJudge):
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:
-    """The last number of the only item's field, however deep. Raises BadReply if there is none."""
+    """Return the last number in a field of the reply's only item, whose lists may be nested.
+
+    Raises:
+        BadReply: There is no such number.
+    """
     item = only_item(reply, "data")
     if item.get("index", 0) != 0:
         raise BadReply(f"the reward model's reply is of the item {quote(item['index'])}, not 0")
@@ -101,11 +109,11 @@ def last_number(reply: Mapping[str, Any], name: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HTTPScorer(RemoteJudge):
-    """What a server of yours says, by the protocol of this module.
+    """The score of a server that implements the protocol of this module.
 
     Args:
-        columns: of the sample to send beside prompt, completion and answer (which is sent if there is one).
-        images: the column with the sample's images: a list of bytes or of base64.
+        columns: Columns of the sample that are sent beside prompt, completion and answer (if there is one).
+        images: The column with the sample's images, each as bytes or base64.
     """
 
     columns: Sequence[str] = ()
@@ -116,34 +124,38 @@ class HTTPScorer(RemoteJudge):
         require_all((not isinstance(self.columns, str), f"columns={self.columns!r} must be a list of names"))
 
     def default_path(self) -> str:
-        """That of the protocol."""
+        """Return the usual path of the protocol."""
         return "/score"
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
-        """By `--http-scorer-urls`; by default where `examples/http_scorer_server.py` listens."""
+        """Return the addresses of `--http-scorer-urls`, or the one of `examples/http_scorer_server.py`."""
         return parse_names(addresses.http_scorer_urls) or (SCORER_URL,)
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
         body = self._body(sample)
-        estimate = sum(len(str(value)) for value in body["samples"][0].values()) / CHARACTERS_PER_TOKEN
-        reply = await send(body, (estimate, 0.0))
+        num_characters = sum(len(str(value)) for value in body["samples"][0].values())
+        reply = await send(body, (num_characters / CHARACTERS_PER_TOKEN, 0.0))
         if reply.get("id", body["id"]) != body["id"]:
             raise BadReply(f"the scorer answers the request {quote(reply['id'])}, not {body['id']!r}")
         return score_of(reply)
 
     def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        shown = {"prompt": as_text(column(sample, "prompt")), "completion": column(sample, "completion")}
+        fields = {"prompt": as_text(column(sample, "prompt")), "completion": column(sample, "completion")}
         if "answer" in sample:
-            shown["answer"] = sample["answer"]
-        shown |= {name: column(sample, name) for name in self.columns}
-        body: dict[str, Any] = {"protocol": PROTOCOL, "id": secrets.token_hex(8), "samples": [shown]}
+            fields["answer"] = sample["answer"]
+        fields |= {name: column(sample, name) for name in self.columns}
+        body: dict[str, Any] = {"protocol": PROTOCOL, "id": secrets.token_hex(ID_BYTES), "samples": [fields]}
         if self.images is not None:
             body["images"] = [_as_base64(column(sample, self.images), self.images)]
         return body
 
 
 def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The one score of a reply. Raises BadReply for an error, and for whatever breaks the protocol."""
+    """Return the only score of a reply.
+
+    Raises:
+        BadReply: The scorer reports an error, or the reply does not follow the protocol.
+    """
     if reply.get("protocol") != PROTOCOL:
         raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
     score = only_item(reply, "scores")
@@ -153,10 +165,12 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
         return {"abstain": _beginning_of(score["abstain"])}
     if "reward" not in score or len(score) > MAX_EXTRAS:
         raise BadReply(f"a score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}")
-    if wrong := {name: value for name, value in score.items() if not is_number(value)}:
-        raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")
-    if long := [name for name in score if len(name) > MAX_NAME_CHARACTERS]:
-        raise BadReply(f"a name in the scorer's score is too long: {quote(long[0])}")
+    other_values = {name: value for name, value in score.items() if not is_number(value)}
+    if other_values:
+        raise BadReply(f"the scorer's score holds what is no finite number: {quote(other_values)}")
+    long_names = [name for name in score if len(name) > MAX_NAME_CHARACTERS]
+    if long_names:
+        raise BadReply(f"a name in the scorer's score is too long: {quote(long_names[0])}")
     return {name: float(value) for name, value in score.items()}
 
 
@@ -165,7 +179,11 @@ def _beginning_of(explanation: Any) -> str:
 
 
 def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The one object in the reply's list. Raises BadReply if it is none."""
+    """Return the only object in a list of the reply.
+
+    Raises:
+        BadReply: The list does not consist of one object.
+    """
     items = reply.get(name)
     if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):
         raise BadReply(f"`{name}` of the reply must be one object for one sample, not {quote(items)}")
@@ -176,9 +194,11 @@ def _as_base64(images: Any, name: str) -> list[str]:
     try:
         if not isinstance(images, list | tuple):
             raise TypeError(f"a {type(images).__name__}")
-        encoded = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in images]
-        for image in encoded:
-            base64.b64decode(image, validate=True)
+        encoded_images = []
+        for image in images:
+            encoded = base64.b64encode(image).decode() if isinstance(image, bytes) else image
+            base64.b64decode(encoded, validate=True)
+            encoded_images.append(encoded)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{name!r} holds no list of images, bytes or base64: {error}") from error
-    return encoded
+    return encoded_images

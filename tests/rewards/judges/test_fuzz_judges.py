@@ -101,11 +101,10 @@ async def test_many_choices_that_take_long_leave_the_loop_free_and_share_one_bud
     options, text = SLOW_READINGS[kind]
     judge = LLMJudge(url="http://127.0.0.1:9", model="m", **VOTES, **options)
     choice = {"message": {"content": text}, "finish_reason": "stop"}
-    votes, reasons = [], []
     threads_before = set(threading.enumerate())
     begun_s = time.process_time()
     async with LoopWatch() as watch:
-        await judge._read({"choices": [choice] * judge.votes}, judge.votes, votes, reasons)
+        votes, reasons = await judge._read({"choices": [choice] * judge.votes}, judge.votes)
     took_s = time.process_time() - begun_s
     assert len(votes) + len(reasons) == judge.votes and "takes more than 0.5 s" in reasons[-1]
     assert watch.longest_s < LONGEST_TURN_S and took_s < 2.0, (watch.longest_s, took_s)
@@ -116,8 +115,7 @@ async def test_many_choices_that_take_long_leave_the_loop_free_and_share_one_bud
 async def test_the_choices_of_a_reply_are_bounded_together():
     judge = LLMJudge(url="http://127.0.0.1:9", model="m", **VOTES)
     choice = {"message": {"content": "x" * 25_000 + "\nScore: 1"}, "finish_reason": "stop"}
-    votes, reasons = [], []
-    await judge._read({"choices": [choice] * 64}, 64, votes, reasons)
+    votes, reasons = await judge._read({"choices": [choice] * 64}, 64)
     assert not votes and len(reasons) == 64 and "too long together: 1600576 characters" in reasons[0]
 
 

@@ -1,1 +1,1 @@
-"""Run by an interpreter of its own: it imports verifiers, and nothing of this package."""
+"""Programs for an interpreter of their own, which import verifiers and nothing of this package."""

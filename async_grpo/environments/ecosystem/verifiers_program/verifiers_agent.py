@@ -1,7 +1,10 @@
-"""verifiers 0.4's environments, in an interpreter of their own: `rows NAME OPTIONS SPLIT`, or `play NAME OPTIONS`, which
-takes trajectories of the run's endpoint for as long as there are any.
+"""Environments of verifiers 0.4, in an interpreter of their own.
 
-OPTIONS: a JSON object of what `vf-eval` calls --env.* and --select.*; those in "train." or "eval." are of that split.
+    verifiers_agent.py rows NAME OPTIONS SPLIT     print the rows of a split
+    verifiers_agent.py play NAME OPTIONS           play trajectories of the run's endpoint, until the endpoint closes
+
+OPTIONS is a JSON object with the options that `vf-eval` calls --env.* and --select.*. Options under "train" or "eval" are
+for that split alone.
 """
 
 import asyncio
@@ -17,109 +20,161 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.generic import deep_merge
 
 CHAT = "verifiers_chat"  # the module beside this one
+REQUEST_TIMEOUT_S = 60.0  # longer than the endpoint keeps a claim waiting
+MAX_NAME_CHARACTERS = 100  # of a number, as the endpoint accepts it
+
+Loaded = tuple[Any, dict[int, Any]]  # an environment, and its tasks by index
 
 
-def load(name: str, options: dict[str, Any], split: str) -> tuple[Any, dict[int, Any]]:
-    """The environment and its tasks. ValueError: it cannot be trained on like this."""
-    of = {one: (options := dict(options)).pop(one, {}) for one in ("train", "eval")}
-    if split == "eval" and not of["eval"]:
+def load(name: str, options: dict[str, Any], split: str) -> Loaded:
+    """Load the environment with the tasks of a split.
+
+    Raises:
+        ValueError: The environment cannot be trained on with these options.
+    """
+    split_options = {"train": options.get("train", {}), "eval": options.get("eval", {})}
+    if split == "eval" and not split_options["eval"]:
         raise ValueError("which tasks are for evaluation? Name them, as eval.taskset.split=test")
-    options = deep_merge(deep_merge(options, of[split]), {"taskset": {"id": name}})
-    select = vf.SelectConfig(**options.pop("select", {}))
-    config = vf.resolve_env_config(options)
+    shared_options = {key: value for key, value in options.items() if key not in split_options}
+    merged = deep_merge(shared_options, split_options[split])
+    merged = deep_merge(merged, {"taskset": {"id": name}})
+    select = vf.SelectConfig(**merged.pop("select", {}))
+    config = vf.resolve_env_config(merged)
     roles = {role: agent for role, agent in config if isinstance(agent, vf.AgentConfig)}
     if len(roles) != 1:
         raise ValueError(f"it has the roles {', '.join(roles)}: only one can be trained")
     ((role, agent),) = roles.items()
-    mine: dict[str, Any] = {"retries": vf.RetryConfig()}  # they would be turns of the same trajectory
+    # A retry would add its turns to the same trajectory
+    changes: dict[str, Any] = {"retries": vf.RetryConfig()}
     if agent.harness is None and vf.default_harness_id(name) == "bash":
-        mine["harness"] = vf.harness_config_type(CHAT)(id=CHAT)
+        changes["harness"] = vf.harness_config_type(CHAT)(id=CHAT)
     if "runtime" not in agent.model_fields_set:
-        mine["runtime"] = vf.SubprocessConfig()
-    env = vf.load_environment(config.model_copy(update={role: agent.model_copy(update=mine)}))
-    if not (taskset := env.taskset.select(select)).bounded:
+        changes["runtime"] = vf.SubprocessConfig()
+    env = vf.load_environment(config.model_copy(update={role: agent.model_copy(update=changes)}))
+    taskset = env.taskset.select(select)
+    if not taskset.bounded:
         raise ValueError("its tasks have no end: say how many, as select.limit=1000")
     return env, {task.data.idx: task for task in taskset}
 
 
 async def play(env: Any, tasks: dict[int, Any], key: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The result of one trajectory. RuntimeError: it has earned no reward."""
-    base_url, variable, task = os.environ["OPENAI_BASE_URL"], f"API_KEY_{hash(key)}", tasks.get(row["task"])
+    """Play one trajectory, and return its result.
+
+    Raises:
+        RuntimeError: The trajectory has no reward.
+    """
+    task = tasks.get(row["task"])
     if task is None or task.hash != row["hash"]:
         raise RuntimeError("the environment makes other tasks each time it is loaded")
-    os.environ[variable] = key  # verifiers gives no subprocess a variable with such a name
+    # The name contains API_KEY, so that verifiers does not hand the variable to subprocesses
+    variable = f"API_KEY_{hash(key)}"
+    os.environ[variable] = key
     try:
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
+        client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var=variable)
         episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
     finally:
         del os.environ[variable]
-    errors = [f"{error.type}: {error.message}" for of in (episode, *episode.traces) for error in of.errors]
+    return result_of(episode)
+
+
+def result_of(episode: Any) -> dict[str, Any]:
+    """Return the reward and the numbers of an episode.
+
+    Raises:
+        RuntimeError: The episode has failed, or was not scored.
+    """
     if not episode.ok or len(episode.traces) != 1:
+        errors = []
+        for part in (episode, *episode.traces):
+            errors += [f"{error.type}: {error.message}" for error in part.errors]
         raise RuntimeError("; ".join(errors) or f"{len(episode.traces)} rollouts: only one can be trained")
     (trace,) = episode.traces
     rewards = {name: reward and reward.score for name, reward in trace.rewards.items()}
-    late = trace.is_timeout and trace.stop_condition != "agent_timeout"  # that one is scored
-    if late or not rewards or None in rewards.values():
+    # A trace that stopped at its agent's time limit is scored; at any other time limit it is not
+    is_late = trace.is_timeout and trace.stop_condition != "agent_timeout"
+    if is_late or not rewards or None in rewards.values():
         raise RuntimeError(f"it has not been scored ({trace.stop_condition}): {rewards}")
     numbers = {plain_name(name): value for name, value in (trace.metrics | rewards).items()}
     return {"reward": trace.reward, "numbers": numbers}
 
 
 def plain_name(name: str) -> str:
-    """Return a name that the run's metrics take; a reward may be called `<lambda>`.
+    """Return a name that the run's metrics accept. A reward may be called `<lambda>`.
 
     >>> plain_name("<lambda>")
     '_lambda_'
     """
-    return re.sub(r"[^\w./-]", "_", name)[:100] or "_"
+    return re.sub(r"[^\w./-]", "_", name)[:MAX_NAME_CHARACTERS] or "_"
 
 
 async def play_all(name: str, options: dict[str, Any]) -> None:
-    """Take trajectories and report them, until the endpoint closes."""
-    loaded: dict[str, tuple[Any, dict[int, Any]]] = {}  # by split
-    http = httpx.AsyncClient(timeout=60)
+    """Play the trajectories of the run's endpoint, many at once, until the endpoint closes."""
+    loaded: dict[str, Loaded] = {}  # by split
+    http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S)
     async with AsyncExitStack() as stack, http, asyncio.TaskGroup() as group:
-
-        async def post(path: str, key: str, body: Any = None) -> Any:
-            url = f"{os.environ['OPENAI_BASE_URL']}/{path}"
-            return await http.post(url, json=body, headers={"Authorization": f"Bearer {key}"})
-
-        async def play_one(key: str, row: dict[str, Any]) -> None:
-            try:
-                answer = await post("result", key, await play(*loaded[row["split"]], key, row))
-                if answer.status_code != 400:  # else its numbers are not finite
-                    return
-                failure = answer.text
-            except (Exception, SystemExit) as error:
-                failure = f"{type(error).__name__}: {error}"
-            with suppress(httpx.HTTPError):  # nor may this end those beside it
-                await post("result", key, {"failure": failure.encode(errors="replace").decode()})
-
         while True:
-            taken = await post("trajectories", os.environ["OPENAI_API_KEY"])
-            if taken.status_code == 204:  # none for now
+            claim = await post(http, "trajectories", os.environ["OPENAI_API_KEY"])
+            is_none_waiting = claim.status_code == httpx.codes.NO_CONTENT
+            if is_none_waiting:
                 continue
-            row = taken.raise_for_status().json()["row"]
-            if row["split"] not in loaded:
-                env, _ = loaded[row["split"]] = load(name, options, row["split"])
+            trajectory = claim.raise_for_status().json()
+            row = trajectory["row"]
+            split = row["split"]
+            if split not in loaded:
+                loaded[split] = load(name, options, split)
+                env, _ = loaded[split]
                 await stack.enter_async_context(env.serving())
-                env._interception = None  # or it would keep a client for each trajectory's key
-            group.create_task(play_one(taken.json()["key"], row))
+                # verifiers would keep a client for the key of each trajectory
+                env._interception = None
+            group.create_task(play_and_report(http, loaded[split], trajectory["key"], row))
 
 
-def main(mode: str, name: str, told: str, split: str = "") -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an environment prints is none of these
-    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # uv, for some scorers
-    options = json.loads(told)
+async def play_and_report(http: httpx.AsyncClient, loaded: Loaded, key: str, row: dict[str, Any]) -> None:
+    """Play one trajectory, and report its reward or its failure."""
+    env, tasks = loaded
+    try:
+        answer = await post(http, "result", key, await play(env, tasks, key, row))
+        # A result is refused if its numbers are not finite
+        if answer.status_code != httpx.codes.BAD_REQUEST:
+            return
+        failure = answer.text
+    except (Exception, SystemExit) as error:
+        failure = f"{type(error).__name__}: {error}"
+    # An error here would end the trajectories beside this one
+    with suppress(httpx.HTTPError):
+        await post(http, "result", key, {"failure": failure.encode(errors="replace").decode()})
+
+
+async def post(http: httpx.AsyncClient, path: str, key: str, body: Any = None) -> httpx.Response:
+    """Send a request to the run's endpoint, and return the response."""
+    url = f"{os.environ['OPENAI_BASE_URL']}/{path}"
+    return await http.post(url, json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def row_of(task: Any, split: str) -> dict[str, Any]:
+    """Return the data set's row of a task."""
+    row = {"input": task.data.prompt_text, "task": task.data.idx, "hash": task.hash, "split": split}
+    answer = getattr(task.data, "answer", None)
+    if answer is not None:
+        row["answer"] = answer
+    return row
+
+
+def main(mode: str, name: str, options_json: str, split: str = "") -> None:
+    """Run a command; see the top of this file."""
+    # Rows go to the standard output, and what an environment prints goes to the standard error
+    rows_file = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # Some scorers start uv, which is installed beside this interpreter
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    options = json.loads(options_json)
     try:
         vf.import_taskset(name)
         if mode == "play":
             asyncio.run(play_all(name, options))
-        for task in load(name, options, split)[1].values():
-            row = {"input": task.data.prompt_text, "task": task.data.idx, "hash": task.hash, "split": split}
-            answer = getattr(task.data, "answer", None)
-            print(json.dumps(row | ({} if answer is None else {"answer": answer}), default=str), file=answers)
+        _, tasks = load(name, options, split)
+        for task in tasks.values():
+            print(json.dumps(row_of(task, split), default=str), file=rows_file)
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())
         hint = f": {sys.executable} -m pip install its package" if isinstance(error, ImportError) else ""

@@ -1,4 +1,7 @@
-"""verifiers' harness `null` in the process that asks; its own starts a program for each turn of a user."""
+"""`ChatHarness`: the harness `null` of verifiers, in this process.
+
+The harness of verifiers starts a program for each turn of a user.
+"""
 
 import json
 from contextlib import AsyncExitStack
@@ -11,38 +14,61 @@ from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-__all__ = ["ChatHarness"]  # where verifiers looks for a harness
+__all__ = ["ChatHarness"]  # verifiers takes the harness from here
 
 
 class ChatHarness(NullHarness):
-    """The model is told and asked, its tools are called, until it says something without a call."""
+    """Ask the model and call the tools that it names, until it answers without a call."""
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
-    async def setup(self, runtime: Any) -> None: ...
+    async def setup(self, runtime: Any) -> None:
+        """Do nothing: there is no program to install."""
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore
-        system, told = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        told = [vf.UserMessage(content=told)] if isinstance(told, str) else told or []
-        messages += map(message_to_wire, told)
-        url, key = f"{endpoint}/chat/completions", {"Authorization": f"Bearer {secret}"}
+        """Play one trajectory."""
+        url = f"{endpoint}/chat/completions"
+        headers = {"Authorization": f"Bearer {secret}"}
+        messages = self._first_messages(data)
+        servers_config = {}
+        for name, server_url in mcp_urls.items():
+            servers_config[name] = {"url": server_url, "timeout": self.config.tool_timeout}
         async with AsyncExitStack() as stack, httpx.AsyncClient(timeout=None, verify=False) as client:
-            specs = {one: {"url": at, "timeout": self.config.tool_timeout} for one, at in mcp_urls.items()}
-            tools, names, servers = await connect_mcp({"mcpServers": specs}, stack)
-            asked = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            tools, names, servers = await connect_mcp({"mcpServers": servers_config}, stack)
+            request = {"model": ctx.model, "messages": messages}
+            if tools:
+                request["tools"] = tools
             while True:
-                answer = await client.post(url, json=asked, headers=key)
-                if answer.is_error:  # at a limit of the run: what there is is scored
-                    return vf.ProgramResult(int("trajectory_over" not in answer.text), "", answer.text)
-                messages.append(answer.json()["choices"][0]["message"])
-                for call in messages[-1].get("tool_calls") or ():
-                    said = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
-                    try:
-                        arguments = dict(json.loads(call["function"]["arguments"] or "{}"))
-                        said["content"] = await call_mcp(servers, names, said["name"], arguments)
-                    except (KeyError, TypeError, ValueError) as error:  # no such tool, or no JSON object
-                        said["content"] = f"error: {type(error).__name__}: {error}"
-                    messages.append(bound_tool_message(said))
-                if messages[-1]["role"] == "assistant":
+                answer = await client.post(url, json=request, headers=headers)
+                if answer.is_error:
+                    # A trajectory that has reached a limit of the run is scored as it is
+                    is_failure = "trajectory_over" not in answer.text
+                    return vf.ProgramResult(int(is_failure), "", answer.text)
+                message = answer.json()["choices"][0]["message"]
+                messages.append(message)
+                calls = message.get("tool_calls") or ()
+                for call in calls:
+                    messages.append(bound_tool_message(await _tool_message(servers, names, call)))
+                if not calls:
                     return vf.ProgramResult(0, "", "")
+
+    def _first_messages(self, data: Any) -> list[dict[str, Any]]:
+        """Return the prompt of a task as messages."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        prompt_messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+        messages += [message_to_wire(message) for message in prompt_messages]
+        return messages
+
+
+async def _tool_message(servers: Any, names: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """Call a tool, and return its answer as a message."""
+    function = call["function"]
+    message = {"role": "tool", "tool_call_id": call["id"], "name": function["name"]}
+    try:
+        arguments = dict(json.loads(function["arguments"] or "{}"))
+        message["content"] = await call_mcp(servers, names, function["name"], arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        # There is no such tool, or the arguments are no JSON object
+        message["content"] = f"error: {type(error).__name__}: {error}"
+    return message
