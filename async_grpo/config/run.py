@@ -58,21 +58,32 @@ class RunConfig(RunOptions):
 class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
     """What one inference worker is told; temperature, lengths, stop ids and dtype come from the trainer."""
 
-    mode: str = required("What it does for the run.", choices=("generation", "logprob"), everyday=True)
-    reward_fns: str = option("", "Comma list of rewards of the run (generation mode).", everyday=True)
+    mode: str = required(
+        "What the worker does for the run: generate completions, or compute log-probs.",
+        choices=("generation", "logprob"),
+        everyday=True,
+    )
+    reward_fns: str = option(
+        "",
+        "Comma list of the run's rewards, which a generation worker may name instead of the trainer.",
+        everyday=True,
+    )
     drain_s: float = _cluster(
         30.0,
-        "On SIGTERM, time for what the worker has begun; the rest goes on elsewhere.",
+        "Seconds that the worker has after SIGTERM to finish its work. What it does not finish continues on other "
+        "workers.",
         range=NOT_NEGATIVE,
     )
     rejoin_s: float = _cluster(
         300.0,
-        "How long a worker whose trainer died waits, its model loaded, for it to be started again; 0: not at all.",
+        "Seconds that a worker whose trainer died keeps its model loaded and waits for the trainer to start again; 0 "
+        "does not wait.",
         range=NOT_NEGATIVE,
     )
     node: str = _cluster(
         "here",
-        "Where the worker runs: on this node; on any; or on any with free GPUs, also one that joins later.",
+        "Where the worker runs: here (on this node), on any node, or on any node with free GPUs (gpu), which may "
+        "join later.",
         choices=("here", "any", "gpu"),
     )
 

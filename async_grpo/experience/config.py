@@ -29,74 +29,103 @@ class BatchConfig(AlgorithmConfig):
     """What the batcher is given. The algorithm's options are among them: advantages are computed here."""
 
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
-    samples_per_question: int = _batches(32, "Completions per question: the group size.", range=OF_A_GROUP)
-    train_minibatch_size: int | None = _batches(
-        None, "Samples per optimizer step (default: the whole batch).", range=POSITIVE
+    samples_per_question: int = _batches(
+        32, "Completions per question, which is the group size.", range=OF_A_GROUP
     )
-    num_training_batches: int = _batches(1_000_000, "Iterations, the schedules' horizon.", range=POSITIVE)
-    max_tokens_per_gpu: int = _batches(36_000, "Token budget of one micro-batch on one rank.", range=POSITIVE)
+    train_minibatch_size: int | None = _batches(
+        None, "Samples per optimizer step. By default one step trains the whole batch.", range=POSITIVE
+    )
+    num_training_batches: int = _batches(
+        1_000_000, "Iterations of the whole run, over which learning rate schedules extend.", range=POSITIVE
+    )
+    max_tokens_per_gpu: int = _batches(
+        36_000, "Maximum tokens of one micro-batch on one rank.", range=POSITIVE
+    )
     max_staleness: int = _batches(
-        1, "Oldest policy a trained token may come from, in steps (0: on-policy).", range=NOT_NEGATIVE
+        1,
+        "Optimizer steps by which a trained token's policy may be older than the current policy; 0 trains on-policy.",
+        range=NOT_NEGATIVE,
     )
     groups_alive: int | None = option(
         None,
-        "Groups between admission and the live weights trained on them. Fewer than (max_staleness + 1) steps' worth (the "
-        "default): any finished group may join a step as long as none becomes too old, for long-tailed lengths.",
+        "Maximum number of groups between their admission and the moment the weights trained on them are live. The "
+        "default is --max-staleness + 1 steps' worth. With fewer, finished groups may join a step before older, "
+        "unfinished ones, which helps if few completions are very long.",
         "Batches",
         range=POSITIVE,
         portable=True,
     )
     max_token_staleness: int | None = off_policy(
-        None, "Leave tokens of policies older than this out of the loss.", range=NOT_NEGATIVE
+        None,
+        "Leave tokens out of the loss whose policy is older than this number of steps. By default none are left out.",
+        range=NOT_NEGATIVE,
     )
     scheduling: str = option(
         "least_loaded",
-        "Which worker a group goes to, or FILE.py:NAME of a policy of your own.",
+        "Policy that chooses the worker of each group: a name, or FILE.py:NAME of your own.",
         "Cluster",
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
         own=True,
     )
     infinite_sampler_seed: int = option(
-        37, "Seed of the questions' order and everything random.", "Batches", portable=True
+        37, "Seed of the order of questions and of everything else that is random.", "Batches", portable=True
     )
-    dump_samples_filename: str | None = option(None, "Also write samples (JSONL) into output_dir.", "Output")
+    dump_samples_filename: str | None = option(
+        None,
+        "File in --output-dir that all samples are written to as JSONL. By default none is written.",
+        "Output",
+    )
     experience_timeout_s: float = option(
-        1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
+        1800.0,
+        "Seconds that a rank waits for its next micro-batch before the run ends with an error.",
+        "Cluster",
+        range=POSITIVE,
     )
 
     deterministic: bool = on_groups(
         False,
-        "Train a step once it is whole, in order of admission: the same samples then make the same bits, and a resumed run "
-        "those of one that was never stopped, if --max-staleness is 0.",
+        "Train each step once it is complete, in the order of admission. The same samples then give the same bits. "
+        "With --max-staleness 0, a resumed run gives the bits of a run that was never interrupted.",
     )
     checkpoint_every_s: float = option(
-        600.0, "Save what a resumed run needs every so many seconds.", "Output", range=POSITIVE
+        600.0, "Save a checkpoint to resume from at intervals of this many seconds.", "Output", range=POSITIVE
     )
-    mask_truncated: bool = on_groups(True, "Leave truncated completions out of the loss.")
+    mask_truncated: bool = on_groups(
+        True, "Leave completions that reached the maximum length out of the loss."
+    )
     zero_variance: str = on_groups(
         "keep",
-        "Groups of equal rewards: keep, filter (out of the loss) or resample (another prompt).",
+        "What happens to groups whose rewards are all equal: keep them, filter them out of the loss, or resample "
+        "(replace them by another prompt).",
         choices=("keep", "filter", "resample"),
     )
     max_resamples: int = on_groups(
-        8, "Prompts that may replace one without signal; then its group is taken.", range=NOT_NEGATIVE
+        8,
+        "Prompts that may replace one group without signal; the last one is trained even if it has no signal either.",
+        range=NOT_NEGATIVE,
     )
     retire_solved_above: float | None = on_groups(
-        None, "Draw a question no more once a group's mean reward reached this."
+        None,
+        "Stop drawing a question once the mean reward of its group has reached this. By default questions never "
+        "retire.",
     )
     curriculum: str | None = on_groups(
         None,
-        "Column of the rows with their difficulty, whole numbers: of each task (their column task), only rows of one level "
-        "are drawn, from the lowest.",
+        "Column with an integer difficulty. Training draws rows of one difficulty at a time, per `task`, starting "
+        "with the lowest.",
     )
     curriculum_up_at: float = on_groups(
-        0.75, "The next higher level takes its place once 16 groups have this mean reward."
+        0.75, "Mean reward of 16 groups at which the curriculum moves on to the next higher difficulty."
     )
-    curriculum_down_at: float = on_groups(0.25, "And the next lower one once they have this.")
-    min_valid_samples: int = on_groups(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
-    truncation_alarm: float = on_groups(0.5, "Warn above this share of truncated completions.", range=SHARE)
+    curriculum_down_at: float = on_groups(
+        0.25, "Mean reward of 16 groups at which the curriculum moves back to the next lower difficulty."
+    )
+    min_valid_samples: int = on_groups(2, "Rewards that a group needs to be trained on.", range=POSITIVE)
+    truncation_alarm: float = on_groups(
+        0.5, "Warn if more than this share of the completions is truncated.", range=SHARE
+    )
     failure_alarm: float = option(
-        0.1, "Warn when more than this share of a reward's calls fails.", "Rewards", range=SHARE
+        0.1, "Warn if more than this share of a reward's calls fails.", "Rewards", range=SHARE
     )
 
     @property
@@ -146,16 +175,23 @@ class EvaluationTask(Section):
     """What an evaluation asks, and what passes."""
 
     eval_data_path: str | None = _evaluation(
-        None, "JSONL of held-out questions; several: NAME=FILE,NAME=FILE.", everyday=True
+        None,
+        "JSONL file of held-out questions; several files are written NAME=FILE,NAME=FILE. By default nothing is "
+        "evaluated.",
+        everyday=True,
     )
-    eval_samples: int = _evaluation(1, "Completions of each question: n of avg@n and pass@k.", range=POSITIVE)
+    eval_samples: int = _evaluation(
+        1, "Completions per question in evaluations, the n of avg@n and pass@k.", range=POSITIVE
+    )
     eval_temperature: float | None = _evaluation(
-        None, "Their temperature (default: --temperature; 0: greedy).", range=NOT_NEGATIVE
+        None, "Temperature of evaluations; 0 is greedy. The default is --temperature.", range=NOT_NEGATIVE
     )
     eval_max_tokens: int | None = _evaluation(
-        None, "Their longest length (default: --max-generation-tokens).", range=POSITIVE
+        None,
+        "Maximum length of a completion in evaluations, in tokens. The default is --max-generation-tokens.",
+        range=POSITIVE,
     )
-    eval_pass_reward: float = _evaluation(1.0, "The reward from which on a completion passes.")
+    eval_pass_reward: float = _evaluation(1.0, "Lowest reward with which a completion passes.")
 
     @property
     def eval_files(self) -> dict[str, str]:
@@ -180,15 +216,17 @@ class EvaluationConfig(EvaluationTask):
     """How the policy is evaluated, beside its training."""
 
     eval_every: int = _evaluation(
-        0, "Evaluate every so many steps, besides start and end (0: only these).", range=NOT_NEGATIVE
+        0,
+        "Evaluate at intervals of this many steps, besides the start and the end of the run; 0 evaluates only there.",
+        range=NOT_NEGATIVE,
     )
     eval_share: float = _evaluation(
         0.25,
-        "Completions evaluated at once, as a share of those in flight for training.",
+        "Completions evaluated at once, as a share of the completions in flight for training.",
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(
-        False, "Have the training wait, so that one policy answers; else the policies that pass by do."
+        False, "Pause training during an evaluation, so that a single policy version generates all of it."
     )
 
     def evaluation_is_due(self, step: int, num_steps: int) -> bool:

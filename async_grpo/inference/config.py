@@ -103,32 +103,39 @@ class EngineOptions(Section):
 
     engine: str = _engine(
         "vllm",
-        "Which inference engine, or FILE.py:NAME of a class of your own.",
+        "Inference engine: a name, or FILE.py:NAME of a class of your own.",
         choices="async_grpo.inference.config:ENGINES",
         own=True,
     )
     max_num_seqs: int | None = _engine(
         None,
-        "Sequences each engine decodes at once; by default as many as the run has in flight and its memory holds.",
+        "Sequences that each engine decodes at once. By default as many as the run has in flight and the engine's "
+        "memory holds.",
         range=POSITIVE,
         everyday=True,
     )
     overhead_seqs: int = _engine(
-        16, "Further sequences admitted, so that the engine never runs dry.", range=NOT_NEGATIVE
+        16, "Further sequences that each engine takes, so that it never runs out of work.", range=NOT_NEGATIVE
     )
     tensor_parallel_size: int = _engine(1, "GPUs of each generation worker.", range=POSITIVE, everyday=True)
     gpu_memory_utilization: float = _engine(
         0.9, "Share of each GPU's memory that the engine may take.", range=POSITIVE_SHARE
     )
-    enable_prefix_caching: bool = _engine(True, "Share the prompt's KV cache within a group.")
-    enforce_eager: bool = _engine(False, "Do not compile the engine's model: starts faster, runs slower.")
+    enable_prefix_caching: bool = _engine(True, "Share the KV cache of the prompt within a group.")
+    enforce_eager: bool = _engine(
+        False, "Do not compile the engine's model, so that it starts faster and runs slower."
+    )
     engine_stall_s: float = _engine(
-        120.0, "An engine that has work and makes no token for so long is given up.", range=POSITIVE
+        120.0, "Seconds without a token after which an engine that has work is ended.", range=POSITIVE
     )
     engine_restarts: int = _engine(
-        3, "How often a worker that died is started again, after 5, 25, 125 s.", range=NOT_NEGATIVE
+        3,
+        "Number of times in a row that a worker which died is started again, after 5, 25 and 125 seconds.",
+        range=NOT_NEGATIVE,
     )
-    engine_options: str = _engine("", "Further arguments of vLLM's engine: kv_cache_dtype=fp8,block_size=32.")
+    engine_options: str = _engine(
+        "", "Further arguments of vLLM's engine, such as kv_cache_dtype=fp8,block_size=32."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +166,9 @@ class EngineConfig(EngineOptions):
     """What one engine is started with."""
 
     model_path: str = required(
-        "Hugging Face folder of the model; must be the trainer's.", everyday=True, also="model_name_or_path"
+        "Hugging Face folder of the model, which must be the trainer's.",
+        everyday=True,
+        also="model_name_or_path",
     )
 
     def with_sequences(self, settings: SharedRunSettings) -> Self:

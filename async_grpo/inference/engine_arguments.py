@@ -14,7 +14,7 @@ from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
 
-# Arguments that have the engine draft tokens. This fails on the CPU, where `_expand_kernel_impl` fills a copy of its output,
+# Arguments that have the engine draft tokens. On the CPU they fail: `_expand_kernel_impl` fills a copy of its output there,
 # and generators lack the offset by which seeded drafts are taken back
 SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 

@@ -26,16 +26,21 @@ Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]
 class JudgeAddresses(Section):
     """Where the judges are asked whose entry in the registry file says no `url`, and what is known of those servers."""
 
-    judge_urls: str = _judge("", "Where judges are asked whose entry says no url: URL,URL,... (replicas).")
+    judge_urls: str = _judge(
+        "", "Comma list of URLs of replicas that serve the judges whose registry entry names no URL."
+    )
     http_scorer_urls: str = _judge(
-        "", "The same for http_scorer; by default where examples/http_scorer_server.py listens."
+        "", "Comma list of URLs for http_scorer. The default is where examples/http_scorer_server.py listens."
     )
     judge_model_id: str | None = _judge(
-        None, "By which the verdict cache knows the model behind --judge-urls, whatever their ports."
+        None,
+        "Name of the model behind --judge-urls, by which the verdict cache recognizes it. By default the URLs "
+        "identify it.",
     )
     judge_idle_sleep_s: float | None = _judge(
         None,
-        "The servers give their GPU memory back after so many seconds without a call, until the next.",
+        "Seconds without a call after which judge servers release their GPU memory until the next call. By default "
+        "they keep it.",
         range=POSITIVE,
     )
 
