@@ -11,12 +11,13 @@ from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.weights.config import WeightConfig
 
-_output, _cluster = partial(option, panel="Output"), partial(option, panel="Cluster")
+_output = partial(option, panel="Output")
+_cluster = partial(option, panel="Cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberConfig(Section):
-    """What every program of a run is told."""
+    """The options of every program of a run."""
 
     run_name: str = option(
         "default",
@@ -110,9 +111,15 @@ class RunOptions(
 
     @property
     def logprob_roles(self) -> tuple[str, ...]:
-        """The kinds of logprob worker that the run needs; usually none."""
-        return ("reference",) * (self.kl_coef > 0) + ("proximal",) * self.needs_proximal
+        """Return the kinds of logprob worker that the run needs; usually none."""
+        roles = []
+        if self.kl_coef > 0:
+            roles.append("reference")
+        if self.needs_proximal:
+            roles.append("proximal")
+        return tuple(roles)
 
     @property
     def output_path(self) -> Path:
+        """Return the output folder as a path."""
         return Path(self.output_dir)
