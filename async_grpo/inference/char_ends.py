@@ -34,7 +34,6 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     >>> char_ends(Bytes(), "a🙂b".encode(), "a🙂b").tolist()
     [1, 1, 1, 1, 2, 3]
     """
-
     ids = [int(token) for token in token_ids]
     ends = np.zeros(len(ids), np.int32)
     # A token is settled when its text cannot change any more. tokens[window_begin:num_settled] are decoded once more as

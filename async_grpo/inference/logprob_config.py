@@ -7,7 +7,7 @@ from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobConfig(Section):
-    """What one logprob worker is started with."""
+    """The options of one logprob worker."""
 
     max_tokens_per_gpu: int = option(
         46_000, "Maximum tokens of one packed forward pass.", "Logprob mode", range=POSITIVE
