@@ -193,8 +193,8 @@ class EngineConfig(EngineOptions):
         """Choose `max_num_seqs` if the user did not. Must be called in the process of the engine.
 
         One batch of all samples in flight costs the least per token. The maximum on a GPU is vLLM's own default. On the
-        CPU it is 1,024, and the number of sequences of half the maximum length that the KV cache holds (if it runs full, vLLM
-        computes some sequences again).
+        CPU it is 1,024, and the number of sequences of half the maximum length that the KV cache holds (if it runs full,
+        vLLM computes some sequences again).
         """
         if self.max_num_seqs is not None:
             return self
