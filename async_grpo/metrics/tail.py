@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last `count` finished lines; fewer if there are no more, [] without a file.
+    r"""Return the last `count` finished lines; fewer if there are no more, [] without a file.
 
     Lines of more than MAX_LINE_BYTES, and what lies before the last MAX_TAIL_BYTES, are passed over.
 
-    >>> import tempfile; path = Path(tempfile.mkstemp()[1]); _ = path.write_text("a\\nb\\nc\\nunfinish")
+    >>> import tempfile; path = Path(tempfile.mkstemp()[1]); _ = path.write_text("a\nb\nc\nunfinish")
     >>> last_lines(path, 2)
     ['b', 'c']
     """
@@ -44,7 +44,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last objects of a JSONL file; lines that are none are passed over."""
+    """Return the last objects of a JSONL file; lines that hold no object are skipped."""
     return list(_records(last_lines(path, count)))
 
 
