@@ -22,7 +22,7 @@ def end_in_order(
 
     The process ends at once at a second signal, after `grace_s` seconds, or if nothing is left to save.
 
-    `end_in_order` must be called in the main thread, which may be inside a collective when a signal comes. Python's handlers
+    Call `end_in_order` in the main thread, which may be inside a collective when a signal comes. Python's handlers
     would wait for the end of the collective, so a thread reads the signals from a pipe.
 
     Args:
