@@ -57,17 +57,23 @@ class RemoteExperience:
         self.told_to_end = threading.Event()  # once it is set, no evaluation is waited for
 
     def start(self) -> None:
-        """Begin to generate; see `ExperienceSource`. An evaluation that is due now begins before."""
-        # The evaluation that was under way when an earlier start of the run ended is missing in the file
-        eval_every = self.config.eval_every
-        last_due_step = self.resumed_at - self.resumed_at % eval_every if eval_every else 0
-        records = last_records(self.config.output_path / EVAL_FILE, MAX_EVALUATIONS_READ)
-        if all(record["step"] < last_due_step for record in records):
-            self._begin_evaluation(self.resumed_at)
-            if self.config.eval_pinned:
-                self._end_evaluation(self._evaluation_deadline())
+        """Evaluate the policy that the run starts with, then begin to generate; see `ExperienceSource`.
+
+        Training waits for this evaluation, so that one policy gives all of its answers: later evaluations are compared
+        with it.
+        """
+        if self._is_start_evaluation_due():
+            self._begin_evaluation(self.resumed_at, is_training_waiting=True)
+            self._end_evaluation(self._evaluation_deadline())
         if self.rank == 0:
             answer(self.controller.start.remote())
+
+    def _is_start_evaluation_due(self) -> bool:
+        """Return whether the last evaluation that was due is missing, as it is if the run ended meanwhile."""
+        eval_every = self.config.eval_every
+        due_step = self.resumed_at - self.resumed_at % eval_every if eval_every else 0
+        evaluations = last_records(self.config.output_path / EVAL_FILE, MAX_EVALUATIONS_READ)
+        return all(evaluation["step"] < due_step for evaluation in evaluations)
 
     def next_message(self, rank: int) -> Message:
         """Wait for the next message; see `ExperienceSource`. It raises the errors of the batcher."""
@@ -93,11 +99,12 @@ class RemoteExperience:
     def after_step(self, step: int) -> dict[str, Any]:
         """Begin an evaluation if one is due, and return the metrics of an evaluation that has ended meanwhile."""
         is_due = self.config.evaluation_is_due(step, self.config.num_steps)
-        must_wait = is_due and (step == self.config.num_steps or self.config.eval_pinned)
-        deadline = self._evaluation_deadline() if must_wait else None
+        is_last = step == self.config.num_steps
+        is_training_waiting = is_due and (is_last or self.config.eval_pinned)
+        deadline = self._evaluation_deadline() if is_training_waiting else None
         self._end_evaluation(deadline)
         if is_due:
-            self._begin_evaluation(step)
+            self._begin_evaluation(step, is_training_waiting)
             self._end_evaluation(deadline)
         metrics = self._eval_metrics
         self._eval_metrics = {}
@@ -107,14 +114,16 @@ class RemoteExperience:
         """Return until when (`time.monotonic`) the training waits for an evaluation."""
         return time.monotonic() + self.config.experience_timeout_s
 
-    def _begin_evaluation(self, step: int) -> None:
+    def _begin_evaluation(self, step: int, is_training_waiting: bool) -> None:
+        """Begin an evaluation; while training waits, it has all engines to itself."""
         if self._questions is None:
             return
         if self._evaluation is not None:
             log.warning("step %d is not evaluated: step %d still is", step, self._evaluation[0])
             return
         log.info("evaluating at step %d", step)
-        self._evaluation = (step, self.controller.evaluate.remote(self._questions, self.config))
+        config = dataclasses.replace(self.config, eval_pinned=is_training_waiting)
+        self._evaluation = (step, self.controller.evaluate.remote(self._questions, config))
 
     def _end_evaluation(self, deadline: float | None = None) -> None:
         """Write the results of an evaluation that has ended, or that ends before the deadline."""

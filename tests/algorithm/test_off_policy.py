@@ -127,7 +127,7 @@ def test_weights_are_those_of_a_loop_whatever_the_packing_the_order_and_the_garb
 
 @given(
     batches,
-    st.sampled_from(STATISTICS),
+    st.sampled_from(list(STATISTICS)),
     st.sampled_from([(None, 0.05), (None, 1.0), (None, 5.0), (0.0, 0.1), (0.9, 1.1), (0.3, None)]),
 )
 @settings(max_examples=75, deadline=None)
