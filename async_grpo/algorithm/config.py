@@ -47,82 +47,128 @@ class AlgorithmConfig(Section):
 
     recipe: str | None = _algorithm(
         None,
-        "Preset of the options below; what you set yourself goes before.",
+        "Preset of the algorithm's options. Options that you set explicitly override it.",
         choices="async_grpo.config.recipes:RECIPES",
         everyday=True,
     )
     advantage_estimator: str = _registered(
         "grpo",
-        "How rewards become advantages, or FILE.py:NAME.",
+        "Function that turns rewards into advantages: a name, or FILE.py:NAME of your own.",
         choices="async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS",
     )
-    estimator_options: str = _algorithm("", "Its further options: gamma=0.99,lam=0.95.")
+    estimator_options: str = _algorithm(
+        "", "Further options of --advantage-estimator, such as gamma=0.99,lam=0.95."
+    )
     policy_loss: str = _registered(
         "ppo_clip",
-        "How advantages become a loss, or FILE.py:NAME.",
+        "Function that turns advantages into a loss: a name, or FILE.py:NAME of your own.",
         choices="async_grpo.algorithm.losses:POLICY_LOSSES",
     )
-    loss_options: str = _algorithm("", "Its further options: cap=5,cap_mode=clamp.")
+    loss_options: str = _algorithm("", "Further options of --policy-loss, such as cap=5,cap_mode=clamp.")
     loss_aggregation: str = _algorithm(
         "token_mean",
-        "How token losses become one number.",
+        "How the losses of all tokens are combined into one number.",
         choices="async_grpo.algorithm.aggregation:AGGREGATIONS",
     )
-    clip_low: float | None = _algorithm(None, "Clip ratios below 1 - this (None: the loss's).", range=SHARE)
-    clip_high: float | None = _algorithm(
-        None, "The ratio is clipped above 1 + this (default: the loss's own).", range=NOT_NEGATIVE
+    clip_low: float | None = _algorithm(
+        None, "Clip the policy ratio below 1 minus this. By default the loss chooses.", range=SHARE
     )
-    entropy_coef: float = _algorithm(0.0, "Weight of an entropy bonus.", range=NOT_NEGATIVE)
+    clip_high: float | None = _algorithm(
+        None, "Clip the policy ratio above 1 plus this. By default the loss chooses.", range=NOT_NEGATIVE
+    )
+    entropy_coef: float = _algorithm(
+        0.0, "Weight of the entropy bonus in the loss; 0 leaves it out.", range=NOT_NEGATIVE
+    )
     kl_coef: float = _algorithm(
         0.0,
-        "Weight of the KL to the reference (0: no reference worker is needed).",
+        "Weight of the KL divergence from the reference policy; 0 leaves it out and needs no reference worker.",
         range=NOT_NEGATIVE,
         everyday=True,
     )
     kl_kind: str = _algorithm(
         "k3",
-        "Estimator of that KL; a + at the end: gradient of k2.",
+        "Estimator of the KL divergence. With a + at the end, its gradient is that of k2.",
         choices="async_grpo.algorithm.kl:KL_KINDS",
     )
-    kl_clamp: float | None = _algorithm(None, "Hold each token's KL within +- this.", range=POSITIVE)
-    kl_in_reward: bool = _algorithm(False, "Take the KL off the reward instead of adding it to the loss.")
+    kl_clamp: float | None = _algorithm(
+        None,
+        "Clamp the KL estimate of each token to plus or minus this, in nats. By default it is not clamped.",
+        range=POSITIVE,
+    )
+    kl_in_reward: bool = _algorithm(
+        False, "Subtract the KL divergence from the reward instead of adding it to the loss."
+    )
 
     old_policy: str = off_policy(
         "behaviour",
-        "What the ratio is taken against: behaviour (the engine), proximal (a logprob worker) or current (ratio 1).",
+        "Denominator of the policy ratio: behaviour (log-probs of the engine), proximal (log-probs of a logprob "
+        "worker) or current (the ratio is 1).",
         choices=("behaviour", "proximal", "current"),
     )
     importance_level: str = off_policy(
-        "none", "Importance weights current (or proximal) / engine.", choices=("none", "token", "sequence")
+        "none",
+        "Correct the mismatch of trainer and engine by importance weights, one per token or one per sequence.",
+        choices=("none", "token", "sequence"),
     )
-    importance_mode: str = off_policy("truncate", "TIS (truncate) or IcePop.", choices=("truncate", "mask"))
-    importance_low: float | None = off_policy(None, "Lowest weight.", range=NOT_NEGATIVE)
-    importance_high: float = off_policy(2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True)
-    importance_normalize: bool = off_policy(False, "Divide the weights by their mean over the step.")
+    importance_mode: str = off_policy(
+        "truncate",
+        "What happens to an importance weight out of bounds: truncate moves it to the bound (TIS), mask leaves its "
+        "tokens out (IcePop).",
+        choices=("truncate", "mask"),
+    )
+    importance_low: float | None = off_policy(
+        None, "Lowest importance weight. By default there is none.", range=NOT_NEGATIVE
+    )
+    importance_high: float = off_policy(
+        2.0, "Highest importance weight; inf sets no limit.", range=POSITIVE, unbounded=True
+    )
+    importance_normalize: bool = off_policy(
+        False, "Divide the importance weights by their mean over the step."
+    )
     rejection_statistic: str | None = off_policy(
         None,
-        "Leave tokens or sequences out of the loss by this mismatch.",
+        "Leave tokens or sequences out of the loss if this measure of the mismatch of trainer and engine is out of "
+        "bounds.",
         choices="async_grpo.algorithm.off_policy:REJECTION_STATISTICS",
     )
-    rejection_low: float | None = off_policy(None, "Lowest accepted value.", unbounded=True)
-    rejection_high: float | None = off_policy(None, "Highest accepted value.", unbounded=True)
-    float32_head: bool = off_policy(False, "Engines compute logits in float32, as the trainer always does.")
-    top_p: float = off_policy(1.0, "Refused unless 1: engine log-probs would be those of another policy.")
-    top_k: int = off_policy(0, "Refused unless 0, for the same reason.")
+    rejection_low: float | None = off_policy(
+        None, "Lowest accepted value of --rejection-statistic. By default there is none.", unbounded=True
+    )
+    rejection_high: float | None = off_policy(
+        None, "Highest accepted value of --rejection-statistic. By default there is none.", unbounded=True
+    )
+    float32_head: bool = off_policy(
+        False, "Have the engines compute logits in float32, as the trainer always does."
+    )
+    top_p: float = off_policy(
+        1.0, "Must be 1: otherwise the engine's log-probs would be those of another policy."
+    )
+    top_k: int = off_policy(
+        0, "Must be 0: otherwise the engine's log-probs would be those of another policy."
+    )
 
     overlong_buffer: float = on_groups(
         0.0,
-        "Share of the longest possible completion, at its end, in which length costs reward.",
+        "Share of the maximum completion length, at its end, in which the reward falls with the length; 0 turns the "
+        "penalty off.",
         range=SHARE,
     )
-    overlong_penalty: float = on_groups(1.0, "What the longest completion loses.", range=POSITIVE)
+    overlong_penalty: float = on_groups(
+        1.0, "Reward that a completion of the maximum length loses. See --overlong-buffer.", range=POSITIVE
+    )
 
-    critic_coef: float = _critic(0.5, "Weight of the value loss (estimator gae).", range=NOT_NEGATIVE)
-    critic_clip: float = _critic(0.5, "Values are clipped to this distance from old ones.", range=POSITIVE)
-    critic_trunk_gradient: bool = _critic(True, "Let the value loss train the policy's trunk as well.")
+    critic_coef: float = _critic(
+        0.5, "Weight of the value loss. Only the estimator gae has a critic.", range=NOT_NEGATIVE
+    )
+    critic_clip: float = _critic(0.5, "Clip values to this distance from the old values.", range=POSITIVE)
+    critic_trunk_gradient: bool = _critic(
+        True, "Let the value loss train the policy's body, too, and not only the value head."
+    )
 
-    temperature: float = _generation(1.0, "Sampling temperature, and the divisor of the policy's logits.")
-    max_generation_tokens: int = _generation(8192, "Longest completion, in tokens.")
+    temperature: float = _generation(
+        1.0, "Sampling temperature. The trainer divides the policy's logits by it, too."
+    )
+    max_generation_tokens: int = _generation(8192, "Maximum length of a completion, in tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

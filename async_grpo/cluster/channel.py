@@ -1,13 +1,13 @@
 """`Channel`: many small calls to one actor in few messages, in both directions, with deadlines and cancellation.
 
-Ray moves some 2,500 small actor calls per second on two cores; a run makes several calls per sample. So a message
-carries all calls that were made since the last, and all answers that are ready:
+Ray moves some 2,500 small actor calls per second on two cores, and a run makes several calls per sample. So a message
+carries all calls that were made since the last message, and its reply carries all answers that are ready:
 
     call("score", x) --- exchange [calls] -->   waits in the actor for the next answers, and `poll_s` at most
-    call("score", y) --- exchange [calls] -->   does not wait: it brings the calls that are made meanwhile
+    call("score", y) --- exchange [calls] -->   does not wait: brings the calls that are made meanwhile
     ...              <-- [(id, ANSWER, value), (id, ERROR, error), ...]
 
-Silence means that the actor is stuck or gone; a caller that is silent is forgotten, and its calls are cancelled.
+An actor that is silent is stuck or gone. A caller that is silent is forgotten, and its calls are cancelled.
 """
 
 import asyncio
@@ -25,70 +25,111 @@ from ray.exceptions import RayError
 from async_grpo.cluster.ray_session import cause_of
 from async_grpo.errors import AsyncGrpoError, RunFailed, WorkerLost
 
-# How long a message waits for company: one costs 3 to 5 ms of CPU on both sides together (`docs/log.md`), a sample has
-# seconds, and the last answers of a burst do not wait
-ANSWER_DELAY_S, CALL_DELAY_S = 0.1, 0.02
+# Seconds that answers and calls wait for others to share their message. A message costs 3 to 5 ms of CPU on both sides
+# together (`docs/log.md`), a sample takes seconds, and the last answers of a burst do not wait
+ANSWER_DELAY_S = 0.1
+CALL_DELAY_S = 0.02
 POLL_S = 10.0  # longest silence of a healthy actor
-GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
-FORGET_S = 120.0  # a caller that is silent for so long is gone
-# What answers a call: one of several values, the only one, their end, an exception
-ITEM, ANSWER, END, ERROR = range(4)
+GRACE_S = 30.0  # further silence that is allowed, for an actor that loads weights or is short of CPU
+FORGET_S = 120.0  # silence after which a caller counts as gone
+# Kinds of answers
+ITEM = 0  # a value of a stream
+ANSWER = 1  # the only value of a call
+END = 2  # the end of a stream
+ERROR = 3  # an exception
 
-Call = tuple[int, str | None, tuple[Any, ...]]  # id, handler (None: cancel the call of this id), arguments
+Call = tuple[int, str | None, tuple[Any, ...]]  # id, handler (None cancels the call of this id), arguments
 Answer = tuple[int, int, Any]  # id, kind, value
 
 
 class ChannelServer:
-    """The actor's half. Mixed into an actor class, which must be async and call `serve` once."""
+    """The actor's half of a channel: a mixin of an actor class, which must be async and call `serve` once."""
 
-    poll_s, forget_s, answer_delay_s = POLL_S, FORGET_S, ANSWER_DELAY_S
+    poll_s = POLL_S
+    forget_s = FORGET_S
+    answer_delay_s = ANSWER_DELAY_S
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Offer `handlers`: name -> function, coroutine function, or async generator function (for `stream`)."""
+        """Offer handlers to callers.
+
+        Args:
+            handlers: Functions, coroutine functions, and async generator functions (for `Channel.stream`), by name.
+        """
         self._handlers = handlers
-        self._callers: dict[str, _Caller | None] = {}  # None: forgotten
-        gc.freeze()  # or every full collection looks through torch and vLLM again
+        self._callers: dict[str, _Caller | None] = {}  # None for a caller that is forgotten
+        # Otherwise every full collection looks through torch and vLLM again
+        gc.freeze()
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:
-        """Take calls; the message that `waits` is answered with what there is, once there is something."""
+        """Take calls, and answer earlier ones.
+
+        Args:
+            caller_id: Id of the caller's channel.
+            calls: New calls, and cancellations of earlier calls.
+            waits: Wait for answers, `poll_s` at most; otherwise return at once, without answers.
+
+        Returns:
+            The answers that are ready.
+
+        Raises:
+            WorkerLost: The caller was silent for so long that it is forgotten.
+        """
         now = asyncio.get_running_loop().time()
         if caller_id not in self._callers:
             self._callers[caller_id] = _Caller(now)
         caller = self._callers[caller_id]
-        if caller is None:  # its calls were cancelled: it would wait for their answers for ever
+        if caller is None:
+            # Its calls were cancelled, so it would wait for their answers for ever
             raise WorkerLost(f"a caller that was silent for {self.forget_s:g} s is forgotten with its calls")
-        for call_id, method, args in calls:
-            if method is not None:
-                caller.tasks[call_id] = asyncio.create_task(self._answer(caller, call_id, method, args))
-            elif task := caller.tasks.pop(call_id, None):
-                task.cancel()
+        self._begin_calls(caller, calls)
         if not waits:
             return []
         caller.heard_at = now
-        for silent_id, silent in self._callers.items():
-            if silent is not None and now - silent.heard_at > self.forget_s:
-                self._callers[silent_id] = None
-                silent.cancel()
-        if not caller.answers:
-            caller.ready.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(caller.ready.wait(), self.poll_s)
-            if caller.tasks:  # others may be about to finish
-                caller.idle.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(caller.idle.wait(), self.answer_delay_s)
-        answers, caller.answers = caller.answers, []
+        self._forget_silent_callers(now)
+        await self._wait_for_answers(caller)
+        answers = caller.answers
+        caller.answers = []
         return answers
 
+    def _begin_calls(self, caller: "_Caller", calls: list[Call]) -> None:
+        """Begin the calls, and cancel those that the caller no longer wants."""
+        for call_id, method, args in calls:
+            if method is not None:
+                caller.tasks[call_id] = asyncio.create_task(self._answer(caller, call_id, method, args))
+                continue
+            task = caller.tasks.pop(call_id, None)
+            if task is not None:
+                task.cancel()
+
+    def _forget_silent_callers(self, now: float) -> None:
+        for caller_id, caller in self._callers.items():
+            if caller is not None and now - caller.heard_at > self.forget_s:
+                self._callers[caller_id] = None
+                caller.cancel()
+
+    async def _wait_for_answers(self, caller: "_Caller") -> None:
+        """Wait until there is an answer, `poll_s` at most, and then a little for the other calls of the caller."""
+        if caller.answers:
+            return
+        caller.has_answers.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(caller.has_answers.wait(), self.poll_s)
+        if caller.tasks:
+            caller.is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(caller.is_idle.wait(), self.answer_delay_s)
+
     async def leave(self, caller_id: str) -> None:
-        """A caller has closed its channel."""
-        if caller := self._callers.pop(caller_id, None):
+        """Cancel the calls of a caller that has closed its channel."""
+        caller = self._callers.pop(caller_id, None)
+        if caller is not None:
             caller.cancel()
 
     def forget_callers(self) -> None:
-        """All of them are gone."""
-        for caller in filter(None, self._callers.values()):
-            caller.cancel()
+        """Cancel the calls of all callers, which are gone."""
+        for caller in self._callers.values():
+            if caller is not None:
+                caller.cancel()
         self._callers = {}
 
     async def _answer(self, caller: "_Caller", call_id: int, method: str, args: tuple[Any, ...]) -> None:
@@ -102,41 +143,51 @@ class ChannelServer:
             else:
                 value = await pending if inspect.isawaitable(pending) else pending
                 caller.answer(call_id, ANSWER, value)
-        except AsyncGrpoError as error:  # it can be pickled
+        except AsyncGrpoError as error:
             caller.answer(call_id, ERROR, error)
         except Exception as error:
+            # Another library's exception may not be picklable
             caller.answer(call_id, ERROR, RunFailed(f"{type(error).__name__}: {error}"))
         finally:
             caller.tasks.pop(call_id, None)
             if not caller.tasks:
-                caller.idle.set()
+                caller.is_idle.set()
 
 
 @dataclass
 class _Caller:
-    """What the actor keeps for one caller."""
+    """The state that the actor keeps for one caller."""
 
-    heard_at: float
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)  # something is answered
-    idle: asyncio.Event = field(default_factory=asyncio.Event)  # all there was is answered
+    heard_at: float  # the event loop's time of its last message that waited
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # unfinished calls, by id
+    answers: list[Answer] = field(default_factory=list)  # not sent yet
+    has_answers: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # no call is unfinished
 
     def answer(self, call_id: int, kind: int, value: Any) -> None:
+        """Keep an answer for the next reply."""
         self.answers.append((call_id, kind, value))
-        self.ready.set()
+        self.has_answers.set()
 
     def cancel(self) -> None:
+        """Cancel all unfinished calls."""
         for task in self.tasks.values():
             task.cancel()
 
 
 class Channel:
-    """The caller's half, made and used in one event loop. `on_lost` is called once when the actor is lost, even if nothing
-    is asked of it; not when the channel is closed."""
+    """The caller's half of a channel, made and used in one event loop.
+
+    Args:
+        actor: Handle of an actor that is a `ChannelServer`.
+        name: Name of the actor in error messages.
+        on_lost: Called once when the actor is lost, even if no call is under way; not called when the channel is closed.
+    """
 
     def __init__(self, actor: Any, name: str, on_lost: Callable[[WorkerLost], None] | None = None) -> None:
-        self._actor, self.name, self._on_lost = actor, name, on_lost
+        self._actor = actor
+        self.name = name
+        self._on_lost = on_lost
         self._caller_id = uuid.uuid4().hex
         self._call_ids = itertools.count()
         self._pending: dict[int, asyncio.Queue[tuple[int, Any]]] = {}  # answers of each call
@@ -146,19 +197,21 @@ class Channel:
         self._poller = asyncio.create_task(self._poll())
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a handler of the actor and return its answer, or raise what it raised.
+        """Call a handler of the actor and return its answer, or raise the handler's exception.
 
-        WorkerLost: the actor died or stopped answering; every call in flight gets it, and every later one.
+        Raises:
+            WorkerLost: The actor died or stopped answering. Every call in flight and every later call raises it.
         """
         async with contextlib.aclosing(self.stream(method, *args)) as answers:
             return await anext(answers)
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
-        """Yield what a handler that is an async generator yields; closing this iterator closes that one."""
+        """Yield the items of a handler that is an async generator. Closing this iterator closes the handler's."""
         if self.lost:
             raise self.lost
         call_id = next(self._call_ids)
-        answers = self._pending[call_id] = asyncio.Queue[tuple[int, Any]]()
+        answers = asyncio.Queue[tuple[int, Any]]()
+        self._pending[call_id] = answers
         self._send((call_id, method, args))
         try:
             kind = ITEM
@@ -169,11 +222,12 @@ class Channel:
                 if kind != END:
                     yield value
         finally:
-            if self._pending.pop(call_id, None):  # the actor has not answered, or not to the end
+            is_unfinished = self._pending.pop(call_id, None) is not None
+            if is_unfinished:
                 self._send((call_id, None, ()))
 
     def close(self) -> None:
-        """Let go of the actor; calls in flight are cancelled there, and fail here."""
+        """Close the channel: calls in flight are cancelled in the actor and fail here."""
         self._on_lost = None
         self._poller.cancel()
         if not self.lost:
@@ -186,25 +240,30 @@ class Channel:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the outbox, unless the next message that waits takes it along, which also notices a lost actor."""
+        """Send the outbox at once if a message waits in the actor; otherwise the poller's next message takes it along."""
         if self._is_waiting and self._outbox and not self.lost:
             self._exchange(waits=False)
 
     def _exchange(self, waits: bool) -> Any:
-        calls, self._outbox = self._outbox, []
+        calls = self._outbox
+        self._outbox = []
         try:
             return self._actor.exchange.remote(self._caller_id, calls, waits)
-        except Exception as error:  # an argument that cannot be sent
+        except Exception as error:
+            # An argument that cannot be pickled; Ray does not say of which call
             self._receive([(call_id, ERROR, error) for call_id, _, _ in calls])
             return self._actor.exchange.remote(self._caller_id, [], waits)
 
     def _receive(self, answers: list[Answer]) -> None:
         for call_id, kind, value in answers:
-            if pending := self._pending.get(call_id):  # else it was cancelled meanwhile
+            # A call that was cancelled meanwhile is no longer pending
+            pending = self._pending.get(call_id)
+            if pending is not None:
                 pending.put_nowait((kind, value))
                 if kind != ITEM:
                     del self._pending[call_id]
-            elif kind == ITEM:  # Ray may change the order of messages: the cancellation came before the call
+            elif kind == ITEM:
+                # Ray may change the order of messages, so that the cancellation arrived before the call
                 self._send((call_id, None, ()))
 
     async def _poll(self) -> None:
@@ -217,7 +276,8 @@ class Channel:
                     answers = await message
                 self._is_waiting = False
                 self._receive(answers)
-                await asyncio.sleep(CALL_DELAY_S)  # who got an answer may have the next question
+                # A caller that got an answer may make its next call, which shares the next message
+                await asyncio.sleep(CALL_DELAY_S)
         except TimeoutError:
             self._fail(WorkerLost(f"{self.name} did not answer for {silence_s:.0f} s"))
         except RayError as error:

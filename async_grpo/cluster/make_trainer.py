@@ -1,8 +1,10 @@
-"""The trainer of one rank, put together: the sharded policy, its optimizer, its state, and the way to the engines."""
+"""Make the trainer of one rank: the sharded policy, its optimizer, its restored state, and its way to the engines."""
 
 import logging
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,44 +50,51 @@ def make_trainer(
     digests_read: dict[str, str] | None = None,
     publisher: WeightPublisher | None = None,
 ) -> Trainer:
-    """The trainer of one rank. Rank 0 alone reaches engines, and the experience to save; `digests_read`: `data_digests`."""
-    own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
-    ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
+    """Make the trainer of one rank.
+
+    Args:
+        config: The run's options.
+        settings: What every worker of the run must share.
+        ranks: This rank and the others.
+        source: Hands out the experience of this rank.
+        engines: The way to the engines, on rank 0.
+        after_step: Called after each step with the number of steps done; returns metrics.
+        save_experience: Begins to save the experience beside a checkpoint, on rank 0.
+        digests_read: Digests of the run's inputs, from `data_digests`, for the manifest of a checkpoint.
+        publisher: Used instead of the publisher that `settings` name.
+    """
+    # Each rank may read the files from a disk of its own
+    code_digests = digests([config.advantage_estimator, config.policy_loss])
+    ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(code_digests))
     policy = _policy(config, settings, ranks)
-    canary = _canary(settings, ranks)
-    make_publisher, dtype = get_transport(settings.transport).make_publisher, torch_dtype(settings.dtype)
     accumulator = _accumulator(config, settings, policy, ranks)
-    options, best, folder = as_options(config), config.keep_best, config.output_path
-    is_evaluated = partial(config.evaluation_is_due, num_steps=config.num_steps)
-    checkpointer = Checkpointer(
-        *(folder, ranks, policy, accumulator.scheduler),
-        keep=config.keep_checkpoints,
-        timeout_s=config.checkpoint_timeout_s,
-        options=options,
-        inputs=digests_read or {},
-        save_experience=save_experience,
-        stay=tuple if best is None else partial(keep_best, folder, best, is_evaluated),
-    )
-    step = samples = 0
+    checkpointer = _checkpointer(config, ranks, policy, accumulator, save_experience, digests_read)
+    step = 0
+    samples = 0
     if settings.checkpoint:
         manifest = read(Path(settings.checkpoint))
         checkpointer.load(Path(settings.checkpoint))
-        step, samples = manifest.step, manifest.samples
+        step = manifest.step
+        samples = manifest.samples
         log.info("resumed after step %d, from %s", step, settings.checkpoint)
     accumulator.steps = step
     if config.record:
-        source = recorder = Recorder(source, folder, ranks.world_size, options)
+        recorder = Recorder(source, config.output_path, ranks.world_size, as_options(config))
         accumulator.on_logprobs = recorder.keep_logprobs
+        source = recorder
 
-    def overlaps(done: int) -> bool:
-        pinned = config.eval_pinned and is_evaluated(done)
-        return config.max_staleness > 0 and done < config.num_steps and not pinned
+    def may_overlap(steps_done: int) -> bool:
+        waits_for_evaluation = config.eval_pinned and _is_evaluated(config, steps_done)
+        return config.max_staleness > 0 and steps_done < config.num_steps and not waits_for_evaluation
+
+    def may_become_best(steps_done: int) -> bool:
+        return config.keep_best is not None and _is_evaluated(config, steps_done)
 
     return Trainer(
         policy=policy,
         accumulator=accumulator,
         source=source,
-        publisher=publisher or make_publisher(engines, named_weights, canary, dtype, ranks.rank, config),
+        publisher=publisher or _publisher(config, settings, ranks, engines),
         checkpointer=checkpointer,
         version=step,
         samples=samples,
@@ -93,24 +102,61 @@ def make_trainer(
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
-        overlaps=overlaps,
-        saves_after=lambda done: best is not None and is_evaluated(done),  # it may turn out to be the best
+        overlaps=may_overlap,
+        saves_after=may_become_best,
     )
 
 
-def _canary(settings: SharedRunSettings, ranks: Ranks) -> Canary:
-    return Canary.random(
+def _is_evaluated(config: RunConfig, step: int) -> bool:
+    """Return whether an evaluation follows the step."""
+    return config.evaluation_is_due(step, num_steps=config.num_steps)
+
+
+def _checkpointer(
+    config: RunConfig,
+    ranks: Ranks,
+    policy: PolicyModel,
+    accumulator: GradientAccumulator,
+    save_experience: SaveExperience | None,
+    digests_read: dict[str, str] | None,
+) -> Checkpointer:
+    kept_names: Callable[[], Collection[str]] = tuple
+    if config.keep_best is not None:
+        kept_names = partial(keep_best, config.output_path, config.keep_best, partial(_is_evaluated, config))
+    return Checkpointer(
+        config.output_path,
+        ranks,
+        policy,
+        accumulator.scheduler,
+        keep=config.keep_checkpoints,
+        timeout_s=config.checkpoint_timeout_s,
+        options=as_options(config),
+        inputs=digests_read or {},
+        save_experience=save_experience,
+        stay=kept_names,
+    )
+
+
+def _publisher(
+    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, engines: Engines | None
+) -> WeightPublisher:
+    canary = Canary.random(
         canary_logprobs,
         settings.vocab_size,
         longest=settings.max_total_tokens - 1,
         seed=settings.seed,
         max_over_ranks=ranks.max,
     )
+    make_publisher = get_transport(settings.transport).make_publisher
+    return make_publisher(engines, named_weights, canary, torch_dtype(settings.dtype), ranks.rank, config)
 
 
 def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int) -> ModelExporter:
     return ModelExporter(
-        *(config.output_path, config.model_name_or_path, ranks, settings.dtype),
+        config.output_path,
+        config.model_name_or_path,
+        ranks,
+        settings.dtype,
         min_samples_between=config.min_samples_per_checkpoint,
         keep_last=config.keep_models or None,
         resumed_at=samples,
@@ -118,25 +164,39 @@ def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samp
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
-    path, model = config.model_name_or_path, None
-    if saved := weight_names(path):
-        model = empty_causal_lm(path)
-        # Each rank reads its shard alone, if the weights have the names there that they have in the model
-        if not all(name in saved for name, _ in model.named_parameters()):
-            model = None
+    """Load the model, shard it over the ranks, and check its forward pass."""
+    path = config.model_name_or_path
+    model = _empty_model(path)
+    is_empty = model is not None
+    if model is None:
+        model = load_causal_lm(path, "float32").to(ranks.device)
     policy = PolicyModel(
-        model or load_causal_lm(path, "float32").to(ranks.device),
+        model,
         chunk_tokens=config.logprob_chunk_size,
         value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
-    load_value_head(policy, path)  # of an earlier run; a new one starts at zero
+    # From an earlier run; a new value head starts at zero
+    load_value_head(policy, path)
     shard_policy(policy, ranks, config, settings.dtype)
-    if model is not None:
+    if is_empty:
         load_shards(policy, path, torch.device("cpu") if config.cpu_offload else ranks.device)
     check_forward(policy, torch_dtype(settings.dtype), ranks.max)
     release_gathered(policy)
     return policy
+
+
+def _empty_model(path: str) -> Any | None:
+    """Return the model without its weights if each rank can read its shard alone, else None.
+
+    It can if the folder's safetensors files name the weights as the model does.
+    """
+    names_in_files = weight_names(path)
+    if not names_in_files:
+        return None
+    model = empty_causal_lm(path)
+    are_all_in_files = all(name in names_in_files for name, _ in model.named_parameters())
+    return model if are_all_in_files else None
 
 
 def _accumulator(

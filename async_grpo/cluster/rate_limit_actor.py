@@ -1,8 +1,9 @@
 """`RemoteRateLimiter`: limits that hold over all processes and nodes of a cluster, kept by one `RateLimitActor`.
 
-The actor is the cluster's, not a run's: a judge does not care which run asks. It ends with the process that made it,
-and the next call makes another. The new one begins without a burst, so that the rates hold across the change, but it
-does not know the permits that are out: until they are over, more than `concurrency` calls may run.
+The actor belongs to the cluster and not to a run, because the limits of a judge hold for all runs together. It ends with
+the process that made it, and the next call makes another one. The new actor begins without a burst, so that the rates
+hold across the change. But it does not know the permits that are out: until they end, more than `concurrency` calls may
+run.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.cluster.channel import Channel, ChannelServer
@@ -18,24 +20,34 @@ from async_grpo.errors import WorkerLost
 from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
 
-NAMESPACE, NAME = "async-grpo-traffic", "traffic"
-SILENCE_S = 30.0  # a caller that says nothing for so long is gone: its permits are given back
+NAMESPACE = "async-grpo-traffic"
+NAME = "traffic"
+SILENCE_S = 30.0  # silence after which a caller counts as gone, and its permits are given back
+POLLS_PER_SILENCE = 6
 PAUSE_S = 0.5  # before another actor is made
 
 log = logging.getLogger(__name__)
 
 
 class RateLimitActor(ChannelServer):
-    """One `Limiter`."""
+    """The actor that holds the cluster's `Limiter`.
+
+    Args:
+        resumed: Another actor held the limits before, so the limiter begins without a burst.
+        silence_s: Silence after which a caller counts as gone.
+    """
+
+    # Short, because a permit on its way is a slot that is not used
+    answer_delay_s = 0.01
 
     def __init__(self, resumed: bool, silence_s: float) -> None:
         self._limiter = Limiter(resumed=resumed)
-        self.poll_s, self.forget_s = silence_s / 6, silence_s
-        self.answer_delay_s = 0.01  # a permit that travels is a slot that is not used
+        self.poll_s = silence_s / POLLS_PER_SILENCE
+        self.forget_s = silence_s
         self.serve({"hold": self._hold, "release": self._release, "stats": self._limiter.stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
-        """Yield a permit, and keep it until the call is ended: by whoever has it, or by its silence."""
+        """Yield a permit, and hold it until the call is cancelled: by its caller, or because the caller is silent."""
         permit = await self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
         try:
             yield permit
@@ -44,69 +56,90 @@ class RateLimitActor(ChannelServer):
             await self._release(key, permit, None)
 
     async def _release(self, key: str, permit: int, used_tokens: float | None) -> None:
-        with contextlib.suppress(ValueError):  # it was given back before
+        # The permit may have been given back before
+        with contextlib.suppress(ValueError):
             await self._limiter.release(key, permit, used_tokens=used_tokens)
 
 
+@dataclass
+class _HeldPermit:
+    """A permit that is out."""
+
+    key: str
+    permit: int  # the actor's number of it
+    hold: AsyncGenerator[int]  # the call that holds it
+    channel: Channel  # to the actor that gave it
+
+    async def give_back(self, used_tokens: float | None) -> None:
+        """Release the permit and end the call that holds it."""
+        # A lost actor has forgotten the permit
+        with contextlib.suppress(WorkerLost):
+            async with contextlib.aclosing(self.hold):
+                await self.channel.call("release", self.key, self.permit, used_tokens)
+
+
 class RemoteRateLimiter:
-    """`RateLimiter` through the cluster's actor called `name`, for one event loop. A process that dies, or is silent for
-    `silence_s`, gives its permits back."""
+    """`RateLimiter` through an actor of the cluster, for one event loop.
+
+    Args:
+        name: Name of the actor.
+        silence_s: Silence after which this process counts as gone. Its permits are then given back, as if it had died.
+    """
 
     def __init__(self, name: str = NAME, *, silence_s: float = SILENCE_S) -> None:
-        self._name, self._silence_s = name, silence_s
+        self._name = name
+        self._silence_s = silence_s
         self._tickets = itertools.count(1)
-        self._held: dict[int, tuple[str, int, AsyncGenerator[int], Channel]] = {}
+        self._permits: dict[int, _HeldPermit] = {}  # by ticket
         self._channel: Channel | None = None
         self._releases: set[asyncio.Task[None]] = set()
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
-        """See `RateLimiter`. If the actor dies, the wait goes on at the end of the next one's queue."""
+        """Wait for a permit; see `RateLimiter`.
+
+        If the actor dies, the wait continues at the end of the next actor's queue.
+        """
         while True:
             channel = self._connected()
             hold = channel.stream("hold", key, limits, tokens, phase)
             try:
                 permit = await anext(hold)
             except WorkerLost as lost:
-                log.warning("the rate limiter is asked anew: %s", lost)
+                log.warning("the rate limiter is asked again: %s", lost)
                 await asyncio.sleep(PAUSE_S)
                 continue
             ticket = next(self._tickets)
-            self._held[ticket] = key, permit, hold, channel
+            self._permits[ticket] = _HeldPermit(key, permit, hold, channel)
             return ticket
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
-        """See `RateLimiter`; does not wait for the actor's word.
+        """Give a permit back without waiting for the actor; see `RateLimiter`.
 
-        ValueError: the permit is not out.
+        Raises:
+            ValueError: The permit is not out.
         """
-        if permit not in self._held or self._held[permit][0] != key:
+        held = self._permits.get(permit)
+        if held is None or held.key != key:
             raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
-        release = asyncio.create_task(self._give_back(*self._held.pop(permit), used_tokens))
+        del self._permits[permit]
+        release = asyncio.create_task(held.give_back(used_tokens))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)
 
-    async def _give_back(
-        self, key: str, permit: int, hold: AsyncGenerator[int], channel: Channel, used_tokens: float | None
-    ) -> None:
-        with contextlib.suppress(WorkerLost):  # a lost actor has forgotten what it is about
-            async with contextlib.aclosing(hold):
-                await channel.call("release", key, permit, used_tokens)
-
     async def stats(self) -> dict[str, dict[str, Any]]:
-        """The cluster's; see `Limiter.stats`."""
+        """Return the cluster's numbers; see `Limiter.stats`."""
         return await self._connected().call("stats")
 
     async def close(self) -> None:
-        """Give everything back."""
-        if self._channel:
+        """Give all permits back."""
+        if self._channel is not None:
             self._channel.close()
-        self._held.clear()
+        self._permits.clear()
 
     def _connected(self) -> Channel:
-        """The channel to the actor, which is found or made."""
+        """Return the channel to the actor, which is found or made."""
         if self._channel is None or self._channel.lost:
-            options = dict(name=self._name, namespace=NAMESPACE, get_if_exists=True)
-            resumed = self._channel is not None
-            actor = zero_cpu_actor(RateLimitActor, **options).remote(resumed, self._silence_s)
-            self._channel = Channel(actor, "rate limiter")
+            actor = zero_cpu_actor(RateLimitActor, name=self._name, namespace=NAMESPACE, get_if_exists=True)
+            is_resumed = self._channel is not None
+            self._channel = Channel(actor.remote(is_resumed, self._silence_s), "rate limiter")
         return self._channel

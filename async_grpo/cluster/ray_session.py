@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, finding a run on it by name, asking its controller, and how actors are made."""
+"""Join a Ray cluster, find a run on it by name, call its controller, and make actors."""
 
 import contextlib
 import logging
@@ -14,8 +14,8 @@ from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, 
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
-# The only variables that reach another process through Ray: its job table is readable by all users of the cluster.
-# Nothing that belongs to one node (devices, addresses, interfaces), and nothing that may hold a key.
+# The only variables that reach another process through Ray, whose job table all users of the cluster can read. The list
+# names nothing that belongs to one node (devices, addresses, interfaces) and nothing that may hold a key
 FORWARDED = """
     PYTHONPATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM OMP_NUM_THREADS MKL_NUM_THREADS NCCL_DEBUG
     TORCH_NCCL_ASYNC_ERROR_HANDLING VLLM_LOGGING_LEVEL VLLM_ATTENTION_BACKEND VLLM_USE_FLASHINFER_SAMPLER
@@ -25,7 +25,8 @@ FORWARDED_PREFIXES = ("VLLM_CPU_",)
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 CONNECT_TIMEOUT_S = 5.0
-RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"  # variable: a file that is there once Ray, started beside this program, is
+# Variable that names a file, which appears when the Ray that was started beside this program is up
+RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
 HOW_TO_JOIN = (
     "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on "
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The part of the environment that workers get.
+    """Return the part of the environment that workers get.
 
     >>> forwarded_environment({"OMP_NUM_THREADS": "1", "VLLM_API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "0"})
     {'OMP_NUM_THREADS': '1'}
@@ -47,17 +48,20 @@ def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[s
 
 
 def connect(run_name: str, logging_level: str = "INFO") -> None:
-    """Join the running Ray cluster, in the run's own namespace: two runs on one cluster never meet.
+    """Join the running Ray cluster, in a namespace of the run, so that two runs on one cluster never meet.
 
-    ConfigurationError: there is none, or it does not let us in; says how to start one.
+    Raises:
+        ConfigurationError: There is no cluster, or it refuses this process; the message says how to start one.
     """
-    give_up = time.monotonic() + RAY_START_S  # then what follows says that there is none
-    while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < give_up:
+    # Without Ray after this time, `ray.init` finds no cluster and raises
+    deadline = time.monotonic() + RAY_START_S
+    while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < deadline:
         time.sleep(0.05)
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:
-        if port.isdigit():  # Ray itself would go on trying for minutes where nobody listens
+        if port.isdigit():
+            # Ray itself would try for minutes where nobody listens
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(
             address=address,
@@ -73,25 +77,27 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
 
 
 def find_controller(run_name: str, deadline_s: float) -> Any:
-    """The handle of the run's controller, waiting for it to appear.
+    """Wait for the run's controller to appear, and return its handle.
 
-    DeadlineExceeded: it did not appear in time.
+    Raises:
+        DeadlineExceeded: The controller did not appear in time.
     """
-    what = f"waiting for a trainer to open the run {run_name!r}"
-    log.info("%s ...", what)
-    give_up = time.monotonic() + deadline_s
-    while time.monotonic() < give_up:
+    wait = f"waiting for a trainer to open the run {run_name!r}"
+    log.info("%s ...", wait)
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
         with contextlib.suppress(ValueError):
             return ray.get_actor(CONTROLLER)
         time.sleep(0.2)
-    raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s")
+    raise DeadlineExceeded(f"{wait}: no answer for {deadline_s:.0f} s")
 
 
 def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-    """What the run's controller answers, within a deadline; raises its own error instead of Ray's wrapping of it.
+    """Wait for an answer of the run's controller; its errors are raised without Ray's wrapping.
 
-    DeadlineExceeded: no answer came in time.
-    WorkerLost: the controller died, and the run with it.
+    Raises:
+        DeadlineExceeded: No answer came in time.
+        WorkerLost: The controller died, and the run with it.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -104,21 +110,21 @@ def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
 
 
 def cause_of(error: Exception) -> str:
-    """An actor's own error, or why it died, without Ray's pages and colours around it."""
+    """Return an actor's error, or why it died, in one line without Ray's explanations and colors."""
     cause = getattr(error, "cause", None) or error
     text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
     return f"{type(cause).__name__}: {text[:300]}"
 
 
 def on_this_node() -> dict[str, Any]:
-    """Options of an actor that must live and die with this process's node.
+    """Return the options of an actor that must run on this process's node.
 
-    By the resource that every node has of its own: a soft NodeAffinity put 3 of 8 actors elsewhere (Ray 2.60).
+    They ask for the resource that Ray gives each node: a soft NodeAffinity put 3 of 8 actors elsewhere (Ray 2.60).
     """
     return {"resources": {f"node:{ray.util.get_node_ip_address()}": 0.0001}}
 
 
 def zero_cpu_actor(actor_class: type, **options: Any) -> Any:
-    """`actor_class` ready for `.remote(...)`, claiming no CPU: a small machine must not starve its own control plane."""
-    ours = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
-    return ray.remote(actor_class).options(**ours | options)
+    """Return `actor_class` ready for `.remote(...)`. It claims no CPU, so that actors also start on a small machine."""
+    defaults = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
+    return ray.remote(actor_class).options(**(defaults | options))

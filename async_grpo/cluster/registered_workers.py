@@ -1,13 +1,13 @@
-"""The workers of each kind: who has joined, the weights that they must hold to work, and the work that they are given.
+"""The workers of each kind: which have joined, which hold the weights that they need, and the work that they get.
 
-Plain asyncio without Ray: what joins is a handle, and `connect` makes of it a link to call.
+Plain asyncio without Ray: a worker joins with a handle, from which `connect` makes a link that can be called.
 """
 
 import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,109 +23,160 @@ from async_grpo.protocols import Connect, WeightPackage, WorkerLink
 from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session, Tokens
 from async_grpo.weights.package import SELF_TEST
 
-PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
-# Of one group: when so many workers were lost over it that brought it no further, it looks like the group's own fault. Were
-# all losses counted, it would be mostly long completions that are set aside; some end it has all the same
-ATTEMPTS, MOST_ATTEMPTS = 4, 16
+# Statistics are not worth a longer wait, because every rank waits for the end of its step
+PROGRESS_TIMEOUT_S = 1.0
+# After so many worker losses in a row without progress, the group itself is probably the cause. If every loss counted, most
+# groups that are set aside would be long ones, which are lost most often
+ATTEMPTS_WITHOUT_PROGRESS = 4
+MAX_ATTEMPTS = 16  # at one group, with progress or without
+INITIAL_MEAN_LENGTH_TOKENS = 64.0
+MEAN_LENGTH_UPDATE = 0.01  # weight of a new completion in the moving average
 
 
 @dataclass
 class _Worker:
-    """One that has joined."""
+    """A worker that has joined."""
 
     info: WorkerInfo
     handle: Any
     link: WorkerLink
-    is_late: bool  # it joined a run under way, and has not proven the current weights yet: no other sync may cross it
-    gone: asyncio.Future[str]  # why it is no member any more
-    progress: asyncio.Future[dict[str, Any]] | None = None  # asked for, and not yet taken
+    # It joined during a run and has not proven the current weights. Until then, only a sync for late workers includes it
+    is_late: bool
+    gone: asyncio.Future[str]  # why it is no longer a member
+    progress: asyncio.Future[dict[str, Any]] | None = None  # an answer that `take_stats` has not counted yet
 
 
 class RegisteredWorkers:
-    """One per kind of worker: "generation", "reference" or "proximal". See `RunController` for the arguments."""
+    """The workers of one kind.
+
+    Args:
+        kind: "generation", "reference" or "proximal".
+        grace_s: Seconds that work waits while no worker is registered.
+        connect: Makes a link to a worker of its handle.
+        policy: Chooses the worker that gets the next work.
+    """
 
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
-        self.kind, self._connect = kind, connect
+        self.kind = kind
+        self._connect = connect
         self.is_frozen = kind == "reference"  # its workers keep the weights that they start with
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
-        self._is_live = False  # weights have landed: who joins now is late
-        self._sync_begun = 0.0  # when the one under way did, in Unix seconds; 0: none is
+        self._has_weights = False  # weights have landed, so that a worker that joins now is late
+        self._sync_began_at = 0.0  # Unix time of the sync under way; 0 if none is
         self._syncs: deque[Span] = deque(maxlen=MOST)
         self._last_lost: WorkerLost | None = None
-        self._lost: list[str] = []  # since they were last asked for
-        self._settled = asyncio.Event()  # cleared while weights are being sent
-        self._settled.set()
+        self._loss_messages: list[str] = []  # since the last `take_lost`
+        self._no_sync = asyncio.Event()  # cleared while weights are being sent
+        self._no_sync.set()
 
     async def register(self, info: WorkerInfo, handle: Any) -> bool:
-        """Let a worker in; it takes part in the next sync. True: it is late, and needs one of its own before."""
-        await self._settled.wait()
-        worker_id, is_late = info.worker_id, self._is_live
-        self.deregister(worker_id, "it registered again")  # or the loss of its old link would fence it
+        """Register a worker, after the sync that is under way.
+
+        Returns:
+            Whether the worker is late: it needs a sync of its own before it gets work. Any other worker takes part in the
+            next sync.
+        """
+        await self._no_sync.wait()
+        worker_id = info.worker_id
+        is_late = self._has_weights
+        # Otherwise the loss of the old link would fence the new worker
+        self.deregister(worker_id, "it registered again")
         self.registry.register(info)
-        name = f"{self.kind} worker {worker_id}"
-        link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
-        gone = asyncio.get_running_loop().create_future()
-        self.by_id[worker_id] = _Worker(info, handle, link, is_late, gone)
+        self.by_id[worker_id] = _Worker(
+            info,
+            handle,
+            link=self._connect(
+                handle,
+                f"{self.kind} worker {worker_id}",
+                lambda lost: self.deregister(worker_id, str(lost)),
+            ),
+            is_late=is_late,
+            gone=asyncio.get_running_loop().create_future(),
+        )
         if self.is_frozen:
             self.registry.activate(worker_id)
         return is_late
 
     def deregister(self, worker_id: str, reason: str) -> None:
-        """A worker is gone, or fenced: it gets no more work. Unknown ids are ignored (it may be told twice)."""
+        """Remove a worker that has ended or is fenced. Unknown ids are ignored, because a loss may be reported twice."""
         self.registry.deregister(worker_id, reason)
-        if worker := self.by_id.pop(worker_id, None):
-            worker.link.close()
-            if worker.progress:  # nobody asks any more, and asyncio would log the error that nobody read
-                worker.progress.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
-            worker.gone.set_result(reason)
-            self._lost.append(f"{self.kind} worker {worker_id} was lost: {reason}")
+        worker = self.by_id.pop(worker_id, None)
+        if worker is None:
+            return
+        worker.link.close()
+        if worker.progress is not None:
+            worker.progress.add_done_callback(_ignore_error)
+        worker.gone.set_result(reason)
+        self._loss_messages.append(f"{self.kind} worker {worker_id} was lost: {reason}")
 
     async def drain(self, worker_id: str, within_s: float) -> None:
-        """No more work for a worker; when it has done what it has, or `within_s`, it is a member no more."""
-        give_up = time.monotonic() + within_s
+        """Give no more work to a worker, and remove it when it has finished its work or `within_s` have passed."""
+        deadline = time.monotonic() + within_s
         self.registry.retire(worker_id)
-        while self.registry.outstanding(worker_id) and time.monotonic() < give_up:
+        while self.registry.outstanding(worker_id) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        left = self.registry.outstanding(worker_id)
-        self.deregister(worker_id, f"it was told to end, {left} sequences go on elsewhere")
+        num_unfinished = self.registry.outstanding(worker_id)
+        self.deregister(worker_id, f"it was told to end, {num_unfinished} sequences go on elsewhere")
 
     def take_lost(self) -> list[str]:
-        """The workers lost since the last call, and why."""
-        lost, self._lost = self._lost, []
-        return lost
+        """Return a message for each worker that was lost since the last call."""
+        messages = self._loss_messages
+        self._loss_messages = []
+        return messages
 
     async def until_gone(self, worker_id: str) -> str:
-        """Waits until a worker is no member any more; returns why."""
+        """Wait until a worker is no longer a member, and return the reason."""
         worker = self.by_id.get(worker_id)
         return await asyncio.shield(worker.gone) if worker else "it is no member"
 
     def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles: the
-        workers that joined late, or else all others."""
+        """Begin a weight sync, during which no worker joins.
+
+        Args:
+            for_late: The sync serves only the workers that joined late; otherwise it serves all others.
+
+        Returns:
+            The workers that the weights go to, with their handles.
+        """
         if self.is_frozen:
             return []
-        self._settled.clear()
-        self._sync_begun = self._sync_begun or time.time()  # its self-test is part of it
+        self._no_sync.clear()
+        # A self-test belongs to the sync that follows it
+        self._sync_began_at = self._sync_began_at or time.time()
         return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """`landed` hold the weights of `package`: they may work, and no other worker may. A self-test goes on."""
+        """End a weight sync, and let the workers that have proven the weights work. After a self-test the sync goes on.
+
+        Args:
+            package: The weights that were sent.
+            landed: Ids of the workers that have proven them.
+        """
         if package.version == SELF_TEST or self.is_frozen:
             return
-        self._is_live = True
-        self._syncs.append(("weights", "sync", self._sync_begun, time.time()))
-        self._sync_begun = 0.0
+        self._has_weights = True
+        self._syncs.append(("weights", "sync", self._sync_began_at, time.time()))
+        self._sync_began_at = 0.0
         for worker_id in set(landed) & set(self.by_id):
             self.by_id[worker_id].is_late = False
             self.registry.activate(worker_id)
-        self._settled.set()
+        self._no_sync.set()
 
     @asynccontextmanager
     async def lease(
         self, who: str, count: int, tokens_each: int, prefers: str = ""
     ) -> AsyncIterator[tuple[WorkerLink, Lease]]:
-        """The next worker that takes `count` sequences at once; `WorkerLost` in the block fences it, and is not raised."""
+        """Lease places in a worker for the block, waiting for a worker that has room.
+
+        A `WorkerLost` that leaves the block fences the worker and is not raised.
+
+        Args:
+            who: The work, for reports of what the run waits for.
+            count: Number of sequences, which the worker takes all at once.
+            tokens_each: Expected tokens of each sequence.
+            prefers: Id of the worker whose prefix cache holds the beginning of the sequences, if there is one.
+        """
         with waiting("place", who, f"a place in a {self.kind} worker"):
             lease = await self.registry.acquire(count, tokens_each, prefers)
         worker = self.by_id[lease.worker_id]
@@ -134,92 +185,189 @@ class RegisteredWorkers:
                 yield worker.link, lease
         except WorkerLost as lost:
             self._last_lost = lost
-            if self.by_id.get(lease.worker_id) is worker:  # or it has registered again since
+            # The worker may have registered again since: the new one is not fenced
+            if self.by_id.get(lease.worker_id) is worker:
                 self.deregister(lease.worker_id, str(lost))
         finally:
             self.registry.release(lease, lease.sequences)
 
 
+def _ignore_error(task: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a task that nobody awaits any more: asyncio would log it otherwise."""
+    if not task.cancelled():
+        task.exception()
+
+
+class _UnfinishedCompletions:
+    """The completions of one prompt that are still to be generated.
+
+    Args:
+        seeds: Seed of each completion, by its index in the group.
+    """
+
+    def __init__(self, seeds: dict[int, int]) -> None:
+        self.seeds = seeds
+        self._tokens: dict[int, Tokens] = {}  # sampled so far as workers have reported, by index in the group
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return a value that changes when a completion finishes or gets tokens."""
+        num_tokens = sum(len(tokens) for tokens in self._tokens.values())
+        return len(self.seeds), num_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the number of tokens of the longest completion so far."""
+        return max((len(tokens) for tokens in self._tokens.values()), default=0)
+
+    @property
+    def begun(self) -> dict[int, Tokens] | None:
+        """Return the tokens that the next engine continues after, by index in the group.
+
+        None if no engine has reported tokens: an engine that never does need not take the argument.
+        """
+        if not self._tokens:
+            return None
+        return {member: self._tokens[member] for member in self.seeds if member in self._tokens}
+
+    def add_tokens(self, new_tokens: Mapping[int, Tokens]) -> None:
+        """Append the tokens that unfinished completions got since the last report."""
+        for member, new in new_tokens.items():
+            tokens = self._tokens.get(member)
+            self._tokens[member] = new if tokens is None else tokens + new
+
+
 class GenerationWorkers(RegisteredWorkers):
-    """`Generation` by the registered workers; `seed` is the run's, for every draw."""
+    """`Generation` by the registered workers.
+
+    Args:
+        seed: The run's seed, from which the seed of every completion follows.
+        common: Arguments of `RegisteredWorkers` after the kind.
+    """
 
     def __init__(self, seed: int, *common: Any) -> None:
         super().__init__(GENERATION, *common)
         self._seed = seed
-        self._mean_length = 64.0  # of completions so far: the registry balances by expected tokens
+        # Moving average of the completions' lengths: the registry balances workers by expected tokens
+        self._mean_length = INITIAL_MEAN_LENGTH_TOKENS
 
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions as they finish; what a lost worker still owed goes on elsewhere.
+        """Yield `count` completions as they finish. If a worker is lost, another one continues its completions.
 
-        PromptSetAside: too many workers were lost over it.
+        Args:
+            prompt: The prompt.
+            count: Number of completions.
+            sampling: Overrides of the run's sampling settings.
+            session: The trajectory whose next turn the one completion is.
+
+        Raises:
+            PromptSetAside: Too many workers were lost over the prompt.
         """
-        session, members = session or Session(0), [session.member] if session else range(count)
-        # Those of a lost worker, too: other draws would be short more often than the long ones that they replace
-        owed = {member: request_seed(self._seed, prompt.ordinal, member, session.turn) for member in members}
+        members = [session.member] if session else list(range(count))
+        session = session or Session(0)
+        # Every worker gets the same seeds. New draws after a loss would favor short completions, because long ones are lost
+        # more often
+        seeds = {}
+        for member in members:
+            seeds[member] = request_seed(self._seed, prompt.ordinal, member, session.turn)
         session.turn += 1
-        begun = dict[int, Tokens]()  # what unfinished members have, as far as their worker told
-        in_vain = 0
-        for _ in range(MOST_ATTEMPTS):
-            had = len(owed), sum(map(len, begun.values()))
-            has = len(prompt.token_ids) + max(map(len, begun.values()), default=0)
-            tokens_each = has + int(self._mean_length)
-            who, prefers = f"prompt {prompt.ordinal}", session.worker_id
-            async with self.lease(who, len(owed), tokens_each, prefers) as (link, lease):
+        unfinished = _UnfinishedCompletions(seeds)
+        num_futile_attempts = 0
+        for _ in range(MAX_ATTEMPTS):
+            progress_before = unfinished.progress
+            async with self.lease(
+                f"prompt {prompt.ordinal}",
+                count=len(unfinished.seeds),
+                tokens_each=len(prompt.token_ids) + unfinished.most_tokens + int(self._mean_length),
+                prefers=session.worker_id,
+            ) as (link, lease):
                 session.worker_id = lease.worker_id
-                given = [{member: begun[member] for member in owed if member in begun}] if begun else []
-                completions = link.stream("complete", prompt.token_ids, dict(owed), sampling, *given)
-                async with aclosing(completions):
-                    async for completion in completions:
-                        if not isinstance(completion, Completion):
-                            for member, new in completion.items():
-                                begun[member] = begun[member] + new if member in begun else new
+                arguments = [prompt.token_ids, dict(unfinished.seeds), sampling]
+                if unfinished.begun is not None:
+                    arguments.append(unfinished.begun)
+                reports = link.stream("complete", *arguments)
+                async with aclosing(reports):
+                    async for report in reports:
+                        if not isinstance(report, Completion):
+                            unfinished.add_tokens(report)
                             continue
-                        del owed[completion.member]
-                        self.registry.release(lease)  # its place, while its siblings generate
-                        self._mean_length += 0.01 * (len(completion) - self._mean_length)
-                        yield completion
-            if not owed:
+                        del unfinished.seeds[report.member]
+                        # Its place serves other work while the rest of the group generates
+                        self.registry.release(lease)
+                        self._mean_length += MEAN_LENGTH_UPDATE * (len(report) - self._mean_length)
+                        yield report
+            if not unfinished.seeds:
                 return
-            in_vain = in_vain + 1 if had == (len(owed), sum(map(len, begun.values()))) else 0
-            if in_vain == ATTEMPTS:
+            has_progressed = unfinished.progress != progress_before
+            num_futile_attempts = 0 if has_progressed else num_futile_attempts + 1
+            if num_futile_attempts == ATTEMPTS_WITHOUT_PROGRESS:
                 break
         raise PromptSetAside(f"worker after worker was lost over prompt {prompt.ordinal}: {self._last_lost}")
 
     async def take_stats(self) -> dict[str, Any]:
-        """See `Generation`; an engine that does not answer at once is counted in a later step."""
-        for worker in self.by_id.values():
-            worker.progress = worker.progress or asyncio.ensure_future(worker.link.call("progress"))
-        asked = {worker.progress: worker for worker in self.by_id.values() if worker.progress}
-        done = (await asyncio.wait(asked, timeout=PROGRESS_TIMEOUT_S))[0] if asked else set()
-        answers, spans = [], list(self._syncs)
+        """Return the engines' statistics since the last call; see `Generation`.
+
+        An engine that does not answer at once is counted in a later step.
+        """
+        progress_by_worker = await self._take_progress()
+        spans = list(self._syncs)
         self._syncs.clear()
-        for one in done:
-            if asked[one].progress is not one:
-                continue  # the end of another step has counted it
-            asked[one].progress = None
-            if not isinstance(one.exception(), WorkerLost):
-                answers.append(one.result())
-                engine = f"engine {asked[one].info.worker_id}"
-                spans += [(engine, "generate", begin, end) for begin, end in answers[-1]["busy"]]
+        token_timeline = []
+        busy = []
+        for worker_id, progress in progress_by_worker.items():
+            token_timeline += progress["token_timeline"]
+            busy += progress["busy"]
+            for begin, end in progress["busy"]:
+                spans.append((f"engine {worker_id}", "generate", begin, end))
         return {
-            "token_timeline": sorted(entry for answer in answers for entry in answer["token_timeline"]),
-            "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),
-            "busy": [interval for answer in answers for interval in answer["busy"]],
+            "token_timeline": sorted(token_timeline),
+            "wait_generation_weights_s": sum(
+                progress["paused_s"] for progress in progress_by_worker.values()
+            ),
+            "busy": busy,
             "spans": condensed(spans),
             "workers_lost": self.take_lost(),
         }
 
+    async def _take_progress(self) -> dict[str, dict[str, Any]]:
+        """Return the answers to `Engine.progress` of the workers that give one in time, by worker id."""
+        worker_by_task = {}
+        for worker in self.by_id.values():
+            if worker.progress is None:
+                worker.progress = asyncio.ensure_future(worker.link.call("progress"))
+            worker_by_task[worker.progress] = worker
+        if not worker_by_task:
+            return {}
+        finished_tasks, _ = await asyncio.wait(worker_by_task, timeout=PROGRESS_TIMEOUT_S)
+        progress_by_worker = {}
+        for task in finished_tasks:
+            worker = worker_by_task[task]
+            # A call at the end of another step may have counted the answer
+            if worker.progress is task:
+                worker.progress = None
+                if not isinstance(task.exception(), WorkerLost):
+                    progress_by_worker[worker.info.worker_id] = task.result()
+        return progress_by_worker
+
 
 def request_seed(seed: int, ordinal: int, member: int, turn: int = 0) -> int:
-    """Of one completion: that turn of that member of the group of the prompt of that ordinal. 63 bits.
+    """Return the seed (63 bits) of one completion.
+
+    Args:
+        seed: The run's seed.
+        ordinal: Number of the prompt since the start of the run.
+        member: Index of the completion in its group.
+        turn: Number of the turn, if the completion is a turn of a trajectory.
 
     >>> request_seed(37, 5, 0) == request_seed(37, 5, 0) != request_seed(37, 5, 1)
     True
     """
-    of = f"{seed}/{ordinal}/{member}" + (f"/{turn}" if turn else "")
-    digest = hashlib.blake2b(of.encode(), digest_size=8).digest()
+    text = f"{seed}/{ordinal}/{member}"
+    if turn:
+        text += f"/{turn}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 
@@ -229,9 +377,16 @@ class LogprobWorkers(RegisteredWorkers):
     async def logprobs(
         self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
     ) -> list[np.ndarray]:
-        """Ask the worker with the fewest tokens outstanding; another one if it is lost."""
-        tokens_each = max(1, sum(map(len, sequences)) // len(sequences))
-        for _ in range(ATTEMPTS):
+        """Return the log-probs of the worker with the fewest outstanding tokens; see `Logprobs`.
+
+        Raises:
+            WorkerLost: Every worker that was tried was lost.
+        """
+        num_tokens = sum(len(sequence) for sequence in sequences)
+        tokens_each = max(1, num_tokens // len(sequences))
+        for _ in range(ATTEMPTS_WITHOUT_PROGRESS):
             async with self.lease("a group", len(sequences), tokens_each) as (link, _):
                 return await link.call("logprobs", list(sequences), list(prompt_lengths))
-        raise WorkerLost(f"{ATTEMPTS} {self.kind} workers were lost over one group: {self._last_lost}")
+        raise WorkerLost(
+            f"{ATTEMPTS_WITHOUT_PROGRESS} {self.kind} workers were lost over one group: {self._last_lost}"
+        )

@@ -1,6 +1,6 @@
-"""The verifiers of a run: for each adapter some actors with killable processes, on any node, and the judges.
+"""The verifiers of a run: actors with killable processes for each adapter, on any node, and the judges.
 
-Judges need no process: they run in the controller's own, and share the cluster's traffic control.
+Judges need no processes: they run in the controller's process, within the limits of the cluster's rate limiter.
 """
 
 import contextlib
@@ -31,11 +31,17 @@ from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
 
 log = logging.getLogger(__name__)
-SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
+# Adapter processes of one verifier actor, which run on one node and share the actor's messages
+SLOTS_PER_ACTOR = 8
+# Seconds that an answer waits for others, where a process idles until its answer has travelled
+ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 
 class VerifierActor(ChannelServer):
-    """Some killable processes of one adapter, on any node. Each is a slot, called by `score SLOT` and the like."""
+    """Killable processes of one adapter on one node.
+
+    Each process is a slot, whose handlers are called `score SLOT`, `post_process SLOT` and `close SLOT`.
+    """
 
     def __init__(self, make_process: Callable[[], AdapterProcess]) -> None:
         log_to_own_file("verifiers")
@@ -44,21 +50,25 @@ class VerifierActor(ChannelServer):
         self.serve(self._methods)
 
     async def _open(self, slot: int) -> tuple[int, bool, bool]:
-        """Start a process; returns what a queue wants to know of a worker: capacity, prefetch, has_post_process."""
+        """Start a process, and return its capacity, prefetch and has_post_process, as of a `VerifierWorker`."""
         process = self._make_process()
         for name in ("score", "post_process", "close"):
             self._methods[f"{name} {slot}"] = getattr(process, name)
         await process.start()
-        if not process.prefetch:  # a place is empty until its answer has travelled
-            self.answer_delay_s = 0.02
+        if not process.prefetch:
+            self.answer_delay_s = ANSWER_DELAY_WITHOUT_PREFETCH_S
         return process.capacity, process.prefetch, process.has_post_process
 
 
 class RunVerification:
     """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
 
-    secrets: environment variables with the judges' keys, for this process. environment: those of the rewards' processes,
-    which see an allow-list and none of this process's others.
+    Args:
+        source: Where the reward functions are defined.
+        config: The run's options of rewards.
+        budget_path: File that records what the judges cost; None keeps no record.
+        secrets: Environment variables with the judges' keys, which are set in this process.
+        environment: Environment variables of the rewards' processes, which see no other variables of this process.
     """
 
     def __init__(
@@ -71,23 +81,28 @@ class RunVerification:
     ) -> None:
         os.environ.update(secrets)
         register_secrets([*secrets.values(), *environment.values()])
-        self._source, self._config, self._environment = source, config, environment
+        self._source = source
+        self._config = config
+        self._environment = environment
         rewards = resolve(source, config.all_names)
         self._adapters = {name: config.with_address(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
-        bounded = {name for name, adapter in self._adapters.items() if adapter in BOUNDED}
-        self._inline = {name for name in bounded if not config.has_verifiers(name)}
+        # Rewards that this process computes itself, because they are quick whatever their input
+        self._inline = set()
+        for name, adapter in self._adapters.items():
+            if adapter in BOUNDED and not config.has_verifiers(name):
+                self._inline.add(name)
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
-        self._open = contextlib.AsyncExitStack()  # the last is closed first
+        self._resources = contextlib.AsyncExitStack()  # closed by `close`, the last one first
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep: IdleSleep | None = None
         if config.model_urls and config.judge_idle_sleep_s is not None:
             self._idle_sleep = IdleSleep(config.model_urls, config.judge_idle_sleep_s)
-            self._open.push_async_callback(self._idle_sleep.close)
-        self._open.push_async_callback(self._rate_limiter.close)
+            self._resources.push_async_callback(self._idle_sleep.close)
+        self._resources.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware(budget_path)
         in_processes = self._adapters.keys() - self._judges.keys() - self._inline
-        self._pool = pool = VerifierPool(
+        self._pool = VerifierPool(
             config.adapters,
             partial(self._make_worker, phase=TRAINING),
             make_evaluator=partial(self._make_worker, phase=EVALUATION),
@@ -98,21 +113,26 @@ class RunVerification:
             middleware=self._middleware,
             timeout_s=config.reward_timeout_s,
         )
-        self._open.push_async_callback(pool.close)
-        self.start, self.verify, self.post_process = pool.start, pool.verify, pool.post_process
-        self.close = self._open.aclose
+        self._resources.push_async_callback(self._pool.close)
+        self.start = self._pool.start
+        self.verify = self._pool.verify
+        self.post_process = self._pool.post_process
+        self.close = self._resources.aclose
 
     async def take_stats(self) -> dict[str, Any]:
-        """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
+        """Return the statistics since the last call: `verifiers` by adapter, and the numbers of cache and budget."""
         return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:
-        config, cache, budget = self._config, None, None
+        """Make what stands between the pool and the adapters: the verdict cache and the budget of the judges."""
+        config = self._config
+        cache = None
+        budget = None
         if config.verdict_cache:
             max_mb = config.verdict_cache_mb
             max_bytes = None if max_mb is None else round(max_mb * 2**20)
             cache = VerdictCache(config.verdict_cache, max_bytes=max_bytes)
-            self._open.push_async_callback(cache.close)
+            self._resources.push_async_callback(cache.close)
         paid = {name: judge for name, judge in self._judges.items() if getattr(judge, PRICE, None)}
         if paid:
             budget = Budget(config.judge_budget, policy=config.judge_budget_policy, path=budget_path)
@@ -124,18 +144,25 @@ class RunVerification:
         )
 
     def _versions(self) -> dict[str, str]:
-        """Of the rewards whose answers the cache keeps: by them it tells answers apart."""
-        versions, options = {}, self._config.options_by_name
+        """Return a version of each reward whose answers the cache keeps; an answer of another version is not used."""
+        versions = {}
+        options = self._config.options_by_name
         for name, adapter in self._adapters.items():
             digest = self._source.digests.get(name, self._source.sha256)
             if is_judge(adapter):
                 versions[name] = version_of_judge(adapter, digest, self._config)
-            elif getattr(adapter, "cacheable", False) is True:  # `@cacheable`
+            elif getattr(adapter, "cacheable", False) is True:  # set by `@cacheable`
                 versions[name] = version_of(digest, options)
         log.info("the verdict cache keeps the answers of %s", ", ".join(versions) or "no reward of this run")
         return versions
 
     async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
+        """Make a worker of an adapter.
+
+        Args:
+            adapter: Name of the adapter.
+            phase: TRAINING or EVALUATION, by which a rate limiter counts calls.
+        """
         judge: Any = self._adapters[adapter]
         limits = self._config.limits.get(adapter)
         if is_judge(judge):
@@ -147,33 +174,42 @@ class RunVerification:
         slot = await self._make_slot(adapter)
         if limits is None:
             return slot
-        key = f"{adapter} of {ray.get_runtime_context().namespace}"  # another run's has limits of its own
+        # Limits of an adapter hold for one run, unlike those of a judge
+        key = f"{adapter} of {ray.get_runtime_context().namespace}"
         return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
 
     async def _make_slot(self, adapter: str) -> VerifierWorker:
-        """One process more, in an actor that has room for it, or in a new one; for some rewards this process will do."""
+        """Start one more process, in an actor that has room or in a new one; an inline reward needs none."""
         if adapter in self._inline:
             return InlineReward(adapter, self._adapters[adapter], self._config.options_by_name)
-        hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
-        host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
-        if host is None:
-            given = self._source, adapter, self._config.options_by_name
-            memory = round(self._config.reward_memory_gb * 2**30)
-            make = partial(AdapterProcess, *given, environment=self._environment, memory_limit_bytes=memory)
-            hosts.append(host := _VerifierHost(adapter, make))
+        hosts = [host for host in self._hosts[adapter] if not host.channel.lost]
+        self._hosts[adapter] = hosts
+        for host in hosts:
+            if len(host.slots) < SLOTS_PER_ACTOR:
+                return await host.open()
+        make_process = partial(
+            AdapterProcess,
+            self._source,
+            adapter,
+            self._config.options_by_name,
+            environment=self._environment,
+            memory_limit_bytes=round(self._config.reward_memory_gb * 2**30),
+        )
+        host = _VerifierHost(adapter, make_process)
+        hosts.append(host)
         return await host.open()
 
 
 class _VerifierHost:
-    """A `VerifierActor` as the pool sees it; `slots`: those of its processes that run."""
+    """The pool's way to one `VerifierActor`."""
 
     def __init__(self, adapter: str, make_process: Callable[[], AdapterProcess]) -> None:
         self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(make_process)
         self.channel = Channel(self.actor, f"verifier of {adapter}")
-        self.slots: set[int] = set()
+        self.slots: set[int] = set()  # of processes that run
 
     async def open(self) -> "_VerifierSlot":
-        """Start one process more."""
+        """Start one more process."""
         slot = min(set(range(SLOTS_PER_ACTOR)) - self.slots)
         self.slots.add(slot)
         try:
@@ -183,12 +219,14 @@ class _VerifierHost:
             raise
 
     async def close(self, slot: int) -> None:
-        """End a process; with the last one its actor goes, too."""
+        """End a process, and with the last process its actor."""
         try:
-            if not self.channel.lost:  # of the last one, too: its reward may have a `close`
+            # Also the last process is closed before its actor is killed, because its reward may have a `close`
+            if not self.channel.lost:
                 await self.channel.call(f"close {slot}")
         finally:
-            self.slots.discard(slot)  # not before, or the first to be closed would end the actor of all
+            # Slots that are being closed still count, so that the actor outlives the slowest of them
+            self.slots.discard(slot)
             if not self.slots or self.channel.lost:
                 self.channel.close()
                 ray.kill(self.actor)
@@ -207,5 +245,5 @@ class _VerifierSlot:
 
     @property
     def is_lost(self) -> bool:
-        """The actor is gone, and so are all its slots."""
+        """Return whether the actor is gone, and with it all its slots."""
         return self._channel.lost is not None

@@ -1,4 +1,4 @@
-"""One trainer rank, assembled: what rank 0 opens on the cluster, the sharded policy, and the loop that joins them."""
+"""The program of one trainer rank: rank 0 opens the run on the cluster, and every rank trains its part of the policy."""
 
 import dataclasses
 import logging
@@ -33,7 +33,7 @@ from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, RunInterrupted, WorkerLost
 from async_grpo.messages import SharedRunSettings
 from async_grpo.metrics.console import show_waiting
-from async_grpo.metrics.trackers import parse_trackers, trackers_of
+from async_grpo.metrics.trackers import Trackers, parse_trackers, trackers_of
 from async_grpo.metrics.watchdog import Watchdog
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, rewind
 from async_grpo.modeling.load import torch_dtype
@@ -42,6 +42,7 @@ from async_grpo.options.source_file import absolute, digests
 from async_grpo.processes.end_on_signal import end_in_order
 from async_grpo.training.checkpoint_folder import checkpoints_of, set_aside_newer
 from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.trainer import Trainer
 from async_grpo.weights.config import get_transport
 
 log = logging.getLogger(__name__)
@@ -49,59 +50,62 @@ SHUTDOWN_TIMEOUT_S = 10.0
 
 
 def train(config: RunConfig, prepared: Prepared | None) -> None:
-    """Run this rank to the end of the run. `prepared`: its inputs, on rank 0, of which the others get the settings.
+    """Run this rank to the end of the run.
 
-    AsyncGrpoError: whatever ended the run before its time.
+    Args:
+        config: The run's options.
+        prepared: The inputs of the run, on rank 0; None on all other ranks, which get the settings from rank 0.
+
+    Raises:
+        AsyncGrpoError: The run ended early.
     """
     connect(config.run_name, config.logging_level)
     with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
         if prepared is not None:
             _train_as_head(prepared, ranks)
         else:
-            controller = find_controller(config.run_name, config.start_timeout_s)
-            settings = answer(controller.settings.remote())
-            experience = RemoteExperience(config, controller, ranks.rank, {})
-            trainer = make_trainer(config, settings, ranks, experience, after_step=experience.after_step)
-            end_in_order(controller.request_save.remote, config.grace_s, is_failing=_has_lost_a_rank)
-            trainer.run()  # a rank that ended with an error, were it only told to, would have torchrun end rank 0
+            _train_as_follower(config, ranks)
     ray.shutdown()
 
 
+def _train_as_follower(config: RunConfig, ranks: Ranks) -> None:
+    """Run a rank other than 0."""
+    controller = find_controller(config.run_name, config.start_timeout_s)
+    settings = answer(controller.settings.remote())
+    experience = RemoteExperience(config, controller, ranks.rank, eval_questions={})
+    trainer = make_trainer(config, settings, ranks, experience, after_step=experience.after_step)
+    end_in_order(controller.request_save.remote, config.grace_s, is_failing=_has_lost_a_rank)
+    # The reason of an early end is not raised here: torchrun would end rank 0 because of an error of this rank
+    trainer.run()
+
+
 def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
-    """Rank 0: it also opens the run, feeds the engines and writes the files."""
+    """Run rank 0, which also opens the run, sends weights to the engines and writes the files."""
     controller = open_run(prepared.config, prepared.settings)
     if prepared.rewards is None:
         prepared = prepared.with_rewards(await_workers(controller, prepared.config))
     config = prepared.config
     _write_params(prepared, ranks)
-    starting = start_batcher(controller, prepared, ranks.world_size)
-    done = prepared.resumed.step if prepared.resumed else -1
+    batcher_start = start_batcher(controller, prepared, ranks.world_size)
+    steps_done = prepared.resumed.step if prepared.resumed else -1
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
-    rewind(config.output_path, done, samples_file)
-    set_aside_newer(config.output_path, done)
-    experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions, max(0, done))
-
-    def save_experience(partial: Path, step: int) -> Callable[[], Any]:
-        # Begun before any later call of this process, so before newer weights can be live
-        saving = controller.save_experience.remote(partial.absolute(), step)
-        return lambda: answer(saving, config.checkpoint_timeout_s)
-
-    engines = RayEngines(controller, config.sync_timeout_s)
-    made = config, prepared.settings, ranks, experience, engines, experience.after_step
-    trainer = make_trainer(*made, save_experience, data_digests(config))
-    if get_transport(prepared.settings.transport).fills_object_store:
-        itemsize = torch_dtype(prepared.settings.dtype).itemsize
-        check_object_store(itemsize * sum(weight.numel() for _, weight in named_weights(trainer.policy)))
-    answer(starting, config.start_timeout_s)  # engines and rewards have been loading beside the model
+    rewind(config.output_path, steps_done, samples_file)
+    set_aside_newer(config.output_path, steps_done)
+    first_step = max(0, steps_done)
+    experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions, first_step)
+    trainer = _make_head_trainer(prepared, ranks, controller, experience)
+    # Engines and rewards have been loading while this rank loaded the model
+    answer(batcher_start, config.start_timeout_s)
     await_workers(controller, config)
     watchdog = Watchdog(config.output_path, lambda: trainer.version, config.stall_s, experience.situation)
-    _end_when_told(controller, config, experience.told_to_end, watchdog.start())
-    told = parse_trackers(config.track), config.prometheus_port, config.output_path, config.run_name
-    joined = "all have joined: weights go out with a self-test, then comes the first step"
+    _end_on_request(controller, config, experience.told_to_end, look=watchdog.start())
     with (
-        closing(trackers_of(*told, as_options(config))) as trackers,
+        closing(_make_trackers(config)) as trackers,
         closing(MetricsWriter(config.output_path, config.num_steps, samples_file, trackers.log)) as metrics,
-        show_waiting(joined, until=lambda: trainer.version > max(0, done)),
+        show_waiting(
+            "all have joined: weights go out with a self-test, then comes the first step",
+            until=lambda: trainer.version > first_step,
+        ),
     ):
         trainer.write = metrics.write
         trainer.run()
@@ -112,38 +116,94 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     close_run(controller, f"{config.num_steps} steps are done")
 
 
-def _end_when_told(controller: Any, config: RunConfig, told: threading.Event, look: Any) -> None:
-    """By a signal, or by the time: every rank saves, and ends. SIGUSR1 calls `look`."""
+def _make_head_trainer(
+    prepared: Prepared, ranks: Ranks, controller: Any, experience: RemoteExperience
+) -> Trainer:
+    """Make the trainer of rank 0.
 
-    def ask(reason: str) -> None:
-        told.set()
+    Raises:
+        ConfigurationError: Weights go through Ray's object store, which is too small for them.
+    """
+    config = prepared.config
+    settings = prepared.settings
+
+    def save_experience(partial_folder: Path, step: int) -> Callable[[], Any]:
+        # This call reaches the controller before any later call of this process, and so before newer weights are live
+        saving = controller.save_experience.remote(partial_folder.absolute(), step)
+        return lambda: answer(saving, config.checkpoint_timeout_s)
+
+    trainer = make_trainer(
+        config,
+        settings,
+        ranks,
+        experience,
+        engines=RayEngines(controller, config.sync_timeout_s),
+        after_step=experience.after_step,
+        save_experience=save_experience,
+        digests_read=data_digests(config),
+    )
+    if get_transport(settings.transport).fills_object_store:
+        num_weights = sum(weight.numel() for _, weight in named_weights(trainer.policy))
+        check_object_store(num_weights * torch_dtype(settings.dtype).itemsize)
+    return trainer
+
+
+def _make_trackers(config: RunConfig) -> Trackers:
+    """Make the trackers that the run's metrics go to."""
+    return trackers_of(
+        parse_trackers(config.track),
+        config.prometheus_port,
+        config.output_path,
+        config.run_name,
+        as_options(config),
+    )
+
+
+def _end_on_request(
+    controller: Any, config: RunConfig, is_ending: threading.Event, look: Callable[[], None]
+) -> None:
+    """Have every rank save and end when a signal comes or the time of `--max-hours` is over.
+
+    Args:
+        controller: The run's controller.
+        config: The run's options.
+        is_ending: Set when the run is asked to end.
+        look: Called at SIGUSR1.
+    """
+
+    def request_end(reason: str) -> None:
+        is_ending.set()
         controller.request_save.remote(reason)
 
-    end_in_order(ask, config.grace_s, is_failing=_has_lost_a_rank, look=look)
+    end_in_order(request_end, config.grace_s, is_failing=_has_lost_a_rank, look=look)
     if config.max_hours is not None:
-        timer = threading.Timer(config.max_hours * 3600, ask, [f"--max-hours {config.max_hours:g}"])
+        timer = threading.Timer(config.max_hours * 3600, request_end, [f"--max-hours {config.max_hours:g}"])
         timer.daemon = True
         timer.start()
 
 
 def _has_lost_a_rank() -> bool:
-    """torchrun also ends ranks for the fault of another one on this node."""
-    siblings = psutil.Process(os.getppid()).children() if "RANK" in os.environ else []
-    alive = sum(process.status() != psutil.STATUS_ZOMBIE for process in siblings)
-    return "RANK" in os.environ and alive < int(os.environ["LOCAL_WORLD_SIZE"])
+    """Return whether a rank of this node has ended, because torchrun then ends its other ranks with a signal, too."""
+    if "RANK" not in os.environ:
+        return False
+    siblings = psutil.Process(os.getppid()).children()
+    num_alive = sum(process.status() != psutil.STATUS_ZOMBIE for process in siblings)
+    return num_alive < int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
-    """Make the run's controller on this node, which needs no other one for its bookkeeping; returns its handle.
+    """Make the run's controller on this node, and return its handle.
 
-    ConfigurationError: a run of this name is open already.
+    Raises:
+        ConfigurationError: A run of this name is open already.
     """
     try:
         actor = zero_cpu_actor(RunController, name=CONTROLLER, **on_this_node())
         return actor.remote(settings, config.worker_grace_s, Channel, absolute(config.scheduling))
     except ValueError as error:
-        why = f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
-        raise ConfigurationError(why) from error
+        raise ConfigurationError(
+            f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
+        ) from error
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
@@ -180,16 +240,21 @@ def await_workers(controller: Any, config: RunConfig) -> str:
 
 def close_run(controller: Any, reason: str) -> None:
     """End rollouts and rewards, tell the workers that the run is over, and wait until they have signed off."""
-    for ending in (controller.stop.remote, partial(controller.close.remote, reason)):
+    for end in (controller.stop.remote, partial(controller.close.remote, reason)):
         try:
-            answer(ending(), SHUTDOWN_TIMEOUT_S)
-        except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
+            answer(end(), SHUTDOWN_TIMEOUT_S)
+        except (DeadlineExceeded, WorkerLost) as error:
+            # The training is done, so the run does not fail
             log.warning("the rewards, or the workers, did not end in order: %s", error)
 
 
 def _write_params(prepared: Prepared, ranks: Ranks) -> None:
-    """Every setting of the run, beside its metrics; `async-grpo run THIS_FILE --output-dir NEW` starts it again."""
-    config, rewards = prepared.config, prepared.rewards
+    """Write every setting of the run beside its metrics.
+
+    `async-grpo run THIS_FILE --output-dir NEW` starts the run again.
+    """
+    config = prepared.config
+    rewards = prepared.rewards
     assert rewards is not None
     facts = {
         "WORLD_SIZE": ranks.world_size,

@@ -1,5 +1,7 @@
-"""`RayEngines`: weights to every registered worker, and their receipts back: in packages through Ray's object store, or
-driven step by step by vLLM's trainer engine."""
+"""`RayEngines`: sends weights to every registered worker and collects the receipts.
+
+Weights travel in packages through Ray's object store, or vLLM's trainer engine drives the update step by step.
+"""
 
 import logging
 import time
@@ -20,19 +22,29 @@ from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
-OTHERS_S = 10.0  # after an engine was lost: who does not answer either by then waits for it
+# After an engine was lost in a step that all take together: an engine that has not answered by then waits for the lost one
+OTHERS_S = 10.0
+# Ray's object store must hold one version of the weights and the beginning of the next
+OBJECT_STORE_VERSIONS = 1.3
 
 
 def check_object_store(num_bytes: int) -> None:
-    """ConfigurationError: on some node Ray's object store does not hold a version of the weights, and the begin of the
-    next: Ray would write the rest to a disk, at every sync."""
-    needed = int(1.3 * num_bytes)
+    """Check that Ray's object store has room for the weights on every node: Ray would write the rest to disk at every sync.
+
+    Args:
+        num_bytes: Size of one version of the weights.
+
+    Raises:
+        ConfigurationError: The object store of a node is too small.
+    """
+    needed_bytes = int(OBJECT_STORE_VERSIONS * num_bytes)
     for node in ray.nodes():
-        room = int(node["Resources"].get("object_store_memory", needed))
+        room_bytes = int(node["Resources"].get("object_store_memory", needed_bytes))
         refuse(
-            node["Alive"] and room < needed,
-            f"Ray's object store on {node['NodeManagerAddress']} has {room / 1e9:.2f} GB, weights on their way need "
-            f"{needed / 1e9:.2f}: start Ray there with a larger --object-store-memory (and /dev/shm: docker --shm-size)",
+            node["Alive"] and room_bytes < needed_bytes,
+            f"Ray's object store on {node['NodeManagerAddress']} has {room_bytes / 1e9:.2f} GB, weights on their way need "
+            f"{needed_bytes / 1e9:.2f}: start Ray there with a larger --object-store-memory (and /dev/shm: docker "
+            "--shm-size)",
         )
 
 
@@ -45,85 +57,127 @@ class RayEngines:
 
     def __post_init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
-        self._members: dict[str, tuple[WorkerInfo, Any]] = {}  # whom the sync is for, with their handles
+        # The workers of the sync under way, with their handles, by worker id
+        self._members: dict[str, tuple[WorkerInfo, Any]] = {}
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """Tell the controller that the package is proven."""
+        """Tell the controller which workers have proven the package; see `Engines`."""
         answer(self.controller.end_sync.remote(package, landed), self.timeout_s)
 
     def abort(self, error: BaseException) -> None:
+        """End the run because a sync failed; see `Engines`."""
         answer(self.controller.fail.remote(error))
 
     def put(self, chunk: np.ndarray) -> Any:
+        """Store one chunk where every engine can read it, and return its reference."""
         return ray.put(chunk)
 
     def deliver(self, package: WeightPackage) -> dict[str, Receipt]:
-        """Load `package` into all workers that it is for at once. One that fails to is fenced, not waited for; the others
-        go on. Without an engine a run under way waits for a late one, as long as `--worker-grace-s` says.
+        """Load the package into all workers of the sync at once.
 
-        WorkerLost: no generation worker took the first weights.
+        A worker that fails to load it is fenced, and the others continue. If every engine is lost during a run, the run
+        waits for another one as long as `--worker-grace-s` allows.
+
+        Returns:
+            What each worker received and computes, by worker id.
+
+        Raises:
+            WorkerLost: No generation worker took the first weights.
         """
         receipts: dict[str, Receipt] = {}
-        losses, generates = [], False
+        losses = []
+        has_engine = False
         self.begin(package.for_late)
-        loading = [handle.update_weights.remote(package) for _, handle in self._members.values()]
-        if loading:
-            with waiting("weights", f"policy version {package.version}", ", ".join(self._members)):
-                ray.wait(loading, num_returns=len(loading), timeout=self.timeout_s)
-        for (worker_id, (info, _)), receipt in zip(tuple(self._members.items()), loading, strict=True):
+        members = dict(self._members)
+        loads = [handle.update_weights.remote(package) for _, handle in members.values()]
+        if loads:
+            with waiting("weights", f"policy version {package.version}", ", ".join(members)):
+                ray.wait(loads, num_returns=len(loads), timeout=self.timeout_s)
+        for (worker_id, (info, _)), load in zip(members.items(), loads, strict=True):
             try:
-                receipts[worker_id] = ray.get(receipt, timeout=0)
-                generates |= info.kind == GENERATION
+                receipts[worker_id] = ray.get(load, timeout=0)
             except LOST as error:
                 losses.append(f"{worker_id}: {cause_of(error)}")
                 self.fence(worker_id, error)
-        if not generates and not package.for_late and package.version <= 0:
+            else:
+                has_engine = has_engine or info.kind == GENERATION
+        # The first weights have version 0; a self-test's version is negative
+        is_first = package.version <= 0
+        if is_first and not has_engine and not package.for_late:
             raise WorkerLost(f"no engine took the weights of version {package.version}: {'; '.join(losses)}")
         return receipts
 
     def fence(self, worker_id: str, error: Exception) -> None:
+        """End a worker that did not prove its weights; see `Engines`."""
         info, handle = self._members.pop(worker_id)
-        ray.kill(handle)  # its open requests fail now, and its dispatcher notices
+        # Its open requests fail at once, and its dispatcher notices
+        ray.kill(handle)
         log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
         answer(self.controller.deregister.remote(info.kind, worker_id, cause_of(error)))
 
     def begin(self, for_late: bool) -> None:
+        """Begin a sync, during which no worker joins; see `Engines`."""
         members = answer(self.controller.begin_sync.remote(for_late), self.timeout_s)
         self._members = {info.worker_id: (info, handle) for info, handle in members}
 
     @property
     def members(self) -> dict[str, int]:
+        """Return the number of processes of each worker of the sync; see `Engines`."""
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
     def each(self, method: str, *args: Any) -> dict[str, Any]:
-        return self._ask(method, dict.fromkeys(self._members, args), self.timeout_s)
+        """Have every worker of the sync take one step, and return the answers by worker; see `Engines`."""
+        args_by_worker = dict.fromkeys(self._members, args)
+        return self._call(method, args_by_worker, others_s=self.timeout_s)
 
     def together(self, method: str, *args: Any) -> None:
-        """`init_weight_transfer` tells each engine its place in the group: rank 0 is the trainer."""
-        of_each = dict.fromkeys(self._members, args)
+        """Have all workers of the sync take a step that they can only take together; see `Engines`.
+
+        `init_weight_transfer` also tells each engine its first rank in the transfer group, where rank 0 is the trainer.
+        """
+        args_by_worker = dict.fromkeys(self._members, args)
         if method == "init_weight_transfer":
-            place = args[0]["rank_offset"]
-            for worker_id, size in self.members.items():
-                of_each[worker_id] = ({**args[0], "rank_offset": place},)
-                place += size
-        if lost := of_each.keys() - self._ask(method, of_each, OTHERS_S).keys():
+            rank = args[0]["rank_offset"]
+            for worker_id, world_size in self.members.items():
+                args_by_worker[worker_id] = ({**args[0], "rank_offset": rank},)
+                rank += world_size
+        answers = self._call(method, args_by_worker, others_s=OTHERS_S)
+        lost = args_by_worker.keys() - answers.keys()
+        if lost:
             raise WorkerLost(f"{', '.join(sorted(lost))}: lost in an NCCL weight sync, by {method}")
 
-    def _ask(self, method: str, of_each: dict[str, tuple[Any, ...]], others_s: float) -> dict[str, Any]:
-        """The answers by worker. Who has none is fenced: by its own death, after `--sync-timeout-s`, or when so many
-        seconds have passed since another was lost."""
-        actors = {name: self._members[name][1] for name in of_each}
-        asked = {actors[name].transfer.remote(method, *args): name for name, args in of_each.items()}
-        answers, waiting_for, give_up = dict[str, Any](), list(asked), time.monotonic() + self.timeout_s
-        with waiting("weights", f"a policy (NCCL: {method})", ", ".join(of_each)):
-            while waiting_for:
-                ready, waiting_for = ray.wait(waiting_for, timeout=max(0.0, give_up - time.monotonic()))
-                late = [] if ready else waiting_for
-                for reference in ready or late:
+    def _call(
+        self, method: str, args_by_worker: dict[str, tuple[Any, ...]], others_s: float
+    ) -> dict[str, Any]:
+        """Call a method of several workers, and fence those that do not answer.
+
+        Args:
+            method: Name of the method.
+            args_by_worker: Its arguments, by worker id.
+            others_s: Seconds that the other workers have to answer after one was lost; `timeout_s` at most.
+
+        Returns:
+            The answers, by worker id.
+        """
+        worker_by_call = {}
+        for worker_id, args in args_by_worker.items():
+            _, handle = self._members[worker_id]
+            worker_by_call[handle.transfer.remote(method, *args)] = worker_id
+        answers: dict[str, Any] = {}
+        calls = list(worker_by_call)
+        deadline = time.monotonic() + self.timeout_s
+        with waiting("weights", f"a policy (NCCL: {method})", ", ".join(args_by_worker)):
+            while calls:
+                ready, calls = ray.wait(calls, timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    # The deadline has passed: getting their answers raises, which fences them
+                    ready = calls
+                    calls = []
+                for call in ready:
+                    worker_id = worker_by_call[call]
                     try:
-                        answers[asked[reference]] = ray.get(reference, timeout=0)
+                        answers[worker_id] = ray.get(call, timeout=0)
                     except LOST as error:
-                        give_up = min(give_up, time.monotonic() + others_s)
-                        self.fence(asked[reference], error)
-                waiting_for = [] if late else waiting_for
+                        deadline = min(deadline, time.monotonic() + others_s)
+                        self.fence(worker_id, error)
         return answers

@@ -22,9 +22,9 @@ from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION
 
-# So that several engines can share a machine without a GPU; the forwarded environment goes before these
+# Lets several engines share a machine without a GPU. Variables of the forwarded environment override these
 ENGINE_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise every engine pins itself to the same core
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -33,9 +33,9 @@ ENGINE_ENVIRONMENT = {
 
 
 class WorkerActor(ChannelServer):
-    """A worker that joins a run and follows its weights. One package is loaded at a time, never an older one."""
+    """A worker that joins a run and follows its weights. It loads one package at a time, and never an older one."""
 
-    served: tuple[str, ...]  # the engine's methods that a link calls
+    served: tuple[str, ...]  # the engine's methods that are called through a channel
 
     def __init__(self) -> None:
         log_to_own_file(type(self).__name__.removesuffix("Actor").lower())
@@ -44,70 +44,95 @@ class WorkerActor(ChannelServer):
         self._settings: SharedRunSettings | None = None
 
     async def warm_up(self, config: WorkerConfig) -> None:
-        """Import what `start` needs, while the trainer, which alone knows the settings, still starts itself."""
-        os.environ.update(compile_cache())  # before torch, at its import, chooses a folder in /tmp
+        """Import what `start` needs while the trainer, which alone knows the settings, is still starting."""
+        # Before torch is imported, which would choose a folder in /tmp
+        os.environ.update(compile_cache())
         _worker_class(config)
 
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
-        """Load the model; returns how many sequences and tokens it holds. ConfigurationError: it is not the trainer's."""
-        # Not in the dispatcher, which can do without these libraries, and may be on another node
+        """Load the model.
+
+        Returns:
+            The numbers of sequences and tokens that the worker holds at once.
+
+        Raises:
+            ConfigurationError: The model is not the trainer's.
+        """
+        # Checked here and not in the dispatcher, which may lack these libraries and may run on another node
         check_library(settings)
         check_model(config.model_path, settings)
-        generates = config.mode == GENERATION
-        config = config.with_sequences(settings) if generates else config
+        is_generation = config.mode == GENERATION
+        if is_generation:
+            config = config.with_sequences(settings)
         self._settings = settings
-        # vLLM keeps sockets and stores of its processes among the temporary files, readable for all users
+        # vLLM puts sockets and stores of its processes into the folder of temporary files, readable for all users
         os.environ.update(compile_cache())
         self._folder = make_private_folder()
         with temporary_files_in(self._folder):
             self._engine = _worker_class(config).start(config, settings)
         self.serve({name: getattr(self._engine, name) for name in self.served})
-        return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
+        max_sequences = config.max_sequences if is_generation else UNLIMITED
+        return max_sequences, self._engine.kv_cache_tokens
 
     async def update_weights(self, package: WeightPackage) -> Receipt:
-        """Load a package and answer its canary. WeightsDidNotLand: newer weights are loaded already."""
+        """Load a package and compute the log-probs of its canary.
+
+        Raises:
+            WeightsDidNotLand: Newer weights are loaded already, or this node does not see the package's files.
+        """
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
-            chunks = [_mapped(one) if isinstance(one, Path) else (await one).data for one in package.chunks]
+            chunks = []
+            for chunk in package.chunks:
+                chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)
             manifest = await self._engine.update(package.version, chunks)
             self._version = package.version
             return manifest, await answer_canary(self._engine, package.canary_texts)
 
     async def leave_run(self) -> None:
-        """The run's trainer is gone: its requests are cancelled."""
+        """Cancel all requests of a run whose trainer is gone."""
         if self._settings is not None:
             self.forget_callers()
 
     async def begin_anew(self, settings: SharedRunSettings) -> bool:
-        """Serve the next start of a run, without loading the model again; False: it must be loaded again."""
+        """Prepare to serve the next start of a run, and return whether that is possible without loading the model again."""
         check_library(settings)
         earlier = self._settings
-        fits = earlier is not None and earlier == replace(settings, checkpoint=earlier.checkpoint)
-        if not fits or self._loading.locked() or not hasattr(self._engine, "begin_anew"):
+        are_settings_equal = earlier is not None and earlier == replace(
+            settings, checkpoint=earlier.checkpoint
+        )
+        if not are_settings_equal or self._loading.locked() or not hasattr(self._engine, "begin_anew"):
             return False
-        self._settings, self._version = settings, None
+        self._settings = settings
+        self._version = None
         return await self._engine.begin_anew()
 
     async def processes(self) -> list[int]:
-        """The ids of this one and of all below it."""
+        """Return the ids of this process and of all its descendants."""
         return [os.getpid(), *descendants(os.getpid())]
 
     async def until_failure(self) -> str:
+        """Wait until the engine dies or stalls, and return how; see `Engine`."""
         return await self._engine.until_failure()
 
     async def close(self) -> None:
+        """Stop the engine and remove its temporary files."""
         self._engine.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class GenerationActor(WorkerActor):
-    """An `Engine` of whichever class the run names."""
+    """An `Engine` of the class that `--engine` names."""
 
     served = ("complete", "progress")
 
     async def transfer(self, method: str, *args: Any) -> Any:
-        """One step of an update that the trainer drives (NCCL). ConfigurationError: the engine has no such steps."""
+        """Take one step of an update that the trainer drives (NCCL).
+
+        Raises:
+            ConfigurationError: The engine has no such step.
+        """
         if not hasattr(self._engine, method):
             raise ConfigurationError(
                 f"{type(self._engine).__name__} can only be given weights in packages: choose another "
@@ -117,7 +142,7 @@ class GenerationActor(WorkerActor):
 
 
 class LogprobActor(WorkerActor):
-    """A `LogprobWorker`; of the proximal ones the weights change."""
+    """A `LogprobWorker`. Only the weights of proximal workers change."""
 
     served = ("logprobs",)
 
@@ -131,7 +156,7 @@ def _worker_class(config: WorkerConfig) -> Any:
 
 
 def check_library(settings: SharedRunSettings) -> None:
-    """Refuse another version of the library: its messages might silently mean something else."""
+    """Refuse a run whose trainer has another version of the library: messages might silently mean something else."""
     if library_version() != settings.library:
         raise ConfigurationError(
             f"this node ({socket.gethostname()}) has version {library_version()} of async-grpo, the trainer of run "
@@ -148,12 +173,19 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
             f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
             f"{settings.run_name!r} trains: start the worker with the trainer's --model-name-or-path"
         )
-    if (reach := context_length(model_path)) < (needed := settings.max_total_tokens):
-        raise ConfigurationError(f"--model_path {model_path} reaches {reach} tokens, the run needs {needed}")
+    model_tokens = context_length(model_path)
+    if model_tokens < settings.max_total_tokens:
+        raise ConfigurationError(
+            f"--model_path {model_path} reaches {model_tokens} tokens, the run needs {settings.max_total_tokens}"
+        )
 
 
 def _mapped(path: Path) -> memoryview:
-    """The bytes of a chunk, read as they are needed; WeightsDidNotLand: this node does not see the file."""
+    """Return the bytes of a chunk's file, mapped into memory.
+
+    Raises:
+        WeightsDidNotLand: This node does not see the file.
+    """
     try:
         return np.memmap(path, np.uint8, "r").data
     except OSError as error:

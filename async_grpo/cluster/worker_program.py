@@ -1,4 +1,4 @@
-"""What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends."""
+"""The program of `worker_dispatcher.py`: find the run, start one worker for it, and stay until either of them ends."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import uuid
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -32,47 +32,62 @@ from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
 RESTART_PAUSE_S = 5.0  # before the first restart; its square before the second, and so on
-HEALTHY_S = 600.0  # a worker that lived for so long has its restarts again
+HEALTHY_S = 600.0  # a worker that lives this long gets all its restarts back
+CLOSE_TIMEOUT_S = 20.0  # for a worker that answers to close in order
+# After a worker died: the run may have ended, and news of that may come later than news of the worker
+RUN_END_NEWS_S = 1.0
+# A worker that is started again is expected after the pause, twice its loading time, and this margin
+RESTART_MARGIN_S = 30.0
 
 
 def dispatch(config: WorkerConfig) -> None:
-    """Run one worker until the run is over, or SIGTERM drains it. One that has joined and dies is started again,
-    `--engine-restarts` times; if the trainer dies, the worker waits for it `--rejoin-s` long.
+    """Run one worker until the run is over, or until SIGTERM drains the worker.
 
-    ConfigurationError: the worker's model is not the trainer's, or there is no cluster.
-    DeadlineExceeded: no trainer opened the run.
-    WorkerLost: the worker died too often, or the trainer did.
+    A worker that dies after it has joined is started again up to `--engine-restarts` times. If the trainer dies, the worker
+    waits for it for `--rejoin-s`.
+
+    Raises:
+        ConfigurationError: The worker's model is not the trainer's, or there is no cluster.
+        DeadlineExceeded: No trainer opened the run.
+        WorkerLost: The worker died too often, or the trainer died.
     """
     connect(config.run_name, config.logging_level)
     config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
-    worker, patience_s = Worker(config), config.start_timeout_s
+    worker = Worker(config)
+    patience_s = config.start_timeout_s
     try:
         while True:
             try:
                 _work_for(RunHandle.find(config, patience_s), worker)
-            except _TrainerDied as died:
+            except _TrainerDied as death:
                 if not config.rejoin_s:
                     raise
-                log.error("%s; the worker waits %.0f s for it (--rejoin-s)", died, config.rejoin_s)
+                log.error("%s; the worker waits %.0f s for it (--rejoin-s)", death, config.rejoin_s)
                 worker.leave_run()
                 patience_s = config.rejoin_s
-    except _Ended as ended:
-        log.info("%s", ended)
+    except _Ended as end:
+        log.info("%s", end)
     finally:
         worker.end()
 
 
 class RunHandle:
-    """A run as one start of its trainer opened it, for a worker of that kind."""
+    """A run as one start of its trainer has opened it, for a worker of one kind."""
 
     def __init__(self, controller: Any, kind: str) -> None:
-        self.controller, self.kind = controller, kind
+        self.controller = controller
+        self.kind = kind
         self.closed = controller.closed.remote()
         self.settings: SharedRunSettings = self.unless_closed(controller.settings.remote())
 
     @classmethod
     def find(cls, config: WorkerConfig, patience_s: float) -> "RunHandle":
-        """The run of the worker's name, once a trainer has opened it; ConfigurationError: it needs no such worker."""
+        """Wait until a trainer has opened the run that the worker names.
+
+        Raises:
+            ConfigurationError: The run needs no worker of this kind.
+            DeadlineExceeded: No trainer opened the run within `patience_s`.
+        """
         kind = GENERATION if config.mode == GENERATION else config.role
         run = cls(find_controller(config.run_name, patience_s), kind)
         if kind not in (GENERATION, *run.settings.logprob_roles):
@@ -82,180 +97,262 @@ class RunHandle:
             )
         return run
 
-    def unless_closed(self, answer: Any, timeout_s: float | None = CONTROL_TIMEOUT_S, *others: Any) -> Any:
-        """`answer`, or the first of `others`, unless the run ends before (_Ended), or its trainer and with it the
-        controller dies (_TrainerDied)."""
-        ready, _ = ray.wait([answer, self.closed, *others], timeout=timeout_s)
+    def unless_closed(
+        self, result: Any, timeout_s: float | None = CONTROL_TIMEOUT_S, *alternatives: Any
+    ) -> Any:
+        """Wait for a result, and return its value.
+
+        Args:
+            result: Reference to the result of a remote call.
+            timeout_s: Seconds to wait; None waits without a limit.
+            alternatives: Further references: the value of the first that is ready is returned.
+
+        Raises:
+            DeadlineExceeded: No result was ready in time.
+            _Ended: The run ended before.
+            _TrainerDied: The trainer died before, and the controller with it.
+        """
+        ready, _ = ray.wait([result, self.closed, *alternatives], timeout=timeout_s)
         if not ready:
             raise DeadlineExceeded(f"it was not ready within {timeout_s:.0f} s (--start-timeout-s)")
         self.check()
         return ray.get(ready[0])
 
     def check(self, within_s: float = 0) -> None:
-        """Raises as `unless_closed` does."""
+        """Raise like `unless_closed` if the run ends or its trainer dies within `within_s`."""
         try:
-            if ray.wait([self.closed], timeout=within_s)[0]:
+            is_closed = bool(ray.wait([self.closed], timeout=within_s)[0])
+            if is_closed:
                 raise _Ended(f"the run is over: {ray.get(self.closed)}")
         except RayActorError as error:
             raise _TrainerDied("the trainer is gone: the controller died without closing the run") from error
 
 
 class Worker:
-    """The worker's actor, and what it offers once it has loaded; `end` leaves nothing of it."""
+    """The actor of one worker, which may be loaded several times; `end` leaves none of its processes behind."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.config, self.loading_s = config, 0.0
+        self.config = config
+        self.loading_s = 0.0  # how long the last load took; 0 if it has never loaded
         self.begin()
 
     def begin(self) -> None:
         """Make an actor, which begins to import at once."""
         self.actor = _make_actor(self.config)
-        self.offers: tuple[int, int] | None = None  # sequences and tokens at once
-        self.answers = False  # and will close in order
+        # Sequences and tokens that it holds at once; None until it has loaded
+        self.capacity: tuple[int, int] | None = None
+        self.is_responsive = False  # and can close in order
         self._processes: list[psutil.Process] = []
 
     def load(self, run: RunHandle) -> tuple[int, int]:
-        """Load the model, unless it is loaded and serves this run, too; returns what it offers.
+        """Load the model for a run, unless the worker has loaded it and can serve this run, too.
 
-        ConfigurationError: it is not the trainer's.
+        Returns:
+            The sequences and tokens that the worker holds at once.
+
+        Raises:
+            ConfigurationError: The model is not the trainer's.
         """
-        begun = time.monotonic()
+        begin = time.monotonic()
         try:
-            if self.offers and run.unless_closed(self.actor.begin_anew.remote(run.settings)):
-                return self.offers
-            if self.offers:
+            if self.capacity is not None:
+                if run.unless_closed(self.actor.begin_anew.remote(run.settings)):
+                    return self.capacity
                 log.info("its settings changed, or an update did not end: the worker loads the model again")
                 self.end()
                 self.begin()
-            starting = self.actor.start.remote(self.config, run.settings)
-            self.offers = offers = run.unless_closed(starting, self.config.start_timeout_s)
+            start = self.actor.start.remote(self.config, run.settings)
+            capacity: tuple[int, int] = run.unless_closed(start, self.config.start_timeout_s)
         except ConfigurationError as refusal:
-            told = str(getattr(refusal, "cause", refusal))  # without Ray's wrapping
-            run.unless_closed(run.controller.refuse.remote(told))
-            raise ConfigurationError(told) from None
-        self.loading_s = time.monotonic() - begun
+            # The error itself, without Ray's wrapping
+            reason = str(getattr(refusal, "cause", refusal))
+            run.unless_closed(run.controller.refuse.remote(reason))
+            raise ConfigurationError(reason) from None
+        self.capacity = capacity
+        self.loading_s = time.monotonic() - begin
         if self.config.node == "here":
-            own = ray.get(self.actor.processes.remote(), timeout=CONTROL_TIMEOUT_S)
-            self._processes = list(map(psutil.Process, own))
-        return offers
+            process_ids = ray.get(self.actor.processes.remote(), timeout=CONTROL_TIMEOUT_S)
+            self._processes = [psutil.Process(process_id) for process_id in process_ids]
+        return capacity
 
     def leave_run(self) -> None:
-        """Cancel what the run of a dead trainer had asked for. One that was loading is made anew."""
-        if self.offers:
+        """Cancel all requests of a run whose trainer died. A worker that is still loading is made anew."""
+        if self.capacity is not None:
             self.actor.leave_run.remote()
         else:
             self.end()
             self.begin()
 
     def end(self) -> None:
-        with contextlib.suppress(RayError):  # one that still loads answers nothing
-            ray.get(self.actor.close.remote(), timeout=20 if self.answers else 0)
+        """End the actor and its processes."""
+        # A worker that is still loading answers nothing
+        with contextlib.suppress(RayError):
+            ray.get(self.actor.close.remote(), timeout=CLOSE_TIMEOUT_S if self.is_responsive else 0)
         ray.kill(self.actor)
-        for process in self._processes:  # an engine's own, stopped or stuck, would keep its GPU
+        # Processes of an engine that are stopped or stuck would keep its GPU
+        for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
 def _make_actor(config: WorkerConfig) -> Any:
-    """An actor for the worker, where `--node` says; it begins to import at once."""
-    generates = config.mode == GENERATION
-    gpus = config.tensor_parallel_size if generates else 1
-    here = ray.get_runtime_context().get_node_id()
-    elsewhere = config.node != "here"
-    nodes = [node for node in ray.nodes() if node["NodeID"] == here or (elsewhere and node["Alive"])]
-    has_gpus = config.node == "gpu" or any(node["Resources"].get("GPU") for node in nodes)
+    """Make the worker's actor where `--node` says. It begins to import at once."""
+    is_generation = config.mode == GENERATION
+    must_be_here = config.node == "here"
+    num_gpus = config.tensor_parallel_size if is_generation else 1
     actor = zero_cpu_actor(
-        GenerationActor if generates else LogprobActor,
-        num_gpus=gpus if has_gpus else 0,
-        **(on_this_node() if config.node == "here" else {}),  # model and engine are read from its disk
+        GenerationActor if is_generation else LogprobActor,
+        num_gpus=num_gpus if _may_get_gpus(config) else 0,
+        # Here the model and the engine can be read from the disk of this node
+        **(on_this_node() if must_be_here else {}),
         runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
     ).remote()
-    actor.warm_up.remote(config)  # if it fails, `start` does so again, and is heard
+    # An error of this call is not read: `start` meets it again and raises it
+    actor.warm_up.remote(config)
     return actor
 
 
+def _may_get_gpus(config: WorkerConfig) -> bool:
+    """Return whether the worker's actor is to ask for GPUs: if `--node gpu` says so, or a node that it may get has one."""
+    if config.node == "gpu":
+        return True
+    this_node = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        may_run_there = node["NodeID"] == this_node or (config.node != "here" and node["Alive"])
+        if may_run_there and node["Resources"].get("GPU"):
+            return True
+    return False
+
+
 def _work_for(run: RunHandle, worker: Worker) -> None:
-    """Until the run ends or its trainer dies; a worker that dies is started again."""
-    config, restarts = worker.config, 0
+    """Work until the run ends or its trainer dies, and start the worker again if it dies.
+
+    Raises:
+        _WorkerDied: The worker died too often, or before it ever joined.
+        _TrainerDied: The trainer died.
+        _Ended: The run ended, or the worker was drained.
+    """
+    config = worker.config
+    num_restarts = 0
     while True:
-        begun = time.monotonic()
+        begin = time.monotonic()
         try:
             _be_member(run, worker)
-        except _WorkerDied as died:
-            run.check(within_s=1)  # or was it the run? What died with it may be heard of before
+        except _WorkerDied as death:
+            run.check(within_s=RUN_END_NEWS_S)
             worker.end()
-            restarts = restarts + 1 if time.monotonic() - begun < HEALTHY_S else 1
-            if restarts > config.engine_restarts or (restarts == 1 and not worker.loading_s):
-                raise  # also if it never worked, as on a node that lacks something
-            pause_s = RESTART_PAUSE_S**restarts
-            again = f"{restarts} of --engine-restarts {config.engine_restarts}"
-            log.error("%s; it is started again in %.0f s (%s)", died, pause_s, again)
-            expected_s = min(config.start_timeout_s, pause_s + 2 * worker.loading_s + 30)
+            lived_s = time.monotonic() - begin
+            num_restarts = num_restarts + 1 if lived_s < HEALTHY_S else 1
+            # A worker that never loaded would not load the next time, as on a node that lacks something
+            has_never_loaded = num_restarts == 1 and not worker.loading_s
+            if num_restarts > config.engine_restarts or has_never_loaded:
+                raise
+            pause_s = RESTART_PAUSE_S**num_restarts
+            log.error(
+                "%s; it is started again in %.0f s (%d of --engine-restarts %d)",
+                death,
+                pause_s,
+                num_restarts,
+                config.engine_restarts,
+            )
+            expected_s = min(config.start_timeout_s, pause_s + 2 * worker.loading_s + RESTART_MARGIN_S)
             run.unless_closed(run.controller.expect.remote(run.kind, expected_s))
+            # A pause that the end of the run cuts short
             ray.wait([run.closed], timeout=pause_s)
             worker.begin()
 
 
-def _be_member(run: RunHandle, worker: Worker) -> None:
-    """Load the worker, let it join, and wait for the end of the run, for a death (_WorkerDied), or until it is drained."""
-    config, worker_id = worker.config, f"{run.kind}-{uuid.uuid4().hex[:6]}"
-    doing, reason = "could not start", "the run is over"
-    log.info("starting worker %s on %s", worker_id, config.model_path)
+def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
+    """Load the worker, let it join the run, and wait for the end of its membership.
+
+    Raises:
+        _WorkerDied: The worker could not start, died, or was fenced.
+        _TrainerDied: The trainer died.
+        _Ended: The run ended, or the worker was drained.
+    """
+    worker_id = f"{run.kind}-{uuid.uuid4().hex[:6]}"
+    has_joined = False
+    is_fenced = False
+    reason = "the run is over"
     try:
-        offers = worker.load(run)
-        info = WorkerInfo(worker_id, run.kind, *offers, config.tensor_parallel_size, config.reward_fns)
-        run.unless_closed(run.controller.register.remote(info, worker.actor), config.start_timeout_s)
-        log.info("worker %s has joined, with up to %d sequences at once", worker_id, info.max_sequences)
-        gone, doing = run.controller.until_gone.remote(run.kind, worker_id), "died"
-        told = _Drain(run, worker_id, config.drain_s)
+        _join(run, worker, worker_id)
+        has_joined = True
+        gone = run.controller.until_gone.remote(run.kind, worker_id)
+        drain = _Drain(run, worker_id, worker.config.drain_s)
         try:
-            with handling(told.handle, signal.SIGTERM):
+            with handling(drain.handle, signal.SIGTERM):
                 reason = str(run.unless_closed(gone, None, worker.actor.until_failure.remote()))
         except (RayError, WorkerLost) as error:
-            if not told.came:
+            if not drain.has_begun:
                 raise
             reason = cause_of(error)
-        if told.came:  # however that ended
+        if drain.has_begun:
+            # A worker that dies while it drains has ended in order, too: its work continues elsewhere
             raise _Ended(f"worker {worker_id} has drained: {reason}")
-        doing = "was lost" if ray.wait([gone], timeout=0)[0] else doing  # then it answers nothing any more
-        raise _WorkerDied(f"worker {worker_id} {doing}: {reason}")
+        is_fenced = bool(ray.wait([gone], timeout=0)[0])
+        raise _WorkerDied(f"worker {worker_id} {'was lost' if is_fenced else 'died'}: {reason}")
     except (RayError, DeadlineExceeded) as error:
         reason = cause_of(error)
-        raise _WorkerDied(f"worker {worker_id} {doing}: {reason}") from error
+        raise _WorkerDied(
+            f"worker {worker_id} {'died' if has_joined else 'could not start'}: {reason}"
+        ) from error
     finally:
-        worker.answers = doing == "died"
-        # Also where it failed while it joined: else it would count as a member for ever. It may be gone already.
+        worker.is_responsive = has_joined and not is_fenced
+        # Also where joining failed half-way: the worker would be counted as a member for ever. It may be gone already
         with contextlib.suppress(RayError):
-            left = run.controller.deregister.remote(run.kind, worker_id, reason)
-            ray.get(left, timeout=CONTROL_TIMEOUT_S)
+            sign_off = run.controller.deregister.remote(run.kind, worker_id, reason)
+            ray.get(sign_off, timeout=CONTROL_TIMEOUT_S)
+
+
+def _join(run: RunHandle, worker: Worker, worker_id: str) -> None:
+    """Load the worker and register it with the run."""
+    config = worker.config
+    log.info("starting worker %s on %s", worker_id, config.model_path)
+    max_sequences, max_tokens = worker.load(run)
+    info = WorkerInfo(
+        worker_id,
+        run.kind,
+        max_sequences,
+        max_tokens,
+        world_size=config.tensor_parallel_size,
+        rewards=config.reward_fns,
+    )
+    run.unless_closed(run.controller.register.remote(info, worker.actor), config.start_timeout_s)
+    log.info("worker %s has joined, with up to %d sequences at once", worker_id, max_sequences)
 
 
 class _Drain:
-    """Handles SIGTERM: the first has the worker drained, the next one ends this program."""
+    """Handles SIGTERM: the first signal has the worker drained, the second one ends this program."""
 
     def __init__(self, run: RunHandle, worker_id: str, within_s: float) -> None:
-        self.came = False
-        self._run, self._asked = run, (run.kind, worker_id, within_s)
+        self.has_begun = False
+        self._run = run
+        self._worker_id = worker_id
+        self._within_s = within_s
 
     def handle(self, *_: Any) -> None:
-        if self.came:
+        """Handle one signal."""
+        if self.has_begun:
             raise SystemExit(128 + signal.SIGTERM)
-        self.came = True
+        self.has_begun = True
         log.warning(
             "SIGTERM: no more work, %.0f s for what is begun (--drain-s); again to end at once",
-            self._asked[2],
+            self._within_s,
         )
-        # In a thread: the signal may have come in the middle of a call to Ray
-        threading.Thread(target=lambda: self._run.controller.drain.remote(*self._asked), daemon=True).start()
+        # In a thread, because the signal may have interrupted a call to Ray
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        self._run.controller.drain.remote(self._run.kind, self._worker_id, self._within_s)
 
 
 class _WorkerDied(WorkerLost):
-    """The worker did, not the run."""
+    """The worker died, and the run goes on."""
 
 
 class _TrainerDied(WorkerLost):
-    """The trainer did, and the run's controller with it."""
+    """The trainer died, and the run's controller with it."""
 
 
 class _Ended(Exception):
-    """The run ended in order, or this worker's part in it; carries the reason."""
+    """The run, or this worker's part in it, ended in order; carries the reason."""

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before anything is started: files, model, lengths, names."""
+"""Check and read the inputs of a run before anything is started: files, model, lengths, names."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,36 +31,40 @@ from async_grpo.options.source_file import absolute, library_version
 from async_grpo.training.checkpoint_folder import Manifest
 from async_grpo.weights.config import TRANSPORTS, get_transport
 
-SAMPLED_PROMPTS = 8  # decoded to see that the tokenizer is the model's
+SAMPLED_PROMPTS = 8  # prompts that are decoded to check that the tokenizer belongs to the model
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could start. `rewards` is None as long as only the workers know them."""
+    """The checked inputs of a run."""
 
     config: RunConfig
     settings: SharedRunSettings
     questions: list[Question]
-    eval_questions: dict[str, list[Question]]  # by the names of their files
-    rewards: ResolvedRewards | None
-    resumed: Manifest | None = None  # of the checkpoint that it goes on from
+    eval_questions: dict[str, list[Question]]  # by file name
+    rewards: ResolvedRewards | None  # None until the workers have named them
+    resumed: Manifest | None = None  # manifest of the checkpoint that the run continues from
 
     @property
     def facts(self) -> RunFacts:
-        """What the batcher must know of all this."""
+        """Return what the batcher must know of the inputs."""
         assert self.rewards is not None
         facts = self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
         model = load_config(self.config.model_name_or_path).get_text_config()
         return replace(facts, hidden_size=model.hidden_size)
 
     def with_rewards(self, names: str) -> "Prepared":
-        """The same with the rewards that the workers named, where `--reward-fns` names none.
+        """Return these inputs with the rewards that the workers named, because `--reward-fns` names none.
 
-        ConfigurationError: they cannot be found, or do not fit the configuration or the data.
+        Args:
+            names: Comma list of rewards.
+
+        Raises:
+            ConfigurationError: A reward cannot be found, or does not fit the configuration or the data.
         """
         config = replace(self.config, reward_fns=names)
-        both = [*self.questions, *chain.from_iterable(self.eval_questions.values())]
-        rewards = _checked_rewards(config, both)
+        questions = [*self.questions, *chain.from_iterable(self.eval_questions.values())]
+        rewards = _checked_rewards(config, questions)
         if self.resumed is not None:
             refuse_changes(config, Path(self.settings.checkpoint), self.resumed.options)
         return replace(self, config=config, rewards=rewards)
@@ -69,57 +73,49 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Check a run's inputs and read them.
 
-    ConfigurationError: the first thing that is wrong, with the way out.
+    Raises:
+        ConfigurationError: An input is wrong; the message of the first such input says the way out.
     """
     check_methods(config)
-    scheduling_policy(config.scheduling)  # a file of the user's is read here first
-    _ = config.environment and source_of(config.environment)
-    if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
-        anywhere = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
-        what = f"--weight-transport {config.weight_transport}"
-        raise ConfigurationError(f"{what} needs GPUs; everywhere works {anywhere}")
-    vocab_size = load_config(model := config.model_name_or_path).get_text_config().vocab_size
-    context = context_length(model)
+    _check_sources(config)
+    model = config.model_name_or_path
+    vocab_size = load_config(model).get_text_config().vocab_size
+    context_tokens = context_length(model)
     tokenizer = load_tokenizer(model)
-    questions, *held_out = (
-        questions_of(_rows(config, path, not n), tokenizer, context - 1, vocab_size)
-        for n, path in enumerate((config.data_path, *config.eval_files.values()))
-    )
-    eval_questions = dict(zip(config.eval_files, held_out, strict=True))
-    both = [*questions, *chain.from_iterable(held_out)]
-    _check_tokenizer(tokenizer, model, vocab_size, both)
+
+    def read_questions(path: str, is_training: bool) -> list[Question]:
+        rows = _rows(config, path, is_training)
+        # At least one token must be left for the answer
+        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size)
+
+    questions = read_questions(config.data_path, is_training=True)
+    eval_questions = {}
+    for name, path in config.eval_files.items():
+        eval_questions[name] = read_questions(path, is_training=False)
+    all_questions = [*questions, *chain.from_iterable(eval_questions.values())]
+    _check_tokenizer(tokenizer, model, vocab_size, all_questions)
     make_curriculum(config, [question.row for question in questions])
-    longest_prompt = max(len(question.token_ids) for question in both)
-    total = min(context, longest_prompt + config.max_generation_tokens)
-    if total > config.max_tokens_per_gpu:
-        raise ConfigurationError(
-            f"a prompt of {longest_prompt} tokens and its longest completion make a sample of {total} tokens, which cannot "
-            f"fit --max-tokens-per-gpu {config.max_tokens_per_gpu}: raise it, or lower --max-generation-tokens"
-        )
-    guaranteed = total - longest_prompt
-    if config.overlong_buffer and not round(config.overlong_buffer * guaranteed):
-        raise ConfigurationError(
-            f"--overlong-buffer {config.overlong_buffer} of {guaranteed} tokens, the longest completion, is less than "
-            "one token: give a larger share, or leave it out"
-        )
-    rewards = _checked_rewards(config, both) if config.reward_fns else None
+    longest_prompt = max(len(question.token_ids) for question in all_questions)
+    max_sample_tokens = min(context_tokens, longest_prompt + config.max_generation_tokens)
+    max_eval_tokens = min(context_tokens, longest_prompt + (config.eval_max_tokens or 0))
+    _check_lengths(config, longest_prompt, max_sample_tokens)
+    rewards = _checked_rewards(config, all_questions) if config.reward_fns else None
     folder, manifest = find_checkpoint(config) or (None, None)
-    automatic = "bfloat16" if torch.cuda.is_available() else "float32"
     settings = SharedRunSettings(
         run_name=config.run_name,
         model_fingerprint=model_fingerprint(model),
         vocab_size=vocab_size,
-        dtype=automatic if config.dtype == "auto" else config.dtype,
+        dtype=_dtype(config),
         temperature=config.temperature,
         stop_token_ids=stop_token_ids(model),
-        max_total_tokens=max(total, min(context, longest_prompt + (config.eval_max_tokens or 0))),
+        max_total_tokens=max(max_sample_tokens, max_eval_tokens),
         max_completion_tokens=config.max_generation_tokens,
         transport=absolute(config.weight_transport),
         logprob_roles=config.logprob_roles,
         seed=config.infinite_sampler_seed,
         char_ends=config.estimator.process,
         float32_head=config.float32_head,
-        guaranteed_completion_tokens=guaranteed,
+        guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
         checkpoint=str(folder.absolute()) if folder else "",
@@ -128,15 +124,52 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config, settings, questions, eval_questions, rewards, manifest)
 
 
-def _rows(config: RunConfig, path: str, to_train_on: bool) -> Iterable[tuple[str, Any]]:
+def _check_sources(config: RunConfig) -> None:
+    """Read the user's own files of scheduling and environment, and check that the transport works on this machine."""
+    scheduling_policy(config.scheduling)
+    if config.environment:
+        source_of(config.environment)
+    if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
+        others = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
+        raise ConfigurationError(
+            f"--weight-transport {config.weight_transport} needs GPUs; everywhere works {others}"
+        )
+
+
+def _check_lengths(config: RunConfig, longest_prompt: int, max_sample_tokens: int) -> None:
+    if max_sample_tokens > config.max_tokens_per_gpu:
+        raise ConfigurationError(
+            f"a prompt of {longest_prompt} tokens and its longest completion make a sample of {max_sample_tokens} tokens, "
+            f"which cannot fit --max-tokens-per-gpu {config.max_tokens_per_gpu}: raise it, or lower "
+            "--max-generation-tokens"
+        )
+    guaranteed_tokens = max_sample_tokens - longest_prompt
+    if config.overlong_buffer and not round(config.overlong_buffer * guaranteed_tokens):
+        raise ConfigurationError(
+            f"--overlong-buffer {config.overlong_buffer} of {guaranteed_tokens} tokens, the longest completion, is less "
+            "than one token: give a larger share, or leave it out"
+        )
+
+
+def _dtype(config: RunConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _rows(config: RunConfig, path: str, is_training: bool) -> Iterable[tuple[str, Any]]:
+    """Return the rows of a file, or of the environment, each with its place for messages."""
     if path != ROWS:
         return read_rows(path)
-    rows = rows_of(config, "train" if to_train_on else "eval", config.reward_environment())
+    rows = rows_of(config, "train" if is_training else "eval", config.reward_environment())
     return ((f"row {number} of the environment", row) for number, row in enumerate(rows))
 
 
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:
-    """From a folder without tokenizer files transformers makes an empty one: every completion would be the text ''."""
+    """Check that the tokenizer belongs to the model.
+
+    From a folder without tokenizer files, transformers makes an empty tokenizer, which decodes every completion to "".
+    """
     if len(tokenizer) > vocab_size:
         raise ConfigurationError(
             f"the tokenizer of {model} has {len(tokenizer)} tokens, its model only {vocab_size}: they do not belong "
@@ -151,19 +184,27 @@ def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Seq
 
 
 def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> ResolvedRewards:
-    """The rewards, if they fit; with `--reward-column`, every row: the run would end at the first wrong one."""
+    """Return the rewards of the run, checked against its options.
+
+    With `--reward-column`, every row is checked: otherwise the run would end at the first wrong row.
+    """
     rewards = ResolvedRewards.of(config)
     check_rewards(config, rewards)
-    rewards.secrets(), config.reward_environment()  # a missing key ends the run here
-    combined = config.combination
-    for question in questions if config.reward_column is not None else ():
+    # Both raise if a variable is missing
+    rewards.secrets()
+    config.reward_environment()
+    if config.reward_column is None:
+        return rewards
+    combination = config.combination
+    for question in questions:
         try:
-            names = combined.chosen(question.row)
+            names = combination.chosen(question.row)
         except ConfigurationError as error:
             raise ConfigurationError(f"{question.where}: {error}") from error
-        if early := early_at_gate(config, names, rewards):
+        early_names = early_at_gate(config, names, rewards)
+        if early_names:
             raise ConfigurationError(
                 f"{question.where}: the column {config.reward_column!r} says {','.join(names)!r}, but a gate decides "
-                f"before the group is known, and {', '.join(early)} scores by the whole group: name it last"
+                f"before the group is known, and {', '.join(early_names)} scores by the whole group: name it last"
             )
     return rewards

@@ -1,4 +1,4 @@
-"""Published recipes as presets of options: `--recipe dapo` sets what the paper sets, and says so."""
+"""Published recipes as presets of options: `--recipe dapo` sets the paper's values, and prints them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -51,22 +51,33 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def apply_recipe(options: Mapping[str, Any], given: Collection[str]) -> tuple[dict[str, Any], str]:
-    """The options with those of their recipe, where the user `given` none, and a line that says what was set.
+    """Set the options of the recipe that the user has not set.
 
-    >>> options, said = apply_recipe({"recipe": "gspo", "clip_low": 0.1, "policy_loss": "x"}, given={"clip_low"})
-    >>> options["policy_loss"], options["clip_low"], "yours: clip_low=0.1" in said
+    Args:
+        options: The values of all options, with the name of the recipe.
+        given: Names of the options that the user has set.
+
+    Returns:
+        The options with the recipe's values, and a line that says which values were set; "" without a recipe.
+
+    >>> options, message = apply_recipe({"recipe": "gspo", "clip_low": 0.1, "policy_loss": "x"}, given={"clip_low"})
+    >>> options["policy_loss"], options["clip_low"], "yours: clip_low=0.1" in message
     ('gspo', 0.1, True)
     """
     name = options.get("recipe")
-    preset = dict(RECIPES.get(name or "", {}))  # an unknown name is refused by the option's choices
+    # An unknown name is refused later by the choices of the option
+    preset = dict(RECIPES.get(name or "", {}))
     if not preset:
         return dict(options), ""
     if "policy_loss" in given and options["policy_loss"] != preset["policy_loss"]:
-        del preset["clip_high"]  # of another loss
+        # The recipe's clip belongs to the recipe's loss
         preset.pop("clip_low", None)
-    kept = {key: options[key] for key in preset if key in given and options[key] != preset[key]}
-    said = f"recipe {name} sets {_listed({**preset, **kept})}"
-    return {**options, **preset, **kept}, said + (f"; yours: {_listed(kept)}" if kept else "")
+        del preset["clip_high"]
+    user_values = {key: options[key] for key in preset if key in given and options[key] != preset[key]}
+    message = f"recipe {name} sets {_listed({**preset, **user_values})}"
+    if user_values:
+        message += f"; yours: {_listed(user_values)}"
+    return {**options, **preset, **user_values}, message
 
 
 def _listed(options: Mapping[str, Any]) -> str:

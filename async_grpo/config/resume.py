@@ -1,4 +1,4 @@
-"""What a run goes on from (`--resume`), and what may have changed by then."""
+"""`--resume`: find the checkpoint that a run continues from, and refuse options that cannot change."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from async_grpo.processes.untrusted_files import open_regular, printable
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, named, newest, versions
 
-# What cannot change, and why. All else may, and the log says which did
+# Options that cannot change, and the reasons. All others may change, and the log says which did
 _BOUND = "the groups alive were admitted under that bound"
 FIXED = {
     "model_name_or_path": "the weights are that model's, and it stays the KL reference",
@@ -35,94 +35,127 @@ FIXED = {
     "advantage_estimator": "optimizer and finished groups have what that estimator needs",
     "logprob_roles": "the groups that are finished have these and no others",
 }
-DERIVED = {  # of several options
+# Values that follow from several options, with these options
+DERIVED = {
     "groups_per_step": "--batch-size / --train-minibatch-size",
     "samples_in_flight": "--groups-alive",
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy and --policy-loss",
 }
-OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")  # nothing to speak of
+# Options of one start, whose changes are not logged
+OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
 SHOWN_CHARACTERS = 200
 WAY_OUT = "give the earlier value, or begin a new run: --resume never, and another --output-dir"
 log = logging.getLogger(__name__)
 
 
 def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
-    """The checkpoint that the run goes on from; None: it begins.
+    """Return the checkpoint that the run continues from, and its manifest; None if the run begins.
 
-    ConfigurationError: the one named is broken, or is of a run whose options do not fit.
+    Raises:
+        ConfigurationError: The checkpoint is broken, or the options of its run do not fit.
     """
     if config.resume == "never":
         return None
-    if config.resume != "auto":
-        found = _continued(config) or named(Path(config.resume), "--resume ", ", auto or never")
-    elif (own := newest(config.output_path)) is not None:
-        found = own
+    if config.resume == "auto":
+        checkpoint = newest(config.output_path)
+        if checkpoint is None:
+            _refuse_to_begin_over(config)
+            return None
     else:
-        _refuse_to_begin_over(config)
-        return None
-    refuse_changes(config, found[0], found[1].options)
-    if found[1].inputs != (now := data_digests(config)):
-        what = ", ".join(name for name in now if now[name] != found[1].inputs.get(name))
-        other = f"the file of --{dashed(what)} is not the one that the run of {found[0]} read"
-        raise ConfigurationError(f"{other}; {WAY_OUT}")
-    _tell_changes(config, found[1])
-    return found
+        checkpoint = _continued(config) or named(Path(config.resume), "--resume ", ", auto or never")
+    folder, manifest = checkpoint
+    refuse_changes(config, folder, manifest.options)
+    _refuse_other_data(config, folder, manifest)
+    _log_changes(config, manifest)
+    return checkpoint
+
+
+def _refuse_other_data(config: RunConfig, folder: Path, manifest: Manifest) -> None:
+    digests = data_digests(config)
+    if manifest.inputs != digests:
+        changed = [name for name in digests if digests[name] != manifest.inputs.get(name)]
+        raise ConfigurationError(
+            f"the file of --{dashed(', '.join(changed))} is not the one that the run of {folder} read; {WAY_OUT}"
+        )
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Whether the output folder may hold a run: the one that goes on."""
-    if config.resume in ("never", "auto"):
-        return config.resume == "auto"
-    path, own = Path(config.resume).absolute(), config.output_path.absolute()
-    return own in (path, *path.parents) or _continued(config) is not None
+    """Return whether the output folder may hold a run, because this start continues it."""
+    if config.resume == "auto":
+        return True
+    if config.resume == "never":
+        return False
+    checkpoint_path = Path(config.resume).absolute()
+    is_inside = config.output_path.absolute() in (checkpoint_path, *checkpoint_path.parents)
+    return is_inside or _continued(config) is not None
 
 
 def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint of the output folder, if a start with the same `--resume PATH` made it: the same command
-    goes on from there."""
-    found = newest(config.output_path)
-    return found if found is not None and found[1].options.get("resume") == config.resume else None
+    """Return the newest checkpoint of the output folder if an earlier start with the same `--resume PATH` wrote it.
+
+    So the same command continues its own run instead of starting from PATH again.
+    """
+    checkpoint = newest(config.output_path)
+    if checkpoint is None:
+        return None
+    _, manifest = checkpoint
+    return checkpoint if manifest.options.get("resume") == config.resume else None
 
 
 def _refuse_to_begin_over(config: RunConfig) -> None:
-    """A folder without a checkpoint to go on from may hold another run than this one, or what is left of this one."""
+    """Refuse to begin in a folder that holds broken checkpoints, or another run without a checkpoint."""
     folder = config.output_path
-    if broken := checkpoints_of(folder):
+    broken = checkpoints_of(folder)
+    if broken:
         raise ConfigurationError(
             f"--output-dir {folder} holds {len(broken)} checkpoints, and none of them can be used (see above): restore "
             "one, or begin a new run: --resume never, and another --output-dir"
         )
-    metrics, params = folder / METRICS_FILE, folder / PARAMS_FILE
-    if metrics.exists() and metrics.stat().st_size and params.exists():
+    metrics = folder / METRICS_FILE
+    has_steps = metrics.exists() and metrics.stat().st_size > 0
+    if has_steps and (folder / PARAMS_FILE).exists():
         refuse_changes(config, folder, options_of(folder))
         log.warning("--output-dir %s holds a run without a checkpoint: it begins again", folder)
 
 
 def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -> None:
-    """ConfigurationError if what cannot change did, since the options of the run there."""
+    """Refuse changes of options that cannot change.
+
+    Args:
+        config: The options of this start.
+        where: Folder of the earlier run, for messages.
+        earlier: The options of the earlier run.
+
+    Raises:
+        ConfigurationError: Such an option has changed.
+    """
     options = as_options(config)
     for name, reason in FIXED.items():
-        value, before = options[name], earlier.get(name, options[name])
-        if value != before and not (name == "reward_fns" and not value):  # else the workers will name them
+        value = options[name]
+        earlier_value = earlier.get(name, value)
+        if name == "reward_fns" and not value:
+            # The workers will name the rewards
+            continue
+        if value != earlier_value:
             flags = DERIVED.get(name, f"--{dashed(name)}")
-            changed = f"{flags}: {value}, and was {_shown(before)} in the run of {where}"
-            raise ConfigurationError(f"{changed}: {reason}; {WAY_OUT}")
+            raise ConfigurationError(
+                f"{flags}: {value}, and was {_shown(earlier_value)} in the run of {where}: {reason}; {WAY_OUT}"
+            )
 
 
-def _tell_changes(config: RunConfig, manifest: Manifest) -> None:
-    now, then = as_options(config), manifest.options
-    changed = [
-        f"--{dashed(name)} {_shown(then.get(name))} -> {now[name]}"
-        for name in now
-        if now[name] != then.get(name) and name not in OF_EACH_START
-    ]
-    changed += [
-        f"{name} {_shown(manifest.versions.get(name))} -> {found}"
-        for name, found in versions().items()
-        if manifest.versions.get(name) != found
-    ]
-    if changed:
-        log.warning("resumed with other options or versions: %s", ", ".join(changed))
+def _log_changes(config: RunConfig, manifest: Manifest) -> None:
+    """Log which options and versions have changed since the checkpoint was written."""
+    changes = []
+    for name, value in as_options(config).items():
+        earlier_value = manifest.options.get(name)
+        if value != earlier_value and name not in OF_EACH_START:
+            changes.append(f"--{dashed(name)} {_shown(earlier_value)} -> {value}")
+    for name, version in versions().items():
+        earlier_version = manifest.versions.get(name)
+        if version != earlier_version:
+            changes.append(f"{name} {_shown(earlier_version)} -> {version}")
+    if changes:
+        log.warning("resumed with other options or versions: %s", ", ".join(changes))
 
 
 def _shown(value: Any) -> str:
@@ -131,18 +164,18 @@ def _shown(value: Any) -> str:
 
 
 def as_options(config: RunConfig) -> dict[str, Any]:
-    """The options of the run, as its checkpoints keep them, and what follows from several of them."""
-    names = [one.name for one in dataclasses.fields(RunConfig)]
-    told = {name: getattr(config, name) for name in (*names, *DERIVED)}
-    return told | {
-        "logprob_roles": list(config.logprob_roles),
-        "reward_fns": list(parse_names(config.reward_fns)),
-    }
+    """Return the options of the run and the values that follow from several of them, as checkpoints keep them."""
+    names = [field.name for field in dataclasses.fields(RunConfig)]
+    options = {name: getattr(config, name) for name in (*names, *DERIVED)}
+    options["logprob_roles"] = list(config.logprob_roles)
+    options["reward_fns"] = list(parse_names(config.reward_fns))
+    return options
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
-    """By which it is known that data are the same: the sha256 of their file."""
-    if config.data_path == ROWS:  # then the environment's name and options tell
+    """Return the SHA-256 of the data file, by which a resumed run knows that the data are the same."""
+    if config.data_path == ROWS:
+        # Rows that the environment makes follow from its name and its options
         return {"data_path": f"{config.environment} {config.environment_options}"}
     with open_regular(Path(config.data_path), follow_links=True) as file:
         return {"data_path": hashlib.file_digest(file, "sha256").hexdigest()}

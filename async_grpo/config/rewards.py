@@ -1,4 +1,4 @@
-"""The rewards of a run, looked up once, and the rules between them and the settings: see `config.compatibility`."""
+"""The rewards of a run, and the rules between them and the options; see `config.compatibility`."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,47 +17,56 @@ from async_grpo.rewards.middleware import PRICE
 
 @dataclass(frozen=True)
 class ResolvedRewards:
-    """`adapters`: the run's rewards by name. `everyone`: they, and those that stand in for them."""
+    """The rewards of a run, read from their files."""
 
     source: RewardRegistrySource
-    adapters: Mapping[str, Any]
-    everyone: Mapping[str, Any]
+    adapters: Mapping[str, Any]  # the rewards, by name
+    everyone: Mapping[str, Any]  # the rewards and their fallbacks, by name
 
     @classmethod
     def of(cls, config: RewardConfig) -> "ResolvedRewards":
         """Read the registry file and the files that are named, and find the rewards.
 
-        ConfigurationError: a file cannot be read, or a name is unknown; says which are known.
+        Raises:
+            ConfigurationError: A file cannot be read, or a name is unknown; the message lists the known names.
         """
         registry = RewardRegistrySource.from_file(registry_file(config.reward_registry))
         source = registry.with_files(config.reward_fns)
-        everyone = {name: config.with_address(one) for name, one in resolve(source, config.all_names).items()}
-        return cls(source, {name: everyone[name] for name in config.adapters}, everyone)
+        rewards = resolve(source, config.all_names)
+        everyone = {name: config.with_address(reward) for name, reward in rewards.items()}
+        adapters = {name: everyone[name] for name in config.adapters}
+        return cls(source, adapters, everyone)
 
     def _with(self, trait: str) -> list[str]:
         return [name for name, adapter in self.everyone.items() if getattr(traits_of(adapter), trait)]
 
     @property
     def process(self) -> list[str]:
-        """The run's rewards that come step by step."""
+        """Return the names of the run's process rewards, which reward single steps."""
         return [name for name in self._with("is_process_reward") if name in self.adapters]
 
     @property
     def whole_groups(self) -> list[str]:
-        """Those that look at a whole group before its rewards are final."""
+        """Return the names of rewards that see a whole group before its rewards are final."""
         return self._with("has_post_process")
 
     @property
     def judges(self) -> list[str]:
+        """Return the names of the judges."""
         return self._with("is_judge")
 
     @property
     def paid(self) -> list[str]:
-        """The judges that have a price."""
+        """Return the names of judges that have a price."""
         return [name for name in self.judges if getattr(self.everyone[name], PRICE, None)]
 
     def facts(self, config: RewardConfig, max_completion_tokens: int) -> RunFacts:
-        """What the batcher must know of them."""
+        """Return what the batcher must know of the rewards.
+
+        Args:
+            config: The options of the rewards.
+            max_completion_tokens: Length for which even the longest prompt leaves room.
+        """
         options = config.options_by_name
         return RunFacts(
             max_completion_tokens,
@@ -65,36 +74,52 @@ class ResolvedRewards:
             whole_groups=any(name in self.adapters for name in self.whole_groups),
             weights=config.weights_by_name,
             failure_policies=config.failure_policies,
-            best_rewards={name: best_reward_of(one, options) for name, one in self.adapters.items()},
+            best_rewards={name: best_reward_of(adapter, options) for name, adapter in self.adapters.items()},
         )
 
     def secrets(self) -> dict[str, str]:
-        """The keys that the judges name. ConfigurationError: one is not in this process's environment.
+        """Return the environment variables with the judges' keys.
 
-        They go to the pool as an argument: others can read Ray's job table and the workers' environments.
+        They go to the pool as an argument, because other users can read Ray's job table and the workers' environments.
+
+        Raises:
+            ConfigurationError: A variable that a judge names is missing.
         """
-        named = {self.everyone[name].endpoint().api_key_env for name in self.judges} - {None}
-        if missing := sorted(named - set(os.environ)):
-            names = ", ".join(missing)
-            raise ConfigurationError(f"a judge's key is missing: set the environment variable {names}")
-        return {name: os.environ[name] for name in named}
+        variables = {self.everyone[name].endpoint().api_key_env for name in self.judges} - {None}
+        missing = sorted(variables - set(os.environ))
+        if missing:
+            raise ConfigurationError(
+                f"a judge's key is missing: set the environment variable {', '.join(missing)}"
+            )
+        return {name: os.environ[name] for name in variables}
 
 
 def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
-    """What `--reward-weights` may name."""
-    entry, names = config.estimator, set(rewards.process)
-    if config.reward_combine in ("sum", "mean") or entry.rewards == "components":
-        names |= set(rewards.adapters)
-    if entry.rewards == "components" and config.overlong_buffer:
-        names |= {OVERLONG}
-    if entry.rewards == "sources" and set(rewards.adapters) - set(rewards.process):
-        names |= {OUTCOME}
+    """Return the names that `--reward-weights` may hold."""
+    takes_components = config.estimator.rewards == "components"
+    takes_sources = config.estimator.rewards == "sources"
+    names = set(rewards.process)
+    has_outcome_rewards = bool(set(rewards.adapters) - names)
+    if takes_components or config.reward_combine in ("sum", "mean"):
+        names.update(rewards.adapters)
+    if takes_components and config.overlong_buffer:
+        names.add(OVERLONG)
+    if takes_sources and has_outcome_rewards:
+        names.add(OUTCOME)
     return sorted(names)
 
 
 def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewards) -> list[str]:
-    """Those of the names that a gate would ask, and believe, before `post_process_scores` has set their reward."""
-    return [name for name in names[:-1] if name in rewards.whole_groups and config.reward_combine == "gate"]
+    """Return the rewards whose scores a gate would use before `post_process_scores` has made them final.
+
+    Args:
+        config: The run's options.
+        names: The rewards in the order in which the gate asks them.
+        rewards: The rewards of the run.
+    """
+    if config.reward_combine != "gate":
+        return []
+    return [name for name in names[:-1] if name in rewards.whole_groups]
 
 
 def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
@@ -102,73 +127,131 @@ def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
     check_options(rewards.everyone, config.options_by_name)
     for rules in (_broken_methods, _broken_names, _broken_roles):
         refuse_broken(config, rules(config, rewards))
-    _ = config.combination  # raises for weights that come to nothing
+    # Raises for weights that add up to nothing
+    _ = config.combination
 
 
 def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
-    estimator, process = c.estimator, ", ".join(r.process)
+    """Find rewards that do not fit the estimator or the way they are combined."""
     fills = any(policy not in ("mask", "refill") for policy in c.failure_policies.values())
-    if not (estimator.process if process else estimator.outcome):
-        reads, given = "rewards step by step", f"{', '.join(r.adapters)} gives one score per sample"
-        if process:
-            reads, given = "one score per sample", f"{process} gives rewards step by step"
-        fitting = f"estimators that fit: {', '.join(c.estimators_for(process=bool(process)))}"
-        yield "advantage_estimator", f"reads {reads}, but {given}; {fitting}"
-    if process and c.reward_combine != "best":
-        why = f"combines scores, and {process} gives rewards step by step, which are added up: weigh them by "
-        yield "reward_combine", f"{why}--reward-weights"
-    if process and (fills or c.fallbacks):
-        why = f"beside {process}: nothing can stand in for its steps; use mask or refill, and no fallback"
-        yield "on_reward_failure reward_fallback", why
+    yield from _broken_process_rewards(c, r, fills)
+    estimator = c.estimator
     mixes = c.reward_combine != "best" or c.reward_column or fills or c.kl_in_reward
     if estimator.rewards == "components" and mixes:
-        why = "normalises every reward by itself: no --reward-combine, no --reward-column, no fills for failures"
-        yield "advantage_estimator", f"{why}, no --kl-in-reward; weigh by --reward-weights"
-    if estimator.compares_with_greedy and (groups := ", ".join(r.whole_groups)):
-        why = f"compares with a single greedy completion, which {groups} cannot score alike"
-        yield "advantage_estimator", f"{why}: it looks at whole groups"
-    # Where a column says who is asked, and in which order, its rows are checked one by one
-    if not c.reward_column and (early := ", ".join(early_at_gate(c, tuple(r.adapters), r))):
-        why = f"decides before the group is known, and {early} scores by the whole group: name it last in"
-        yield "reward_fns reward_combine", f"{why} --reward-fns, or choose another --reward-combine"
+        yield (
+            "advantage_estimator",
+            "normalises every reward by itself: no --reward-combine, no --reward-column, no fills for failures, no "
+            "--kl-in-reward; weigh by --reward-weights",
+        )
+    if estimator.compares_with_greedy and r.whole_groups:
+        yield (
+            "advantage_estimator",
+            f"compares with a single greedy completion, which {', '.join(r.whole_groups)} cannot score alike: it looks at "
+            "whole groups",
+        )
+    # With a column that names the rewards of a row, preflight checks every row
+    early_names = [] if c.reward_column else early_at_gate(c, tuple(r.adapters), r)
+    if early_names:
+        yield (
+            "reward_fns reward_combine",
+            f"decides before the group is known, and {', '.join(early_names)} scores by the whole group: name it last in "
+            "--reward-fns, or choose another --reward-combine",
+        )
+
+
+def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Broken:
+    """Find process rewards where outcome rewards are needed, and the other way round.
+
+    Args:
+        c: The run's options.
+        r: The rewards of the run.
+        fills: Whether a reward that fails is replaced by a number.
+    """
+    process = ", ".join(r.process)
+    is_readable = c.estimator.process if process else c.estimator.outcome
+    if not is_readable:
+        if process:
+            conflict = f"reads one score per sample, but {process} gives rewards step by step"
+        else:
+            conflict = f"reads rewards step by step, but {', '.join(r.adapters)} gives one score per sample"
+        fitting = ", ".join(c.estimators_for(process=bool(process)))
+        yield "advantage_estimator", f"{conflict}; estimators that fit: {fitting}"
+    if process and c.reward_combine != "best":
+        yield (
+            "reward_combine",
+            f"combines scores, and {process} gives rewards step by step, which are added up: weigh them by "
+            "--reward-weights",
+        )
+    if process and (fills or c.fallbacks):
+        yield (
+            "on_reward_failure reward_fallback",
+            f"beside {process}: nothing can stand in for its steps; use mask or refill, and no fallback",
+        )
 
 
 def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
-    if unknown := _unknown(c.weights_by_name, weighable(c, r)):
-        why = f"names {unknown}, which has no weight with these rewards"
-        yield "reward_weights advantage_estimator reward_combine", why
-    for flag, named, known in (
+    """Find options that name rewards which the run does not have."""
+    unknown = _unknown(c.weights_by_name, weighable(c, r))
+    if unknown:
+        yield (
+            "reward_weights advantage_estimator reward_combine",
+            f"names {unknown}, which has no weight with these rewards",
+        )
+    for flag, names, known_names in (
         ("on_reward_failure", c.failure_policies, r.adapters),
         ("verifiers", c.verifiers_by_name, r.everyone),
         ("reward_limits", c.limits, r.everyone),
         ("reward_fallback", c.fallbacks, r.everyone),
     ):
-        if unknown := _unknown(named, known):
-            yield flag, f"names {unknown}; the rewards are {tuple(known)}"
+        unknown = _unknown(names, known_names)
+        if unknown:
+            yield flag, f"names {unknown}; the rewards are {tuple(known_names)}"
 
 
-def _unknown(named: Iterable[str], known: Iterable[str]) -> str:
-    return ", ".join(sorted(set(named) - set(known)))
+def _unknown(names: Iterable[str], known_names: Iterable[str]) -> str:
+    """Return the names that are not known, as a comma list."""
+    return ", ".join(sorted(set(names) - set(known_names)))
 
 
 def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
-    with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
-    if unpaid := _unknown(with_tpm, r.judges):
-        yield "reward_limits", f"gives {unpaid} a tpm, but it is no judge: limit its concurrency or rpm"
-    if judges := ", ".join(name for name in r.judges if name in r.whole_groups):
-        why = "whose post_process_scores is never called: use a function"
-        yield "reward_fns", f"names the judge {judges}, {why}"
+    """Find options of judges for rewards that are none, and rewards in a role that they cannot have."""
+    names_with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
+    not_judges = _unknown(names_with_tpm, r.judges)
+    if not_judges:
+        yield "reward_limits", f"gives {not_judges} a tpm, but it is no judge: limit its concurrency or rpm"
+    judges_of_groups = ", ".join(name for name in r.judges if name in r.whole_groups)
+    if judges_of_groups:
+        yield (
+            "reward_fns",
+            f"names the judge {judges_of_groups}, whose post_process_scores is never called: use a function",
+        )
     if not r.judges:
-        flags = "judge_urls judge_model_id judge_idle_sleep_s http_scorer_urls"
-        yield from idle(c, flags, f"with {', '.join(r.everyone)}, which ask no server")
-    if late := ", ".join(name for name in c.fallbacks.values() if name in r.whole_groups):
-        yield "reward_fallback", f"names {late}, which scores by the whole group: name another"
-    if c.judge_budget is None:
-        return
+        yield from idle(
+            c,
+            "judge_urls judge_model_id judge_idle_sleep_s http_scorer_urls",
+            f"with {', '.join(r.everyone)}, which ask no server",
+        )
+    fallbacks_of_groups = ", ".join(name for name in c.fallbacks.values() if name in r.whole_groups)
+    if fallbacks_of_groups:
+        yield (
+            "reward_fallback",
+            f"names {fallbacks_of_groups}, which scores by the whole group: name another",
+        )
+    if c.judge_budget is not None:
+        yield from _broken_budget(c, r)
+
+
+def _broken_budget(c: RunConfig, r: ResolvedRewards) -> Broken:
+    """Find a budget without paid judges, or without the fallbacks that it needs."""
     if r.everyone and not r.paid:
-        why = f"limits nothing: none of {', '.join(r.everyone)} has a price"
-        yield "judge_budget", f"{why}; give the judge its price_per_million_tokens"
-    alone = ", ".join(name for name in r.paid if name in r.adapters and name not in c.fallbacks)
-    if alone and c.judge_budget_policy == "fallback":
-        way_out = f"name a stand-in by --reward-fallback {alone}=..., or choose the policy pause"
-        yield "judge_budget_policy", f"has nothing to fall back on for {alone}: {way_out}"
+        yield (
+            "judge_budget",
+            f"limits nothing: none of {', '.join(r.everyone)} has a price; give the judge its price_per_million_tokens",
+        )
+    without_fallback = ", ".join(name for name in r.paid if name in r.adapters and name not in c.fallbacks)
+    if without_fallback and c.judge_budget_policy == "fallback":
+        yield (
+            "judge_budget_policy",
+            f"has nothing to fall back on for {without_fallback}: name a stand-in by --reward-fallback "
+            f"{without_fallback}=..., or choose the policy pause",
+        )

@@ -1,4 +1,4 @@
-"""The configurations of the programs, and the checks of what can be seen without looking anything up."""
+"""The configurations of the programs, with the checks that need no file, model or registry."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from async_grpo.options.redaction import secrets
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.types import ENVIRONMENT
 
-# What `training_params.json` holds beside the options; a file that is given back may hold it
+# Keys of `training_params.json` beside the options. A file of options may hold them, too
 FACTS = (
     *("WORLD_SIZE", "reward_registry_sha256", "reward_sources_sha256", "algorithm_sources_sha256"),
     *("settings", "num_questions", "ray_version"),
@@ -31,48 +31,68 @@ _cluster = partial(option, panel="Cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunOptions):
-    """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
+    """All options of a training run. Units: tokens, samples (completions), questions (prompts), seconds."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:
-        """The configuration of a command line: the recipe's presets apply to whatever was not `given`."""
-        options, said = apply_recipe(options, given)
-        # `async-grpo run` leaves it to its trainer
-        if said and cls is RunConfig and os.environ.get("RANK", "0") == "0":
-            print(said, flush=True)
+        """Make the configuration of a command line.
+
+        Args:
+            options: The values of all options.
+            given: Names of the options that the user has set. All others may be set by the recipe.
+        """
+        options, message = apply_recipe(options, given)
+        # `async-grpo run` has its trainer print the message
+        if message and cls is RunConfig and os.environ.get("RANK", "0") == "0":
+            print(message, flush=True)
         return cls(**options)
 
     def __post_init__(self) -> None:
         if self.environment and not self.reward_fns:
-            object.__setattr__(self, "reward_fns", ENVIRONMENT)  # its own
+            # The environment's own reward
+            object.__setattr__(self, "reward_fns", ENVIRONMENT)
         super().__post_init__()
         parse_trackers(self.track)
         for variable, secret in secrets().items():
-            told = [name for name, value in vars(self).items() if isinstance(value, str) and secret in value]
-            way_out = "it would be written down; name the variable, or unset it"
-            refuse(bool(told), f"{told} holds the value of the environment variable {variable}: {way_out}")
+            names = [name for name, value in vars(self).items() if isinstance(value, str) and secret in value]
+            refuse(
+                bool(names),
+                f"{names} holds the value of the environment variable {variable}: it would be written down; name the "
+                "variable, or unset it",
+            )
         refuse_broken(self, broken_values(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
-    """What one inference worker is told; temperature, lengths, stop ids and dtype come from the trainer."""
+    """All options of one worker. Temperature, lengths, stop ids and dtype come from the trainer."""
 
-    mode: str = required("What it does for the run.", choices=("generation", "logprob"), everyday=True)
-    reward_fns: str = option("", "Comma list of rewards of the run (generation mode).", everyday=True)
+    mode: str = required(
+        "What the worker does for the run: generate completions, or compute log-probs.",
+        choices=("generation", "logprob"),
+        everyday=True,
+    )
+    reward_fns: str = option(
+        "",
+        "Comma list of the run's rewards, which a generation worker may name instead of the trainer.",
+        everyday=True,
+    )
     drain_s: float = _cluster(
         30.0,
-        "On SIGTERM, time for what the worker has begun; the rest goes on elsewhere.",
+        "Seconds that the worker has after SIGTERM to finish its work. What it does not finish continues on other "
+        "workers.",
         range=NOT_NEGATIVE,
     )
     rejoin_s: float = _cluster(
         300.0,
-        "How long a worker whose trainer died waits, its model loaded, for it to be started again; 0: not at all.",
+        "Seconds that a worker whose trainer died keeps its model loaded and waits for the trainer to start again; 0 "
+        "does not wait.",
         range=NOT_NEGATIVE,
     )
     node: str = _cluster(
         "here",
-        "Where the worker runs: on this node; on any; or on any with free GPUs, also one that joins later.",
+        "Where the worker runs: here (on this node), on any node, or on any node with free GPUs (gpu), which may "
+        "join later.",
         choices=("here", "any", "gpu"),
     )
 
@@ -83,13 +103,20 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
 
 
 def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
-    """Write the options of the run, the rewards as a list, and the `facts` of this start: a file for `--config`.
+    """Write the parameters of a run, which `--config` can read.
 
-    `async-grpo run` writes first, and the trainer that it starts again: the launcher's own options are kept.
+    `async-grpo run` writes the file first, and then the trainer that it starts, so values of earlier keys are kept.
+
+    Args:
+        path: The file.
+        config: The options; the rewards are written as a list.
+        facts: Further values of this start, by FACTS.
     """
     assert set(facts) <= set(FACTS), f"FACTS lacks {set(facts) - set(FACTS)}"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     options = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns))}
-    new = path.with_suffix(".new")  # in one step: the workers read it
-    new.write_text(json.dumps({**before, **options, **facts}, indent=2) + "\n", encoding="utf-8")
-    new.replace(path)
+    text = json.dumps({**earlier, **options, **facts}, indent=2) + "\n"
+    # In one step, because workers may be reading the file
+    new_path = path.with_suffix(".new")
+    new_path.write_text(text, encoding="utf-8")
+    new_path.replace(path)

@@ -11,18 +11,25 @@ from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.weights.config import WeightConfig
 
-_output, _cluster = partial(option, panel="Output"), partial(option, panel="Cluster")
+_output = partial(option, panel="Output")
+_cluster = partial(option, panel="Cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberConfig(Section):
-    """What every program of a run is told."""
+    """The options of every program of a run."""
 
     run_name: str = option(
-        "default", "Keeps runs on one cluster apart; workers join the run of the same name.", everyday=True
+        "default",
+        "Name of the run, by which workers find it and which keeps runs on one cluster apart.",
+        everyday=True,
     )
-    start_timeout_s: float = _cluster(900.0, "Longest wait for others to load and join.", range=POSITIVE)
-    logging_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
+    start_timeout_s: float = _cluster(
+        900.0, "Seconds to wait for other programs of the run to load and join.", range=POSITIVE
+    )
+    logging_level: str = option(
+        "INFO", "Lowest level of messages that are logged: DEBUG, INFO, WARNING or ERROR."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,52 +46,80 @@ class RunOptions(
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = required(
-        "JSONL of questions: input_token_ids, or messages/prompt/input text, and answer. Or: environment, for rows that "
-        "the environment makes.",
+        "JSONL file of questions, with input_token_ids, or a messages, prompt or input text, and answer; or the word "
+        "environment, for rows that the environment makes.",
         everyday=True,
     )
     output_dir: str = option(
-        "runs/default", "Folder for metrics, parameters and checkpoints (made if missing).", everyday=True
+        "runs/default",
+        "Folder for metrics, parameters and checkpoints, which is made if it does not exist.",
+        everyday=True,
     )
     resume: str = _output(
         "auto",
-        "Go on with the run in output_dir, if there is one (auto), or from a checkpoint's folder, or never.",
+        "Continue the run in --output-dir if there is one (auto), continue from a checkpoint's folder, or never "
+        "continue.",
         everyday=True,
     )
-    track: str = _output("", "Also send metrics to: tensorboard, wandb, trackio, mlflow (a comma list).")
-    prometheus_port: int | None = _output(
-        None, "Serve metrics for Prometheus on this port of the loopback interface.", range=NOT_NEGATIVE
+    track: str = _output(
+        "", "Comma list of trackers that metrics are also sent to: tensorboard, wandb, trackio, mlflow."
     )
-    record: bool = _output(False, "Keep what every step is trained on, for `async-grpo replay`.")
-    keep_checkpoints: int = _output(2, "Keep so many checkpoints to resume from.", range=POSITIVE)
+    prometheus_port: int | None = _output(
+        None,
+        "Port of the loopback interface on which metrics are served for Prometheus. By default they are not served.",
+        range=NOT_NEGATIVE,
+    )
+    record: bool = _output(False, "Keep everything that each step is trained on, for `async-grpo replay`.")
+    keep_checkpoints: int = _output(2, "Number of newest checkpoints to keep.", range=POSITIVE)
     keep_best: str | None = _output(
         None,
-        "Also keep the checkpoint whose evaluation on this NAME of --eval-data-path is best; evaluated steps are saved.",
+        "Also keep the checkpoint with the best evaluation on this NAME of --eval-data-path, and save every "
+        "evaluated step.",
     )
-    checkpoint_timeout_s: float = _output(1800.0, "Longest writing of a checkpoint.", range=POSITIVE)
-    grace_s: float = _output(60.0, "Time to save in when told to end (SIGTERM, Ctrl-C).", range=POSITIVE)
-    max_hours: float | None = _output(None, "Save and end after so many hours (code 75).", range=POSITIVE)
+    checkpoint_timeout_s: float = _output(
+        1800.0, "Seconds that writing a checkpoint may take.", range=POSITIVE
+    )
+    grace_s: float = _output(
+        60.0, "Seconds to save a checkpoint in when the run is told to end (SIGTERM, Ctrl-C).", range=POSITIVE
+    )
+    max_hours: float | None = _output(
+        None,
+        "Hours after which the run saves a checkpoint and ends with exit code 75. By default there is no limit.",
+        range=POSITIVE,
+    )
     stall_s: float | None = _output(
-        None, "Find out why no step ends for so long (default: 3 median steps, at least 120).", range=POSITIVE
+        None,
+        "Seconds without a finished step after which the run writes down what it waits for. The default is 3 median "
+        "steps, and at least 120.",
+        range=POSITIVE,
     )
     min_samples_per_checkpoint: int = _output(
         30_000,
-        "Save the model in the Hugging Face format every so many samples.",
+        "Save the model in the Hugging Face format at intervals of this many samples.",
         range=POSITIVE,
         portable=True,
     )
     keep_models: int = _output(
-        0, "Keep only the newest so many of these (0: all).", range=NOT_NEGATIVE, portable=True
+        0,
+        "Number of newest models in the Hugging Face format to keep; 0 keeps all.",
+        range=NOT_NEGATIVE,
+        portable=True,
     )
     worker_grace_s: float = _cluster(
-        30.0, "How long a run survives without any worker of a kind it needs.", range=POSITIVE
+        30.0, "Seconds that a run continues without any worker of a kind that it needs.", range=POSITIVE
     )
 
     @property
     def logprob_roles(self) -> tuple[str, ...]:
-        """The kinds of logprob worker that the run needs; usually none."""
-        return ("reference",) * (self.kl_coef > 0) + ("proximal",) * self.needs_proximal
+        """Return the kinds of logprob worker that the run needs; usually none."""
+        roles = []
+        if self.kl_coef > 0:
+            roles.append("reference")
+        if self.needs_proximal:
+            roles.append("proximal")
+        return tuple(roles)
 
     @property
     def output_path(self) -> Path:
+        """Return the output folder as a path."""
         return Path(self.output_dir)

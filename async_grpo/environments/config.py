@@ -17,50 +17,52 @@ class EnvironmentConfig(Section):
 
     environment: str | None = _environment(
         None,
-        "The environment that plays with the policy: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or "
-        "of a program; agent:COMMAND; endpoint (for agents that you start elsewhere); "
-        "{reasoning_gym,textarena,openenv,verifiers}:NAME.",
+        "Environment that the policy acts in: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or "
+        "of a program; agent:COMMAND; endpoint (for agents started elsewhere); "
+        "{reasoning_gym,textarena,openenv,verifiers}:NAME. By default a rollout is one completion.",
         everyday=True,
         portable="async_grpo.environments.make:ENVIRONMENTS",
     )
     environment_options: str = _environment(
-        "", "Keyword arguments of the environment: low=1,high=32,...", portable=True
+        "", "Keyword options of the environment, such as low=1,high=32.", portable=True
     )
     environment_processes: int | None = _environment(
         None,
-        "Number of processes in which environments run, each for many trajectories (default: 4). With agents, the number "
-        "of trajectories that are played at once (default: 64).",
+        "Processes that run environments, each for many trajectories (default: 4), or agents that run at once "
+        "(default: 64).",
         range=POSITIVE,
     )
     environment_timeout_s: float = _environment(
         30.0,
-        "Time limit in seconds of an environment's step or a tool's call; a process that exceeds it is ended.",
+        "Seconds that one step of an environment, or one call of a tool, may take before its process is ended.",
         range=POSITIVE,
         portable=True,
     )
     max_turns: int = _environment(
-        16, "Limit of a trajectory, in turns of the policy.", range=POSITIVE, portable=True
+        16, "Maximum length of a trajectory, in turns of the policy.", range=POSITIVE, portable=True
     )
     max_turn_tokens: int | None = _environment(
         None,
-        "Limit of one turn of the policy, in tokens (default: what is left of --max-generation-tokens, which in each "
-        "sequence counts all turns and the environment's texts between them).",
+        "Maximum tokens of one turn of the policy. The default is what --max-generation-tokens leaves, which limits "
+        "all that follows the prompt of a sequence, the environment's tokens included.",
         range=POSITIVE,
         portable=True,
     )
-    endpoint_host: str = _environment("127.0.0.1", "Address of the endpoint that agents talk to.")
-    endpoint_port: int = _environment(0, "Port of the endpoint (0: any free port).", range=NOT_NEGATIVE)
+    endpoint_host: str = _environment(
+        "127.0.0.1", "Address of the endpoint that agents send their requests to."
+    )
+    endpoint_port: int = _environment(0, "Port of the endpoint; 0 takes any free port.", range=NOT_NEGATIVE)
     max_trajectory_s: float = _environment(
         600.0,
-        "Time limit of a trajectory in seconds; a trajectory that exceeds it counts as truncated.",
+        "Seconds that a trajectory may take before it counts as truncated.",
         range=POSITIVE,
         portable=True,
     )
 
     split_control_tokens: bool = _environment(
         True,
-        "Keep control tokens (<|im_end|>, ...) as plain text where an environment, a tool or an agent's message spells "
-        "them. Without this option they become control tokens, and such a text can forge a turn of the policy.",
+        "Keep text in messages of environments, tools and agents plain text, even if it spells a control token such "
+        "as <|im_end|>. Otherwise such a text can forge a turn of the policy.",
     )
 
     @property

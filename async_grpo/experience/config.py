@@ -28,39 +28,41 @@ _batches = partial(option, panel="Batches", everyday=True, portable=True)
 class BatchConfig(AlgorithmConfig):
     """Options of the batcher; they include the algorithm's, because the batcher computes the advantages."""
 
-    batch_size: int = _batches(128, "Number of questions per iteration.", range=POSITIVE)
+    batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
     samples_per_question: int = _batches(
-        32, "Number of completions per question, which is the group size.", range=GROUP_SIZE
+        32, "Completions per question, which is the group size.", range=GROUP_SIZE
     )
     train_minibatch_size: int | None = _batches(
-        None, "Samples per optimizer step (default: the whole batch).", range=POSITIVE
+        None, "Samples per optimizer step. By default one step trains the whole batch.", range=POSITIVE
     )
     num_training_batches: int = _batches(
-        1_000_000,
-        "Number of iterations of the run, which is also the horizon of the schedules.",
-        range=POSITIVE,
+        1_000_000, "Iterations of the whole run, over which learning rate schedules extend.", range=POSITIVE
     )
-    max_tokens_per_gpu: int = _batches(36_000, "Token budget of one micro-batch on one rank.", range=POSITIVE)
+    max_tokens_per_gpu: int = _batches(
+        36_000, "Maximum tokens of one micro-batch on one rank.", range=POSITIVE
+    )
     max_staleness: int = _batches(
         1,
-        "Highest age of the policy that sampled a trained token, in steps (0: on-policy).",
+        "Optimizer steps by which a trained token's policy may be older than the current policy; 0 trains on-policy.",
         range=NOT_NEGATIVE,
     )
     groups_alive: int | None = option(
         None,
-        "Highest number of groups between their admission and the live weights trained on them (default: the groups of "
-        "max_staleness + 1 steps). With a lower number any finished group may join a step as long as none becomes too old, "
-        "which helps with long-tailed lengths.",
+        "Maximum number of groups between their admission and the moment the weights trained on them are live. The "
+        "default is --max-staleness + 1 steps' worth. With fewer, finished groups may join a step before older, "
+        "unfinished ones, which helps if few completions are very long.",
         "Batches",
         range=POSITIVE,
         portable=True,
     )
     max_token_staleness: int | None = off_policy(
-        None, "Leave tokens out of the loss whose policy is older than this many steps.", range=NOT_NEGATIVE
+        None,
+        "Leave tokens out of the loss whose policy is older than this number of steps. By default none are left out.",
+        range=NOT_NEGATIVE,
     )
     scheduling: str = option(
         "least_loaded",
-        "Policy that assigns groups to workers, or FILE.py:NAME of a policy of your own.",
+        "Policy that chooses the worker of each group: a name, or FILE.py:NAME of your own.",
         "Cluster",
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
         own=True,
@@ -69,48 +71,56 @@ class BatchConfig(AlgorithmConfig):
         37, "Seed of the order of questions and of everything else that is random.", "Batches", portable=True
     )
     dump_samples_filename: str | None = option(
-        None, "Name of a JSONL file in output_dir into which every sample is written.", "Output"
+        None,
+        "File in --output-dir that all samples are written to as JSONL. By default none is written.",
+        "Output",
     )
     experience_timeout_s: float = option(
-        1800.0, "Longest wait of a rank for its next micro-batch, in seconds.", "Cluster", range=POSITIVE
+        1800.0,
+        "Seconds that a rank waits for its next micro-batch before the run ends with an error.",
+        "Cluster",
+        range=POSITIVE,
     )
 
     deterministic: bool = on_groups(
         False,
-        "Train a step only once it is complete, in order of admission: the same samples then give identical weights. With "
-        "--max-staleness 0, a resumed run gives the same weights as one that was never stopped.",
+        "Train each step once it is complete, in the order of admission. The same samples then give the same bits. "
+        "With --max-staleness 0, a resumed run gives the bits of a run that was never interrupted.",
     )
     checkpoint_every_s: float = option(
-        600.0, "Save a checkpoint every so many seconds.", "Output", range=POSITIVE
+        600.0, "Save a checkpoint to resume from at intervals of this many seconds.", "Output", range=POSITIVE
     )
-    mask_truncated: bool = on_groups(True, "Leave truncated completions out of the loss.")
+    mask_truncated: bool = on_groups(
+        True, "Leave completions that reached the maximum length out of the loss."
+    )
     zero_variance: str = on_groups(
         "keep",
-        "What to do with groups of equal rewards: keep them, filter them out of the loss, or resample another prompt.",
+        "What happens to groups whose rewards are all equal: keep them, filter them out of the loss, or resample "
+        "(replace them by another prompt).",
         choices=("keep", "filter", "resample"),
     )
     max_resamples: int = on_groups(
         8,
-        "Number of prompts tried in place of one without signal, before a group without signal is accepted.",
+        "Prompts that may replace one group without signal; the last one is trained even if it has no signal either.",
         range=NOT_NEGATIVE,
     )
     retire_solved_above: float | None = on_groups(
-        None, "Retire a question once the mean reward of its group reaches this value."
+        None,
+        "Stop drawing a question once the mean reward of its group has reached this. By default questions never "
+        "retire.",
     )
     curriculum: str | None = on_groups(
         None,
-        "Column with an integer difficulty. Training draws rows of one difficulty at a time, for each value of the column "
-        "`task`, starting with the lowest.",
+        "Column with an integer difficulty. Training draws rows of one difficulty at a time, per `task`, starting "
+        "with the lowest.",
     )
     curriculum_up_at: float = on_groups(
-        0.75, "Mean reward of 16 groups at which the next higher difficulty follows."
+        0.75, "Mean reward of 16 groups at which the curriculum moves on to the next higher difficulty."
     )
     curriculum_down_at: float = on_groups(
-        0.25, "Mean reward of 16 groups at which the next lower difficulty follows."
+        0.25, "Mean reward of 16 groups at which the curriculum moves back to the next lower difficulty."
     )
-    min_valid_samples: int = on_groups(
-        2, "Leave groups out that have fewer rewards than this.", range=POSITIVE
-    )
+    min_valid_samples: int = on_groups(2, "Rewards that a group needs to be trained on.", range=POSITIVE)
     truncation_alarm: float = on_groups(
         0.5, "Warn if more than this share of the completions is truncated.", range=SHARE
     )
@@ -172,17 +182,20 @@ class EvaluationTask(Section):
     """Options of an evaluation: its questions, its sampling, and the reward that passes."""
 
     eval_data_path: str | None = _evaluation(
-        None, "JSONL file of held-out questions, or several as NAME=FILE,NAME=FILE.", everyday=True
+        None,
+        "JSONL file of held-out questions; several files are written NAME=FILE,NAME=FILE. By default nothing is "
+        "evaluated.",
+        everyday=True,
     )
     eval_samples: int = _evaluation(
-        1, "Number of completions per question, n of avg@n and pass@k.", range=POSITIVE
+        1, "Completions per question in evaluations, the n of avg@n and pass@k.", range=POSITIVE
     )
     eval_temperature: float | None = _evaluation(
-        None, "Sampling temperature of an evaluation (default: --temperature; 0: greedy).", range=NOT_NEGATIVE
+        None, "Temperature of evaluations; 0 is greedy. The default is --temperature.", range=NOT_NEGATIVE
     )
     eval_max_tokens: int | None = _evaluation(
         None,
-        "Longest completion of an evaluation, in tokens (default: --max-generation-tokens).",
+        "Maximum length of a completion in evaluations, in tokens. The default is --max-generation-tokens.",
         range=POSITIVE,
     )
     eval_pass_reward: float = _evaluation(1.0, "Lowest reward with which a completion passes.")
@@ -213,11 +226,13 @@ class EvaluationConfig(EvaluationTask):
     """Options of the evaluations during a training."""
 
     eval_every: int = _evaluation(
-        0, "Evaluate every so many steps, besides the start and the end (0: only these).", range=NOT_NEGATIVE
+        0,
+        "Evaluate at intervals of this many steps, besides the start and the end of the run; 0 evaluates only there.",
+        range=NOT_NEGATIVE,
     )
     eval_share: float = _evaluation(
         0.25,
-        "Number of completions evaluated at once, as a share of the training samples in flight.",
+        "Completions evaluated at once, as a share of the completions in flight for training.",
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(

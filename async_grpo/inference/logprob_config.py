@@ -7,13 +7,20 @@ from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobConfig(Section):
-    """What one logprob worker is started with."""
+    """The options of one logprob worker."""
 
-    max_tokens_per_gpu: int = option(46_000, "Tokens of one packed forward.", "Logprob mode", range=POSITIVE)
-    max_wait_s: float = option(0.02, "Longest wait for a full forward.", "Logprob mode", range=NOT_NEGATIVE)
+    max_tokens_per_gpu: int = option(
+        46_000, "Maximum tokens of one packed forward pass.", "Logprob mode", range=POSITIVE
+    )
+    max_wait_s: float = option(
+        0.02,
+        "Seconds that a sequence waits at most for others to fill a forward pass.",
+        "Logprob mode",
+        range=NOT_NEGATIVE,
+    )
     role: str = option(
         "reference",
-        "reference (frozen) or proximal (follows the policy).",
+        "Policy of the log-probs: reference (frozen) or proximal (follows the trained policy).",
         "Logprob mode",
         choices=("reference", "proximal"),
     )

@@ -23,16 +23,16 @@ BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copy
 class CacheConfig(Section):
     """What one may do to a verdict cache."""
 
-    path: str = required("The file that --verdict-cache named in a run.", "Cache", argument=True)
+    path: str = required("File that --verdict-cache of a run named.", "Cache", argument=True)
     prune_older_than_days: float | None = _cache(
-        None, "Delete the entries that were last used longer ago.", range=NOT_NEGATIVE
+        None, "Delete the entries that were last used more than this number of days ago.", range=NOT_NEGATIVE
     )
     prune_adapter: str | None = _cache(
-        None, "Delete the entries of this reward; with --prune-older-than-days, only the old ones."
+        None, "Delete the entries of this reward; together with --prune-older-than-days, only the old ones."
     )
     max_mb: float | None = _cache(
         None,
-        "Then delete the longest unused until the entries take no more megabytes than this.",
+        "Size in MiB down to which the longest unused entries are deleted after that. By default there is no limit.",
         range=NOT_NEGATIVE,
     )
 

@@ -55,14 +55,20 @@ MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
 class DemoConfig(Section):
     """What one may vary about the demo."""
 
-    seed: int = option(37, "Seed of everything random.", "Demo")
-    output_dir: str = option("runs/demo", "Folder of it all; an earlier demo is replaced.", "Demo")
+    seed: int = option(37, "Seed of everything that is random.", "Demo")
+    output_dir: str = option("runs/demo", "Folder of the demo; an earlier demo in it is replaced.", "Demo")
     environment: str = option(
-        COUNTDOWN, "countdown: one answer; guess: a game in several turns.", "Demo", choices=tuple(TASKS)
+        COUNTDOWN,
+        "Task: countdown (one answer per question) or guess (a game of several turns).",
+        "Demo",
+        choices=tuple(TASKS),
     )
-    steps: int = option(90, "Optimizer steps.", "Demo", range=POSITIVE)
+    steps: int = option(90, "Number of optimizer steps.", "Demo", range=POSITIVE)
     max_staleness: int = option(
-        1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo", range=NOT_NEGATIVE
+        1,
+        "Optimizer steps by which a trained token's policy may be older than the current policy; 0 trains on-policy.",
+        "Demo",
+        range=NOT_NEGATIVE,
     )
 
 

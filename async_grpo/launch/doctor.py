@@ -63,7 +63,7 @@ class DoctorConfig(LocalConfig):
     """A run, as `run` is told it; where none is, only the machine is looked at."""
 
     model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
-    data_path: str = option("", "JSONL of questions, as for `run`.", everyday=True)
+    data_path: str = option("", "JSONL file of questions, as for `run`.", everyday=True)
     json: bool = option(False, "Print the findings as JSON.", "Doctor")
 
     def __post_init__(self) -> None:

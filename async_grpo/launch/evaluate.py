@@ -65,16 +65,18 @@ SPOKEN_OF = {"reward_options": "reward_fns", "environment_options": "environment
 class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, MemberConfig):
     """What is evaluated, on what. Of a checkpoint, what is not given is as in its run."""
 
-    path: str = required("A checkpoint's folder, a run's (its newest), or a model's.", argument=True)
+    path: str = required(
+        "Folder of a checkpoint, of a run (its newest checkpoint), or of a model.", argument=True
+    )
     eval_data_path: str | None = option(
         None,
-        "JSONL of questions; several: NAME=FILE,NAME=FILE.",
+        "JSONL file of questions; several files are written NAME=FILE,NAME=FILE.",
         everyday=True,
         also="data",
         portable=True,  # it is read as rows, and nothing else; see ASKED_ELSEWHERE
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
-    generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE)
+    generation_workers: int = option(1, "Number of generation workers.", "Local", range=POSITIVE)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "EvalConfig":
@@ -129,7 +131,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
 class Untrained(LocalConfig):
     """A run without trainer ranks: the engines have all GPUs."""
 
-    nproc_per_node: int = option(0, "Trainer ranks.", "Local", range=NOT_NEGATIVE)
+    nproc_per_node: int = option(0, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)
 
 
 def evaluate(config: EvalConfig) -> None:
@@ -185,8 +187,8 @@ def _names_shipped_ones(name: str, value: Any) -> bool:
 class EvaluatorConfig(RunConfig):
     """Options of the evaluation program: a run's options; those that concern training are ignored."""
 
-    evaluated: str = option("", "What the results say is evaluated.")
-    step: int = option(0, "The policy version of its weights.")
+    evaluated: str = option("", "What the results name as the evaluated model.")
+    step: int = option(0, "Policy version of the evaluated weights.")
 
 
 def ask_and_score(config: EvaluatorConfig) -> None:

@@ -15,9 +15,13 @@ log = logging.getLogger(__name__)
 class ExportConfig(Section):
     """Which checkpoint, and where its model goes."""
 
-    path: str = required("A checkpoint's folder, or a run's: its newest.", "Export", argument=True)
-    output_dir: str = required("The model's folder; must not exist.", "Export")
-    dtype: str = option("bfloat16", "Of the weights.", "Export", choices=("float32", "bfloat16"))
+    path: str = required(
+        "Folder of a checkpoint, or of a run (its newest checkpoint).", "Export", argument=True
+    )
+    output_dir: str = required("Folder of the exported model, which must not exist.", "Export")
+    dtype: str = option(
+        "bfloat16", "Data type of the exported weights.", "Export", choices=("float32", "bfloat16")
+    )
 
 
 def export(config: ExportConfig) -> Manifest:

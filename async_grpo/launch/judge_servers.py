@@ -22,17 +22,30 @@ _judge = partial(option, panel="Judge")
 class LocalJudge(RewardConfig):
     """A model that `async-grpo run` serves for the judges of the registry file."""
 
-    judge_model: str | None = _judge(None, "A folder to serve for llm_judge, generative_rm or reward_model.")
-    judge_replicas: int = _judge(1, "Servers of the judge, between which calls are balanced.", range=POSITIVE)
-    judge_runner: str = _judge("auto", "vLLM's runner of the judge.", choices=("auto", "generate", "pooling"))
-    judge_max_model_len: int | None = _judge(None, "Tokens of its longest prompt and reply.", range=POSITIVE)
+    judge_model: str | None = _judge(
+        None,
+        "Model folder to serve for llm_judge, generative_rm or reward_model. By default no judge is served.",
+    )
+    judge_replicas: int = _judge(
+        1, "Number of judge servers, among which calls are balanced.", range=POSITIVE
+    )
+    judge_runner: str = _judge(
+        "auto", "vLLM's runner for the judge.", choices=("auto", "generate", "pooling")
+    )
+    judge_max_model_len: int | None = _judge(
+        None,
+        "Maximum tokens of the judge's prompt and reply together. The default is vLLM's for the model.",
+        range=POSITIVE,
+    )
     judge_gpus: str | None = _judge(
         None,
-        "A visible GPU for each server, shared with others: 0,1. By default the last ones, which it has alone.",
+        "Comma list of visible GPUs, one for each judge server, which other programs may use, too. By default each "
+        "judge server has one of the last GPUs to itself.",
     )
     judge_gpu_memory_utilization: float | None = _judge(
         None,
-        "Share of a GPU's memory that a server may take; on shared GPUs less than others leave.",
+        "Share of a GPU's memory that a judge server may take. On a shared GPU it must be less than the others "
+        "leave. The default is vLLM's.",
         range=POSITIVE_SHARE,
     )
 

@@ -14,9 +14,13 @@ from async_grpo.options.fields import POSITIVE, option, refuse
 class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     """A `RunConfig` and what the workers beside it need."""
 
-    nproc_per_node: int = option(1, "Trainer ranks.", "Local", range=POSITIVE, everyday=True)
-    generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE, everyday=True)
-    ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
+    nproc_per_node: int = option(1, "Number of trainer ranks.", "Local", range=POSITIVE, everyday=True)
+    generation_workers: int = option(
+        1, "Number of generation workers.", "Local", range=POSITIVE, everyday=True
+    )
+    ray_address: str = option(
+        "", "Address of a Ray cluster to join. By default the run starts a cluster of its own.", "Local"
+    )
     dry_run: bool = option(False, "Only print what would be done; write and start nothing.", "Local")
 
     def __post_init__(self) -> None:

@@ -51,10 +51,15 @@ OWN = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "
 class ReplayConfig(RunConfig):
     """Where the record is, and the options of its run, which hold unless others are given."""
 
-    recorded: str = required("The run's folder.", "Replay", argument=True)
-    from_step: int = option(0, "Begin after this step, of a checkpoint, or 0.", "Replay", range=NOT_NEGATIVE)
+    recorded: str = required("Folder of the recorded run.", "Replay", argument=True)
+    from_step: int = option(
+        0,
+        "Step to begin after: the step of a checkpoint, or 0 for the beginning.",
+        "Replay",
+        range=NOT_NEGATIVE,
+    )
     model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
-    data_path: str = option("", "JSONL of questions.", everyday=True)
+    data_path: str = option("", "JSONL file of questions.", everyday=True)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:

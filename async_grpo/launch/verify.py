@@ -41,30 +41,43 @@ class VerifyConfig(Section):
     """On which file, how often and how long rewards are tried."""
 
     file: str = required(
-        "JSONL, one completion per line: `completion`, as a rule `answer`, and any column that the rewards read; "
-        "optionally `input`, `label` (true, false or the right reward), `group_id` (rows that share it are one group; "
-        "default: those of one `input`), `completion_token_ids`.",
+        "JSONL file with one completion per row: `completion`, usually `answer`, and any column that the rewards "
+        "read; optionally `input`, `label` (true, false or the right reward), `group_id` (rows that share it form "
+        "one group; the default is one group per `input`), `completion_token_ids`.",
         "Bench",
         argument=True,
     )
     reward_fns: str = required(
-        "Comma list of rewards: names of the registry file, or FILE.py:NAME for one of another file.", "Bench"
+        "Comma list of rewards: names of the registry file, or FILE.py:NAME of another file.", "Bench"
     )
-    reward_registry: str | None = _bench(None, "The registry file (default: reward_registry.py here).")
-    reward_options: str = _bench("", "Keyword options for the rewards that name them: weight=0.2,...")
-    reward_env: str = _bench("", "Comma list of variables that the rewards' processes get as well.")
-    judge_urls: str = _bench("", "Where the judges without an url of their own are asked: URL,URL,...")
-    http_scorer_urls: str = _bench("", "The same for http_scorer.")
-    workers: int = _bench(2, "Processes for each reward.", range=POSITIVE)
-    timeout_s: float = _bench(30.0, "Longest scoring of one row.", range=POSITIVE)
+    reward_registry: str | None = _bench(
+        None, "File that defines the rewards. The default is reward_registry.py in the working directory."
+    )
+    reward_options: str = _bench(
+        "", "Keyword options of the rewards, each passed to every reward that has it, such as weight=0.2."
+    )
+    reward_env: str = _bench("", "Comma list of further environment variables for the processes of rewards.")
+    judge_urls: str = _bench(
+        "", "Comma list of URLs of replicas that serve the judges whose registry entry names no URL."
+    )
+    http_scorer_urls: str = _bench("", "Comma list of URLs for http_scorer.")
+    workers: int = _bench(2, "Processes of each reward.", range=POSITIVE)
+    timeout_s: float = _bench(30.0, "Seconds that scoring one row may take.", range=POSITIVE)
     repeat: int = _bench(
         1,
-        "Score each row so many times; with 2 or more, say whether a reward is deterministic.",
+        "Number of times that each row is scored. With 2 or more, the report says whether each reward is "
+        "deterministic.",
         range=POSITIVE,
     )
-    threshold: float = _bench(0.5, "A reward from here on says right, where opinions are compared.")
-    output: str | None = _bench(None, "Also write a JSON line per row, with every result, to this file.")
-    check: bool = _bench(False, "Also try each reward on poor completions, again, and in other processes.")
+    threshold: float = _bench(
+        0.5, "Lowest reward that counts as right where rewards and labels are compared."
+    )
+    output: str | None = _bench(
+        None, "File that the results of every row are also written to, one JSON line per row."
+    )
+    check: bool = _bench(
+        False, "Also try each reward on poor completions, a second time, and in other processes."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,92 +1,193 @@
-"""Signs that a reward is gamed, read off the metrics lines of a run, in words: as `alarms` of the step.
+"""Detect signs of reward hacking in the metrics lines of a run; they become `alarms` of the step.
 
-What the last RECENT steps say is compared with what as many said, BEFORE steps ago: the difference must be large in itself
-and many standard errors, as a step alone is noise, and a small reward for the format is earned by all in every good run.
+Means over the last RECENT steps are compared with means over as many steps, BEFORE steps ago. A difference must be large,
+because every good run earns a small reward for the format, and it must be many standard errors, because single steps are
+noise.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-RECENT, BEFORE, KEPT = 10, 60, 1000  # steps: to average over, to compare with, to look back for evaluations
-ENDING = 60  # characters; a shorter one, a closing tag, honest completions share
+RECENT = 10  # steps of a mean
+BEFORE = 60  # steps between the begin of the earlier window and now
+KEPT = 1000  # steps to look back for evaluations
+ENDING = 60  # characters; honest completions share shorter endings, such as a closing tag
 SURE = 4.0  # standard errors
+SURE_OF_REWARD = SURE / 2  # standard errors by which a reward must have risen to count as risen
+MAX_LENGTH_FACTOR = 2.0  # growth of the length that raises an alarm although the reward has risen
+MAX_UNREWARDED_LENGTH_FACTOR = 1.5  # growth or shrinkage that raises an alarm if the reward has not risen
+MIN_REPEATED_SHARE = 0.2  # by which the share of repeated endings must have grown
 Line = Mapping[str, Any]
 
 
 def hacking_alarms(lines: Sequence[Line]) -> list[str]:
-    """The alarms of the last of these steps, the oldest first: lengths drift without being paid for, endings repeat, one
-    reward of several is earned by all, evaluations fall as the reward rises."""
-    found: list[str] = []
-    then, now = lines[-BEFORE : RECENT - BEFORE], lines[-RECENT:]
-    reward_then, reward, error = _compared("avg_reward", then, now)
-    paid = reward - reward_then > SURE / 2 * error
-    before, after, error = _compared("avg_output_tokens", then, now)
-    drifts = after > 2 * before or (not paid and not before / 1.5 < after < 1.5 * before)
-    if drifts and abs(after - before) > SURE * error:
-        lengths = f"from {before:.0f} to {after:.0f} tokens within {BEFORE} steps"
-        found.append(f"completions went {lengths}: does the reward pay for length?")
-    before, after, error = _compared("repeated_endings", then, now)
-    if after - before > max(0.2, SURE * error):
-        ends = f"{after:.0%} of the completions end in words said before"
-        found.append(f"{ends}; {BEFORE} steps ago {before:.0%}")
-    spreads = [key for key in (lines[-1] if lines else ()) if re.fullmatch("(?!eval_).*/reward_std", key)]
-    for key in spreads if len(spreads) > 1 else ():
-        before, after, _ = _compared(key, then, now)
-        _, says, _ = _compared(name := key.removesuffix("_std"), then, now)
-        highest = max((line[name] for line in lines if line.get(name) is not None), default=math.inf)
-        varied = before > max(0.02 * highest, 10 * after)
-        if varied and says > max(0.25 * reward, 0.98 * highest):
-            found.append(f"{name} is {says:.3g} for nearly every sample: it tells them apart no more")
-    return found + _falling_evaluations(lines)
+    """Return the alarms of the last step.
+
+    There are four: lengths drift without a higher reward, endings repeat, nearly all samples earn one of several rewards,
+    and evaluations fall as the reward rises.
+
+    Args:
+        lines: Metrics lines of the run, the oldest first.
+    """
+    then = lines[-BEFORE : RECENT - BEFORE]
+    now = lines[-RECENT:]
+    return [
+        *_drifting_lengths(then, now),
+        *_repeated_endings_alarms(then, now),
+        *_exhausted_rewards(lines, then, now),
+        *_falling_evaluations(lines),
+    ]
+
+
+def _drifting_lengths(then: Sequence[Line], now: Sequence[Line]) -> list[str]:
+    reward = _compare("avg_reward", then, now)
+    has_reward_risen = reward.now - reward.then > SURE_OF_REWARD * reward.error
+    tokens = _compare("avg_output_tokens", then, now)
+    if has_reward_risen:
+        has_drifted = tokens.now > MAX_LENGTH_FACTOR * tokens.then
+    else:
+        shortest = tokens.then / MAX_UNREWARDED_LENGTH_FACTOR
+        longest = tokens.then * MAX_UNREWARDED_LENGTH_FACTOR
+        has_drifted = not shortest < tokens.now < longest
+    if has_drifted and abs(tokens.now - tokens.then) > SURE * tokens.error:
+        return [
+            f"completions went from {tokens.then:.0f} to {tokens.now:.0f} tokens within {BEFORE} steps: does the reward "
+            "pay for length?"
+        ]
+    return []
+
+
+def _repeated_endings_alarms(then: Sequence[Line], now: Sequence[Line]) -> list[str]:
+    share = _compare("repeated_endings", then, now)
+    if share.now - share.then > max(MIN_REPEATED_SHARE, SURE * share.error):
+        return [
+            f"{share.now:.0%} of the completions end in words said before; {BEFORE} steps ago {share.then:.0%}"
+        ]
+    return []
+
+
+def _exhausted_rewards(lines: Sequence[Line], then: Sequence[Line], now: Sequence[Line]) -> list[str]:
+    """Return alarms of rewards that varied and that nearly every sample earns now; a single reward raises none."""
+    if not lines:
+        return []
+    std_keys = [key for key in lines[-1] if re.fullmatch("(?!eval_).*/reward_std", key)]
+    if len(std_keys) < 2:
+        return []
+    combined = _compare("avg_reward", then, now)
+    alarms = []
+    for std_key in std_keys:
+        mean_key = std_key.removesuffix("_std")
+        std = _compare(std_key, then, now)
+        mean = _compare(mean_key, then, now)
+        means = [line[mean_key] for line in lines if line.get(mean_key) is not None]
+        highest = max(means, default=math.inf)
+        has_varied = std.then > max(0.02 * highest, 10 * std.now)
+        if has_varied and mean.now > max(0.25 * combined.now, 0.98 * highest):
+            alarms.append(
+                f"{mean_key} is {mean.now:.3g} for nearly every sample: it tells them apart no more"
+            )
+    return alarms
 
 
 def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
-    """Those whose last two are below their best one, intervals and all, while the reward in training rose."""
-    found: list[str] = []
+    """Return alarms of evaluations whose last two results are below their best one while the training reward rose.
+
+    Results are below the best one if their intervals do not overlap.
+    """
     evaluated = [(place, line) for place, line in enumerate(lines) if "eval_step" in line]
-    keys = [key for _, line in evaluated[-1:] for key in line if re.fullmatch("eval_(.+_)?avg_reward", key)]
-    for key in keys:
-        told = [(place, line.get(key), line.get(f"{key}_ci")) for place, line in evaluated]
-        known: list[Any] = [one for one in told if None not in one]
-        best, value, half = max(known[:-2], key=lambda one: one[1] - one[2], default=(0, -math.inf, 0.0))
-        before, after, error = _compared("avg_reward", lines[: best + 1][-RECENT:], lines[-RECENT:])
-        fell = all(later + its_half < value - half for _, later, its_half in known[-2:])
-        if fell and after - before > SURE / 2 * error:
-            falls = f"{key} fell from {value:.3g} to {known[-1][1]:.3g}"
-            found.append(f"the reward rose from {before:.3g} to {after:.3g} while {falls}: is it gamed?")
-    return found
+    if not evaluated:
+        return []
+    _, last_line = evaluated[-1]
+    alarms = []
+    for key in last_line:
+        if not re.fullmatch("eval_(.+_)?avg_reward", key):
+            continue
+        results = []
+        for place, line in evaluated:
+            mean = line.get(key)
+            half_interval = line.get(f"{key}_ci")
+            if mean is not None and half_interval is not None:
+                results.append(_EvaluationResult(place, mean, half_interval))
+        earlier_results = results[:-2]
+        if not earlier_results:
+            continue
+        best = max(earlier_results, key=lambda result: result.mean - result.half_interval)
+        lowest_of_best = best.mean - best.half_interval
+        has_fallen = all(result.mean + result.half_interval < lowest_of_best for result in results[-2:])
+        at_best = lines[: best.place + 1]
+        reward = _compare("avg_reward", at_best[-RECENT:], lines[-RECENT:])
+        if has_fallen and reward.now - reward.then > SURE_OF_REWARD * reward.error:
+            alarms.append(
+                f"the reward rose from {reward.then:.3g} to {reward.now:.3g} while {key} fell from {best.mean:.3g} to "
+                f"{results[-1].mean:.3g}: is it gamed?"
+            )
+    return alarms
 
 
-def _compared(key: str, then: Sequence[Line], now: Sequence[Line]) -> tuple[float, float, float]:
-    """Its means then and now, and the standard error of their difference; NaN, above which nothing is, if unknown."""
-    windows = [[line[key] for line in part if line.get(key) is not None] for part in (then, now)]
-    if min(map(len, windows)) <= RECENT // 2:
-        return math.nan, math.nan, math.nan
-    error = math.sqrt(sum(np.var(window, ddof=1) / len(window) for window in windows))
-    return float(np.mean(windows[0])), float(np.mean(windows[1])), error
+class _EvaluationResult(NamedTuple):
+    place: int  # index of its line
+    mean: float
+    half_interval: float  # half of the 95 % interval
+
+
+class _Comparison(NamedTuple):
+    """A mean over the earlier window and over the recent one. Unknown values are NaN, and no number is above NaN."""
+
+    then: float
+    now: float
+    error: float  # standard error of the difference
+
+
+def _compare(key: str, then: Sequence[Line], now: Sequence[Line]) -> _Comparison:
+    """Compare the mean of a metric over two windows of lines."""
+    values_then = [line[key] for line in then if line.get(key) is not None]
+    values_now = [line[key] for line in now if line.get(key) is not None]
+    if min(len(values_then), len(values_now)) <= RECENT // 2:
+        return _Comparison(math.nan, math.nan, math.nan)
+    variance_then = np.var(values_then, ddof=1) / len(values_then)
+    variance_now = np.var(values_now, ddof=1) / len(values_now)
+    return _Comparison(
+        float(np.mean(values_then)),
+        float(np.mean(values_now)),
+        math.sqrt(variance_then + variance_now),
+    )
 
 
 def repeated_endings(completions: Iterable[tuple[Any, str]]) -> float:
-    """Of (prompt, completion) the share whose last ENDING characters end one to another prompt, too, or came before in it.
+    """Return the share of completions that repeat their last ENDING characters.
 
-    The first is a phrase that is paid for whatever was asked, the second a loop. What is no longer repeats nothing.
+    The ending is repeated if a completion of another prompt ends alike (a phrase that is rewarded whatever was asked), or
+    if it stands earlier in the same completion (a loop). A completion that is not longer than the ending repeats nothing.
+
+    Args:
+        completions: Pairs of prompt and completion.
 
     >>> repeated_endings([("a", "I hope this helps! " * 5), ("b", "no")])
     0.5
     """
-    given, asked = list(completions), dict[str, set[Any]]()
-    for prompt, text in given:
-        asked.setdefault(text[-ENDING:], set()).add(prompt)
-    ends = [(text, text[-ENDING:]) for _, text in given if len(text) > ENDING]
-    return sum(len(asked[end]) > 1 or end in text[:-1] for text, end in ends) / max(len(given), 1)
+    prompts_by_ending: dict[str, set[Any]] = {}
+    num_completions = 0
+    long_texts = []
+    for prompt, text in completions:
+        num_completions += 1
+        prompts_by_ending.setdefault(text[-ENDING:], set()).add(prompt)
+        if len(text) > ENDING:
+            long_texts.append(text)
+    num_repeated = 0
+    for text in long_texts:
+        ending = text[-ENDING:]
+        is_shared = len(prompts_by_ending[ending]) > 1
+        is_loop = ending in text[:-1]
+        num_repeated += is_shared or is_loop
+    return num_repeated / max(num_completions, 1)
 
 
 def alarm_kind(alarm: str) -> str:
-    """An alarm without its numbers: the same in every step.
+    """Return an alarm without its numbers, so that it is the same in every step.
 
     >>> alarm_kind("math: 2 of 1,024 calls failed")
     'math: # of # calls failed'

@@ -1,4 +1,4 @@
-"""What the console says of a run: what it waits for, what evaluations found, and at the end where its time went."""
+"""Console output of a run: what it waits for, results of evaluations, and at the end where its time went."""
 
 import logging
 import os
@@ -19,7 +19,8 @@ from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.processes.untrusted_files import printable
 
-TRAINER = {  # keys of a metrics line, by what the trainer's seconds went into
+# Keys of a metrics line with the seconds of the trainer, by what it did
+TRAINER = {
     "trainer waits": "seconds_waiting_for_experience",
     "computes": "seconds_computing",
     "publishes": "seconds_publishing_weights",
@@ -31,6 +32,9 @@ CAUSES = TRAINER | {
     "of allowed": "engine_allowed_s",
     "paused for weights": "wait_generation_weights_s",
 }
+MAX_STEPS_SHOWN = 10_000
+REPORT_EVERY_S = 5.0  # on a terminal
+REPORT_TO_FILE_EVERY_S = 15.0
 log = logging.getLogger(__name__)
 
 
@@ -38,58 +42,85 @@ log = logging.getLogger(__name__)
 def show_waiting(
     what: str, every_s: float | None = None, until: Callable[[], bool] = lambda: False
 ) -> Iterator[Callable[[], None]]:
-    """Say what is awaited, and every so often for how long so far: until the block ends, what it yields is called, or
-    `until` says so."""
-    begun, over = time.monotonic(), threading.Event()
-    interval_s = every_s or (5.0 if os.isatty(1) else 15.0)
+    """Log a wait, and at intervals how long it has lasted, until the block ends.
 
-    def say() -> None:
-        while not over.wait(interval_s) and not until():
-            log.info("%s (%.0f s so far)", what, time.monotonic() - begun)
+    Args:
+        what: The wait, in words.
+        every_s: Seconds between two messages; None takes a default.
+        until: Returns whether the wait is over before the end of the block.
+
+    Yields:
+        A function that ends the messages before the end of the block.
+    """
+    begin = time.monotonic()
+    is_over = threading.Event()
+    interval_s = every_s or (REPORT_EVERY_S if os.isatty(1) else REPORT_TO_FILE_EVERY_S)
+
+    def report() -> None:
+        while not is_over.wait(interval_s) and not until():
+            log.info("%s (%.0f s so far)", what, time.monotonic() - begin)
 
     log.info("%s", what)
-    threading.Thread(target=say, name="waiting", daemon=True).start()
+    threading.Thread(target=report, name="waiting", daemon=True).start()
     try:
-        yield over.set
+        yield is_over.set
     finally:
-        over.set()
+        is_over.set()
 
 
 def means_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The means of an evaluation in words, each with half of its 95 % interval.
+    """Return the means of an evaluation as text, each with half of its 95 % interval.
+
+    Args:
+        line: The numbers of the evaluation.
+        prefix: Prefix of the keys, which the names in the result do not have.
 
     >>> means_of({"eval_avg@4": 0.25, "eval_avg@4_ci": 0.125, "eval_num_samples": 8}, "eval_")
     {'avg@4': '0.250 +- 0.125'}
     """
-    found = {}
-    for key in (key for key in line if f"{key}_ci" in line and line[key] is not None):
-        half, name = line[f"{key}_ci"], key.removeprefix(prefix).replace("avg_reward", "mean reward")
-        if not is_number(line[key]) or not (half is None or is_number(half)):
+    means = {}
+    for key, mean in line.items():
+        if f"{key}_ci" not in line or not is_number(mean):
             continue
-        found[name] = f"{line[key]:.3f}" + ("" if half is None else f" +- {half:.3f}")
-    return found
+        name = key.removeprefix(prefix).replace("avg_reward", "mean reward")
+        half_interval = line[f"{key}_ci"]
+        if half_interval is None:
+            means[name] = f"{mean:.3f}"
+        elif is_number(half_interval):
+            means[name] = f"{mean:.3f} +- {half_interval:.3f}"
+    return means
 
 
 def show_times(folder: Path) -> None:
-    """Where the seconds of a run went, by cause, summed over its last 10,000 steps; nothing if it has none."""
-    sums, lines = defaultdict[str, float](float), metrics_lines(folder / METRICS_FILE, 10_000)
+    """Print where the seconds of a run went, summed over its last MAX_STEPS_SHOWN steps; nothing if it has no steps."""
+    lines = metrics_lines(folder / METRICS_FILE, MAX_STEPS_SHOWN)
     if not lines:
         return
+    seconds_by_key: dict[str, float] = defaultdict(float)
+    seconds_by_reward: dict[str, float] = defaultdict(float)
     for line in lines:
         for key in (*CAUSES.values(), "eval_seconds"):
-            sums[key] += line.get(key) or 0.0
+            seconds_by_key[key] += line.get(key) or 0.0
         for name, stats in (line.get("verifiers") or {}).items():
-            sums[f"reward {name}, all its workers"] += stats.get("busy_s", 0.0)
-    trainer = sum(sums[key] for key in TRAINER.values())
-    rows = [(name, sums[key], trainer) for name, key in TRAINER.items()]
-    rows.append(("engines busy, of what staleness allows", sums["engine_busy_s"], sums["engine_allowed_s"]))
-    rows.append(("engines paused for weights", sums["wait_generation_weights_s"], 0.0))
-    rows.append(("evaluations, beside the steps", sums["eval_seconds"], 0.0))
-    rows += [(name, seconds, 0.0) for name, seconds in sums.items() if name.startswith("reward ")]
+            seconds_by_reward[name] += stats.get("busy_s", 0.0)
     table = Table("", title=f"the time of {len(lines)} steps", title_justify="left")
     for column in ("seconds", "a step", "share"):
         table.add_column(column, justify="right")
-    for name, seconds, of in rows:
-        share = f"{seconds / of:.0%}" if of else ""
+
+    def add_row(name: str, seconds: float, whole_s: float = 0.0) -> None:
+        share = f"{seconds / whole_s:.0%}" if whole_s else ""
         table.add_row(Text(printable(name)), f"{seconds:.1f}", f"{seconds / len(lines):.2f}", share)
+
+    trainer_s = sum(seconds_by_key[key] for key in TRAINER.values())
+    for name, key in TRAINER.items():
+        add_row(name, seconds_by_key[key], trainer_s)
+    add_row(
+        "engines busy, of what staleness allows",
+        seconds_by_key["engine_busy_s"],
+        seconds_by_key["engine_allowed_s"],
+    )
+    add_row("engines paused for weights", seconds_by_key["wait_generation_weights_s"])
+    add_row("evaluations, beside the steps", seconds_by_key["eval_seconds"])
+    for name, seconds in seconds_by_reward.items():
+        add_row(f"reward {name}, all its workers", seconds)
     Console().print(table)

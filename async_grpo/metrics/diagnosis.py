@@ -1,8 +1,17 @@
-"""`diagnose`: who holds up a run, in one sentence.
+"""`diagnose`: say in one sentence what holds up a run.
 
-Waits are of these kinds. rank: for what a rank does; weights: to be loaded; slot: of the staleness budget. Of a group:
-place: in a worker; worker: its completions; reward: a verdict; step: a place in one. Of a sample, by its reward:
-call: a worker has it; permit: a judge's limits; sent: the judge's answer.
+Kinds of waits:
+
+    rank     what a rank does
+    weights  workers load weights
+    slot     a group waits for a slot of the staleness budget
+    place    a group waits for a place in a worker
+    worker   a group waits for the completions of a worker
+    reward   a group waits for a verdict
+    step     a group waits for a place in a step
+    call     a sample is with a worker of its reward
+    permit   a call of a judge waits for the judge's limits
+    sent     a call of a judge waits for the judge's answer
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,69 +22,104 @@ import psutil
 from async_grpo.processes.look import ProcessState
 from async_grpo.processes.waits import Wait
 
-FULL_MB = 8.0
+FULL_MB = 8.0  # a disk with less free space is full
+BUSY_CORES = 0.2  # a process that uses more may be in an endless loop
 NOTHING = "nothing is seen that the run waits for: it may be starting, or between two steps"
 NOBODY = "though nobody has one: a permit was lost"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run, seen from its rank 0."""
+    """The state of a run as its rank 0 sees it."""
 
     waits: Sequence[Wait]  # of rank 0 and of the controller
-    silence: str = ""  # why the controller told nothing
+    silence: str = ""  # why the controller does not answer; "" if it does
     processes: Sequence[ProcessState] = ()  # of this machine
     free_mb: Mapping[str, float] = field(default_factory=dict)  # of the disks, by folder
 
     def of(self, *kinds: str) -> list[Wait]:
-        """Waits of these kinds, the oldest first; those of an evaluation last, as no step waits for it."""
-        found = [wait for wait in self.waits if wait.kind in kinds]
-        return sorted(found, key=lambda wait: ("prompt -" in wait.who, -wait.age_s))
+        """Return the waits of these kinds, the oldest first, and those of evaluations last: no step waits for them."""
+        waits = [wait for wait in self.waits if wait.kind in kinds]
+
+        def sort_key(wait: Wait) -> tuple[bool, float]:
+            # Prompts of evaluations have negative numbers
+            is_evaluation = "prompt -" in wait.who
+            return is_evaluation, -wait.age_s
+
+        return sorted(waits, key=sort_key)
 
 
 def diagnose(seen: Snapshot) -> str:
-    """The first of the causes: it explains all other waits."""
-    said = next(_causes(seen), NOTHING)
-    return said[0].upper() + said[1:]
+    """Return the first cause, which explains all other waits."""
+    cause = next(_causes(seen), NOTHING)
+    return cause[0].upper() + cause[1:]
 
 
 def _causes(seen: Snapshot) -> Iterator[str]:
-    # First what is stopped, full or silent
-    for one in seen.processes:
-        if one.status == psutil.STATUS_STOPPED:
-            held = f", and holds up {len(seen.of('worker'))} groups" if one.role == "the engine" else ""
-            yield f"{one.role} (process {one.pid}) is stopped, as by SIGSTOP{held}; `kill -CONT {one.pid}` lets it go on"
-    for path, free in seen.free_mb.items():
-        if free < FULL_MB:
-            yield f"the disk of {path} is full: {free:.0f} MB are free"
+    """Yield what may hold up the run, the first cause first: what is stopped, full or silent explains all waits."""
+    yield from _stopped_processes(seen)
+    for path, free_mb in seen.free_mb.items():
+        if free_mb < FULL_MB:
+            yield f"the disk of {path} is full: {free_mb:.0f} MB are free"
     if seen.silence:
-        states = [str(one) for one in seen.processes if one.role == "the controller"] or ["the controller"]
-        yield f"{states[0]} is silent: {seen.silence}"
-    # Where rank 0 does not wait for experience, it waits for workers to load weights, or for a rank in no collective
+        controllers = [str(process) for process in seen.processes if process.role == "the controller"]
+        controller = controllers[0] if controllers else "the controller"
+        yield f"{controller} is silent: {seen.silence}"
+    # A rank that does not wait for experience waits for workers to load weights, or for another rank
     for wait in seen.of("weights"):
         yield f"the weights of {wait.who} have been on their way to {wait.whom} for {wait.age_s:.0f} s"
+    yield from _late_ranks(seen)
+    groups = seen.of("worker", "place", "reward", "step") or seen.of("slot")
+    if groups:
+        yield _cause_of_late_group(groups[0], seen)
+
+
+def _stopped_processes(seen: Snapshot) -> Iterator[str]:
+    for process in seen.processes:
+        if process.status == psutil.STATUS_STOPPED:
+            is_engine = process.role == "the engine"
+            consequence = f", and holds up {len(seen.of('worker'))} groups" if is_engine else ""
+            yield (
+                f"{process.role} (process {process.pid}) is stopped, as by SIGSTOP{consequence}; "
+                f"`kill -CONT {process.pid}` lets it go on"
+            )
+
+
+def _late_ranks(seen: Snapshot) -> Iterator[str]:
+    """Yield which ranks are late: those that are in no collective, in which the others wait."""
+    ranks = [process for process in seen.processes if process.role.startswith("rank ")]
+    late_ranks = [rank for rank in ranks if not _is_in_collective(rank)]
+    where = "; ".join(f"{rank} is in {rank.frames[0]}" for rank in late_ranks or ranks)
+    others = ", and the other ranks wait for it" if 0 < len(late_ranks) < len(ranks) else ""
     for wait in seen.of("rank"):
         if wait.whom not in ("waiting_for_experience", "evaluating"):
-            ranks = [one for one in seen.processes if one.role.startswith("rank ")]
-            late = [one for one in ranks if not any("torch/distributed/" in line for line in one.frames[:3])]
-            where = "; ".join(f"{one} is in {one.frames[0]}" for one in late or ranks)
-            others = ", and the other ranks wait for it" if 0 < len(late) < len(ranks) else ""
             yield f"{where}{others}: {wait.who} has been {wait.whom} for {wait.age_s:.0f} s"
-    if groups := seen.of("worker", "place", "reward", "step") or seen.of("slot"):
-        yield _late(groups[0], seen)
 
 
-def _late(group: Wait, seen: Snapshot) -> str:
-    """What the oldest group on its way to a step waits for, and what the samples of its reward wait for in turn."""
+def _is_in_collective(rank: ProcessState) -> bool:
+    return any("torch/distributed/" in frame for frame in rank.frames[:3])
+
+
+def _cause_of_late_group(group: Wait, seen: Snapshot) -> str:
+    """Return what a group on its way to a step waits for.
+
+    A group that waits for a verdict is explained by the waits of the samples of that reward.
+
+    Args:
+        group: The oldest wait of a group.
+        seen: The state of the run.
+    """
     name = group.whom
-    waits = [one for one in seen.of(group.kind) if one.whom == name]
-    for kind in ("call", "permit", "sent"):  # each is further on the way
-        waits = [one for one in seen.of(kind) if one.who == name] or waits
+    waits = [wait for wait in seen.of(group.kind) if wait.whom == name]
+    # Each kind is further on the way of a sample
+    for kind in ("call", "permit", "sent"):
+        waits = [wait for wait in seen.of(kind) if wait.who == name] or waits
     many = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"
-    busy = [one for one in seen.processes if one.role == "the process of a verifier" and one.cores > 0.2]
-    loop = f"; {busy[0]} may be in an endless loop" if busy else ""
+    verifiers = [process for process in seen.processes if process.role == "the process of a verifier"]
+    busy_verifiers = [process for process in verifiers if process.cores > BUSY_CORES]
+    loop = f"; {busy_verifiers[0]} may be in an endless loop" if busy_verifiers else ""
     idle = "" if seen.of("worker") else f", {NOBODY}"
-    return {
+    sentences = {
         "worker": f"{name} keeps a group waiting {many}",
         "place": f"a group waits for {name} {many}{idle}",
         "step": f"the queue of finished groups is deadlocked: one waits for {name} {many}",
@@ -84,4 +128,5 @@ def _late(group: Wait, seen: Snapshot) -> str:
         "call": f"the verifier {name} owes a verdict {many}{loop}",
         "permit": f"a call of the judge {name} waits for a permit {many}, {NOBODY}, or its limits leave none",
         "sent": f"the judge {name} at {waits[0].whom} owes an answer {many}",
-    }[waits[0].kind]
+    }
+    return sentences[waits[0].kind]

@@ -8,10 +8,9 @@ import logging
 import re
 from collections.abc import Mapping
 
-MAX_EXTRA = 1e38  # of such a number: the squares of which a deviation is made still fit a float
-MAX_NUMBER_NAMES = (
-    500  # different ones that one source may use in a run: agents must not use up those of rewards
-)
+MAX_EXTRA = 1e38  # absolute value of a number; the squares in its standard deviation still fit a float
+# Names that one source may use in a run. Each source has its own, so that agents do not use up those of rewards
+MAX_NUMBER_NAMES = 500
 NUMBER_NAME = r"[\w./-]{1,100}"
 _NAME = re.compile(NUMBER_NAME)
 MAX_LOGGED_CHARACTERS = 200  # of a name
@@ -31,8 +30,8 @@ class FreeNumbers:
         """Return the numbers that are logged.
 
         Args:
-            source: what names them: a reward, or `environment`, which agents are, too.
-            numbers: by their names.
+            source: The reward that names the numbers, or `environment`, which also stands for agents.
+            numbers: The numbers, by name.
         """
         kept = {}
         for name, value in numbers.items():

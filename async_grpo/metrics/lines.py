@@ -1,6 +1,6 @@
-"""Lines that a run has written, as its readers may take them for granted, whoever made the folder.
+"""Lines of a run's files, checked so that readers may rely on their form whoever made the folder.
 
-A line of another kind is passed over, and so is a value of another kind in it: what reads a run shows the rest.
+Lines of another form are skipped, and so are values of another kind in a line.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,7 @@
-"""What a process did when: spans of a run's timeline, few enough to be written down with every step.
+"""Spans of a run's timeline, few enough to be written with every step.
 
-A span is (lane, what, begin, end): whose it is, what it is ("generate", "score", "logprobs", "train", "sync", "save",
-"evaluate" or "wait"), and Unix seconds.
+A span is (lane, what, begin, end). The lane is the process or worker that was busy; `what` is one of "generate", "score",
+"logprobs", "train", "sync", "save", "evaluate" and "wait"; begin and end are Unix times in seconds.
 """
 
 import itertools
@@ -9,18 +9,18 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-Interval = tuple[float, float]  # wall-clock seconds, from and to
+Interval = tuple[float, float]  # begin and end, Unix times in seconds
 Span = tuple[str, str, float, float]
-MOST = 12  # spans of one kind that a lane has in a step
-SHORTEST_S = 1e-3  # what is shorter would only be a line
+MOST = 12  # maximum number of spans of one kind in a lane and step
+SHORTEST_S = 1e-3  # a shorter span could not be seen in a picture
 
 
 class Spans(list[Span]):
-    """Collects spans until they are taken. They may be measured in several tasks at once, in one event loop."""
+    """Collects spans until they are taken. Several tasks of one event loop may measure at the same time."""
 
     @contextmanager
     def measure(self, lane: str, what: str) -> Iterator[None]:
-        """The time of the `with` block, whatever its end."""
+        """Add a span of the `with` block, whether it succeeds or fails."""
         begin = time.time()
         try:
             yield
@@ -28,15 +28,16 @@ class Spans(list[Span]):
             self.append((lane, what, begin, time.time()))
 
     def take(self) -> list[Span]:
-        """Those since the last call, condensed."""
-        found = condensed(self)
+        """Return the condensed spans since the last call."""
+        spans = condensed(self)
         self.clear()
-        return found
+        return spans
 
 
 def condensed(spans: Iterable[Span], most: int = MOST) -> list[Span]:
-    """The spans with those of one lane and kind joined where they overlap; where more than `most` of them are left, across
-    the shortest gaps as well.
+    """Join the spans of one lane and kind where they overlap.
+
+    If more than `most` of them are left, those with the shortest gaps between them are joined as well.
 
     >>> condensed([("e", "wait", 0, 2), ("e", "wait", 1, 3), ("e", "wait", 3.5, 4), ("e", "wait", 9, 10)], most=2)
     [('e', 'wait', 0, 4), ('e', 'wait', 9, 10)]
@@ -44,17 +45,20 @@ def condensed(spans: Iterable[Span], most: int = MOST) -> list[Span]:
     kinds: dict[tuple[str, str], list[Interval]] = {}
     for lane, what, begin, end in spans:
         kinds.setdefault((lane, what), []).append((begin, end))
-    few: list[Span] = []
+    joined: list[Span] = []
     for kind, intervals in kinds.items():
-        apart = union(intervals)
-        gaps = sorted((after[0] - before[1] for before, after in itertools.pairwise(apart)), reverse=True)
-        closed = union(apart, gaps[most - 1] if len(gaps) >= most else 0.0)
-        few += [(*kind, begin, end) for begin, end in closed if end - begin >= SHORTEST_S]
-    return few
+        intervals = union(intervals)
+        gaps = [after[0] - before[1] for before, after in itertools.pairwise(intervals)]
+        if len(gaps) >= most:
+            # The longest gaps, one less than `most`, stay open
+            longest_closed_gap = sorted(gaps, reverse=True)[most - 1]
+            intervals = union(intervals, longest_closed_gap)
+        joined += [(*kind, begin, end) for begin, end in intervals if end - begin >= SHORTEST_S]
+    return joined
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """The intervals in order, those joined that overlap or lie at most `gap` apart.
+    """Return the intervals in order, with those joined that overlap or lie at most `gap` apart.
 
     >>> union([(1, 3), (5, 6), (0, 2)])
     [(0, 3), (5, 6)]

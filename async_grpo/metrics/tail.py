@@ -17,34 +17,37 @@ log = logging.getLogger(__name__)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last `count` finished lines; fewer if there are no more, [] without a file.
+    r"""Return the last `count` finished lines; fewer if there are no more, [] without a file.
 
     Lines of more than MAX_LINE_BYTES, and what lies before the last MAX_TAIL_BYTES, are passed over.
 
-    >>> import tempfile; path = Path(tempfile.mkstemp()[1]); _ = path.write_text("a\\nb\\nc\\nunfinish")
+    >>> import tempfile; path = Path(tempfile.mkstemp()[1]); _ = path.write_text("a\nb\nc\nunfinish")
     >>> last_lines(path, 2)
     ['b', 'c']
     """
     file = _opened(path)
     if file is None:
         return []
-    parts, num_ends = list[bytes](), 0
+    parts: list[bytes] = []
+    num_ends = 0
     with file:
         begin = file.seek(0, os.SEEK_END)
         first = max(0, begin - MAX_TAIL_BYTES)
         while begin > first and num_ends <= count:
-            end, begin = begin, max(first, begin - CHUNK)
+            end = begin
+            begin = max(first, begin - CHUNK)
             file.seek(begin)
             parts.append(file.read(end - begin))
             num_ends += parts[-1].count(b"\n")
     lines = b"".join(reversed(parts)).split(b"\n")[:-1]
     if begin > 0:
-        lines = lines[1:]  # the first one is the end of a line
+        # The first one is only the end of a line
+        lines = lines[1:]
     return [line.decode("utf-8", "replace") for line in _short(lines[-count:], path)]
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last objects of a JSONL file; lines that are none are passed over."""
+    """Return the last objects of a JSONL file; lines that hold no object are skipped."""
     return list(_records(last_lines(path, count)))
 
 
@@ -58,7 +61,8 @@ def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[st
     if file is None:
         return
     with file:
-        size, place = file.seek(0, os.SEEK_END), since
+        size = file.seek(0, os.SEEK_END)
+        place = since
         stride = -(-(size - since) // count)
         for number in range(1, count + 1):
             file.seek(max(0, place - 1))

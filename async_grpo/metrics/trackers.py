@@ -1,6 +1,6 @@
-"""Where metrics go beside their file: accelerate's trackers (TensorBoard, Weights & Biases, trackio, MLflow), Prometheus.
+"""Send metrics to trackers (TensorBoard, Weights & Biases, trackio, MLflow, by accelerate) and to Prometheus.
 
-Each runs in a thread. One that fails is named once and left; none ends or slows a run.
+Each tracker runs in a thread. A tracker that fails is logged once and then left out; no tracker ends or slows a run.
 """
 
 import hashlib
@@ -21,31 +21,37 @@ from async_grpo.processes.http_host import REFUSAL, is_address
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# Which packages a tracker needs, any of them
+# The packages of which each tracker needs one
 TRACKERS = {
     "tensorboard": ("tensorboardX", "tensorboard"),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
     "mlflow": ("mlflow",),
 }
-WAITING_LINES = 1000  # for trackers that are slow; what comes beyond is dropped
-CLOSE_S = 15.0
+WAITING_LINES = 1000  # that a slow tracker may have; further lines are dropped
+CLOSE_S = 15.0  # for trackers to write what they have
 PROMETHEUS_HOST = "127.0.0.1"
-SILENT_S = 30.0  # for which a client of the Prometheus page may say nothing
+SILENT_S = 30.0  # silence after which a client of the Prometheus page is disconnected
+MAX_ERROR_CHARACTERS = 300
 Numbers = dict[str, float]
 log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """One place that metrics go to."""
+    """A destination of metrics."""
 
     def log(self, values: Numbers, step: int) -> None: ...
     def finish(self) -> None: ...
 
 
 def parse_trackers(text: str) -> tuple[str, ...]:
-    """Names from a comma list. ConfigurationError: one is unknown, or not installed."""
-    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+    """Parse a comma list of trackers.
+
+    Raises:
+        ConfigurationError: A tracker is unknown or not installed.
+    """
+    stripped = [name.strip() for name in text.split(",")]
+    names = tuple(name for name in stripped if name)
     unknown = [name for name in names if name not in TRACKERS]
     refuse(bool(unknown), f"--track {text}: unknown {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
     missing = [TRACKERS[name][0] for name in names if not any(map(find_spec, TRACKERS[name]))]
@@ -54,7 +60,7 @@ def parse_trackers(text: str) -> tuple[str, ...]:
 
 
 def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The finite numbers of a metrics line, nested ones by their path.
+    """Yield the finite numbers of a metrics line, nested ones by their path.
 
     >>> dict(numbers_of({"a@2": 1, "b": {"c": 0.5, "d": "text"}, "e": float("nan"), "f": True}))
     {'a_at_2': 1.0, 'b/c': 0.5}
@@ -63,23 +69,29 @@ def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{key}/")
         elif is_number(value):
-            yield (prefix + key).replace("@", "_at_"), float(value)  # MLflow takes no @
+            # MLflow refuses an @
+            yield (prefix + key).replace("@", "_at_"), float(value)
 
 
 class TrackerThread(threading.Thread):
-    """Hands every line to the tracker that `make` makes in it: imports and logins may take their time.
+    """Makes a tracker and passes every line to it, in a thread, because imports and logins may take long.
 
-    Whatever a library that is not ours raises, the run goes on without it.
+    Whatever the tracker's library raises, the run continues without the tracker.
+
+    Args:
+        name: Name of the tracker.
+        make: Makes the tracker.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         super().__init__(name=name, daemon=True)
-        self.make, self.is_late = make, False
+        self.make = make
+        self.is_late = False  # lines have been dropped
         self.lines = queue.SimpleQueue[tuple[Numbers, int] | None]()
         self.start()
 
     def log(self, values: Numbers, step: int) -> None:
-        """Returns at once."""
+        """Queue the numbers of one step; returns at once."""
         if self.is_alive() and self.lines.qsize() < WAITING_LINES:
             self.lines.put((values, step))
         elif self.is_alive() and not self.is_late:
@@ -87,43 +99,63 @@ class TrackerThread(threading.Thread):
             log.error("--track %s is slower than the run: lines are left out from step %d", self.name, step)
 
     def run(self) -> None:
+        """Make the tracker, and pass lines to it until the end of the queue (None)."""
         try:
             tracker = self.make()
-            while (entry := self.lines.get()) is not None:
-                tracker.log(*entry)
+            while (line := self.lines.get()) is not None:
+                values, step = line
+                tracker.log(values, step)
             tracker.finish()
         except Exception as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            log.error("--track %s fails and is left out from here on: %s", self.name, why)
+            message = " ".join(str(error).split())[:MAX_ERROR_CHARACTERS]
+            log.error(
+                "--track %s fails and is left out from here on: %s: %s",
+                self.name,
+                type(error).__name__,
+                message,
+            )
 
 
 class Trackers:
-    """All of them, made by what `make` holds for each name."""
+    """All trackers of a run.
+
+    Args:
+        make: Functions that make the trackers, by name.
+    """
 
     def __init__(self, make: Mapping[str, Callable[[], Tracker]]) -> None:
-        self._threads = [TrackerThread(*one) for one in make.items()]
+        self._threads = [TrackerThread(name, make_tracker) for name, make_tracker in make.items()]
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Of one step; returns at once."""
+        """Send the numbers of one step to all trackers; returns at once."""
         for thread in self._threads:
             thread.log(dict(numbers_of(line)), int(line["step"]))
 
     def close(self) -> None:
-        """Wait until they have what was logged, `CLOSE_S` at most."""
-        give_up = time.monotonic() + CLOSE_S
+        """Wait until the trackers have written all lines, `CLOSE_S` at most."""
+        deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.lines.put(None)
         for thread in self._threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
-        if late := [thread.name for thread in self._threads if thread.is_alive()]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        late = [thread.name for thread in self._threads if thread.is_alive()]
+        if late:
             log.error("the trackers do not answer (%s): what they lack stays in the metrics file", late)
 
 
 def trackers_of(
     names: Sequence[str], prometheus_port: int | None, folder: Path, run_name: str, options: Mapping[str, Any]
 ) -> Trackers:
-    """What `--track` and `--prometheus-port` ask for; `options` of the run, which hold no secrets."""
-    make = dict[str, Callable[[], Tracker]]()
+    """Make the trackers of a run.
+
+    Args:
+        names: The trackers of `--track`.
+        prometheus_port: Port of the page for Prometheus; None serves none.
+        folder: The run's folder.
+        run_name: Name of the run.
+        options: The run's options, which hold no secrets.
+    """
+    make: dict[str, Callable[[], Tracker]] = {}
     for name in names:
         make[name] = partial(_accelerate_tracker, name, folder, run_name, options)
     if prometheus_port is not None:
@@ -134,17 +166,24 @@ def trackers_of(
 def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping[str, Any]) -> Tracker:
     from accelerate import tracking
 
-    tracking.logger = log  # its own asks for a state that would set up processes
-    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-    given = {"logging_dir": str(folder / name)} if kind.requires_logging_directory else {}
-    if name == "wandb":  # a run that goes on is one run there, too
-        own = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-        given = {"id": f"{run_name}-{own}", "resume": "allow"}
-    tracker = kind(run_name, **given)
-    tracker.main_process_only = False  # this is rank 0: it need not find out by a process group of its own
+    # accelerate's logger needs a state that would set up processes
+    tracking.logger = log
+    tracker_class = tracking.LOGGER_TYPE_TO_CLASS[name]
+    settings = {}
+    if tracker_class.requires_logging_directory:
+        settings = {"logging_dir": str(folder / name)}
+    if name == "wandb":
+        # A resumed run continues the same run there
+        folder_digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+        settings = {"id": f"{run_name}-{folder_digest}", "resume": "allow"}
+    tracker = tracker_class(run_name, **settings)
+    # This is rank 0, which the tracker would otherwise find out by a process group
+    tracker.main_process_only = False
     tracker.start()
-    plain = {key: value for key, value in options.items() if isinstance(value, int | float | str | bool)}
-    tracker.store_init_configuration(plain)
+    plain_options = {
+        key: value for key, value in options.items() if isinstance(value, int | float | str | bool)
+    }
+    tracker.store_init_configuration(plain_options)
     return tracker
 
 
@@ -154,23 +193,27 @@ class PrometheusPage:
     def __init__(self, port: int) -> None:
         import prometheus_client
 
-        registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
-        self._make = partial(prometheus_client.Gauge, registry=registry)
+        registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._make_gauge = partial(prometheus_client.Gauge, registry=registry)
         self._server, _ = prometheus_client.start_http_server(port, addr=PROMETHEUS_HOST, registry=registry)
         page = self._server.get_app()
-        assert page is not None  # `start_http_server` has set it
+        assert page is not None, "`start_http_server` sets the page"
         self._server.set_app(_under_an_address(page))
-        # A connection that says nothing would keep its thread and its descriptor until the run's end
+        # A silent connection would keep its thread and its descriptor until the end of the run
         self._server.RequestHandlerClass.timeout = SILENT_S  # type: ignore[attr-defined]  # `StreamRequestHandler` has it
         log.info("metrics for Prometheus: http://%s:%d/metrics", PROMETHEUS_HOST, self._server.server_port)
 
     def log(self, values: Numbers, step: int) -> None:
+        """Set the gauge of each number."""
         for key, value in values.items():
             name = "async_grpo_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
-            self._gauges[name] = self._gauges.get(name) or self._make(name, key)
+            if name not in self._gauges:
+                self._gauges[name] = self._make_gauge(name, key)
             self._gauges[name].set(value)
 
     def finish(self) -> None:
+        """End the server."""
         self._server.shutdown()
 
 

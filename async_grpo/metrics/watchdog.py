@@ -1,4 +1,4 @@
-"""`Watchdog`: when a run stands still, it writes down why, in `<output_dir>/stalls/<time>_step<n>/`."""
+"""`Watchdog`: when a run makes no progress, it writes the reason to `<output_dir>/stalls/<time>_step<n>/`."""
 
 import logging
 import os
@@ -22,96 +22,139 @@ from async_grpo.processes.look import look
 from async_grpo.processes.untrusted_files import files_inside, read_bytes
 from async_grpo.processes.waits import situation
 
-MIN_S, MEDIANS, POLL_S, LOG_LINES = 120.0, 3.0, 0.5, 50
+MIN_S = 120.0  # shortest stall, without --stall-s
+MEDIANS = 3.0  # median steps that a stall lasts, without --stall-s
+POLL_S = 0.5
+STEPS_OF_MEDIAN = 50
+LOG_LINES = 50  # last lines of each log in a report
 log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Looks at the run of this process, rank 0: once `start`ed, in each stall and whenever it is asked.
+    """Reports on the run of this process, which is rank 0, in each stall and on request.
 
     Args:
-        steps: tells how many are done.
-        limit_s: of a step; None: three times the median, two minutes at least.
-        ask: `situation` of the controller, within a short deadline; or an AsyncGrpoError.
+        folder: The run's folder.
+        steps: Returns the number of steps done.
+        limit_s: Seconds without a finished step that are a stall; None takes three median steps, and at least two minutes.
+        ask: Returns `situation` of the controller within a short deadline, or raises an AsyncGrpoError.
     """
 
     def __init__(
         self, folder: Path, steps: Callable[[], int], limit_s: float | None, ask: Callable[[], dict[str, Any]]
     ) -> None:
-        self._folder, self._steps, self._limit_s, self._ask = folder, steps, limit_s, ask
-        self._step, self._since = steps(), time.monotonic()
-        self._asked = threading.Event()
-        self.ask = self._asked.set
+        self._folder = folder
+        self._steps = steps
+        self._limit_s = limit_s
+        self._controller_situation = ask
+        self._step = steps()
+        self._step_done_at = time.monotonic()
+        self._is_requested = threading.Event()
+        self.ask = self._is_requested.set
 
     def start(self) -> Callable[[], None]:
-        """From now on, in a thread of its own: the main one may be in a collective that never ends. Returns `ask`."""
+        """Watch from now on, and return `ask`, which requests a report.
+
+        It watches in a thread, because the main thread may be in a collective that never ends.
+        """
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self.ask
 
     def _watch(self) -> None:
-        took_s, told = deque([0.0], maxlen=50), False
+        step_seconds = deque([0.0], maxlen=STEPS_OF_MEDIAN)
+        is_reported = False  # the present stall
         while True:
-            asked = self._asked.wait(POLL_S)
-            self._asked.clear()
-            step, age_s = self._steps(), time.monotonic() - self._since
+            is_requested = self._is_requested.wait(POLL_S)
+            self._is_requested.clear()
+            step = self._steps()
+            age_s = time.monotonic() - self._step_done_at
             if step != self._step:
-                took_s.append(age_s)
-                self._step, self._since, told, age_s = step, time.monotonic(), False, 0.0
-            is_stall = not told and age_s > (self._limit_s or max(MIN_S, MEDIANS * statistics.median(took_s)))
-            told |= is_stall
-            if is_stall or asked:
+                step_seconds.append(age_s)
+                self._step = step
+                self._step_done_at = time.monotonic()
+                is_reported = False
+                age_s = 0.0
+            limit_s = self._limit_s or max(MIN_S, MEDIANS * statistics.median(step_seconds))
+            is_new_stall = not is_reported and age_s > limit_s
+            if is_new_stall:
+                is_reported = True
+            if is_new_stall or is_requested:
                 try:
                     self.report()
-                except Exception:  # it must cost neither the run nor the next report
+                except Exception:
+                    # A report that fails must end neither the run nor this thread
                     log.exception("the run could not be looked at")
 
     def report(self) -> None:
-        """Look, and write down what is seen."""
-        age_s, now = time.monotonic() - self._since, time.strftime("%Y%m%d-%H%M%S")
-        seen, folder = self._look(), self._folder / "stalls" / f"{now}_step{self._step}"
-        logs = sorted((self._folder / "logs").glob("*.log"))
-        why = [diagnose(seen), "", f"Step {self._step} was done {age_s:.0f} s before.", *_details(seen)]
-        texts = {  # in this order: who sees the last, sees all
-            "stacks": [f"{one}\n{one.stack}" for one in seen.processes if one.stack],
-            "logs": ["\n".join([f"== {path.name}", *last_lines(path, LOG_LINES)]) for path in logs],
-            "why": why,
+        """Look at the run, and write a report."""
+        age_s = time.monotonic() - self._step_done_at
+        now = time.strftime("%Y%m%d-%H%M%S")
+        seen = self._look()
+        folder = self._folder / "stalls" / f"{now}_step{self._step}"
+        diagnosis = diagnose(seen)
+        log_parts = []
+        for path in sorted((self._folder / "logs").glob("*.log")):
+            log_parts.append("\n".join([f"== {path.name}", *last_lines(path, LOG_LINES)]))
+        parts_by_file = {
+            "stacks": [f"{process}\n{process.stack}" for process in seen.processes if process.stack],
+            "logs": log_parts,
+            # The last one, so that a reader who sees it finds the other files complete
+            "why": [diagnosis, "", f"Step {self._step} was done {age_s:.0f} s before.", *_details(seen)],
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, parts in texts.items():
+            for name, parts in parts_by_file.items():
                 (folder / "new").write_text("\n".join([*parts, ""]), encoding="utf-8")
                 (folder / "new").replace(folder / f"{name}.txt")
-        except OSError as error:  # a full disk may be the very cause
-            log.error("%s cannot be written (%s):\n%s", folder, error, "\n".join(why))
-        log.warning("no step for %.0f s: %s (see %s)", age_s, why[0], folder)
+        except OSError as error:
+            # A full disk may be the cause of the stall
+            log.error("%s cannot be written (%s):\n%s", folder, error, "\n".join(parts_by_file["why"]))
+        log.warning("no step for %.0f s: %s (see %s)", age_s, diagnosis, folder)
 
     def _look(self) -> Snapshot:
-        own, silence = situation(), ""
+        """Return the state of the run: waits, processes and disks."""
+        rank_situation = situation()
+        silence = ""
         try:
-            told = self._ask()
+            controller_situation = self._controller_situation()
         except AsyncGrpoError as error:
-            told, silence = own, str(error)
-        roots = {holder(self._folder) or own["pid"], os.getppid() if "RANK" in os.environ else own["pid"]}
-        waits = [*told["waits"]]
-        if told["pid"] != own["pid"]:
-            waits += own["waits"]
-            with suppress(psutil.Error):  # of a Ray started by hand, which others may use, too
-                roots.add(psutil.Process(told["pid"]).ppid())
-        places = str(self._folder), tempfile.gettempdir()
-        free_mb = {place: psutil.disk_usage(place).free / 2**20 for place in places}
+            controller_situation = rank_situation
+            silence = str(error)
+        own_pid = rank_situation["pid"]
+        # The process that started the run, and torchrun
+        roots = {holder(self._folder) or own_pid, os.getppid() if "RANK" in os.environ else own_pid}
+        waits = [*controller_situation["waits"]]
+        if controller_situation["pid"] != own_pid:
+            waits += rank_situation["waits"]
+            # A Ray that was started by hand, which other runs may use, too, is not below the other roots
+            with suppress(psutil.Error):
+                roots.add(psutil.Process(controller_situation["pid"]).ppid())
+        free_mb = {}
+        for place in (str(self._folder), tempfile.gettempdir()):
+            free_mb[place] = psutil.disk_usage(place).free / 2**20
         return Snapshot(waits, silence, look(roots), free_mb)
 
 
 def _details(seen: Snapshot) -> list[str]:
-    waits = [f"{one.age_s:9.1f} s  {one.who} -> {one.whom} ({one.kind})" for one in seen.waits]
-    processes = [f"{one.memory_mb:9.0f} MB  {one}: {' < '.join(one.frames[:3])}" for one in seen.processes]
-    free = {"memory": psutil.virtual_memory().available / 2**20, **seen.free_mb}
-    disks = [f"{mb:9.0f} MB of {name} are free" for name, mb in free.items()]
-    return ["\nWho waits for whom:", *sorted(waits, reverse=True), "\nProcesses:", *processes, *disks]
+    """Return the lines of a report with all waits, processes and disks."""
+    waits = [f"{wait.age_s:9.1f} s  {wait.who} -> {wait.whom} ({wait.kind})" for wait in seen.waits]
+    processes = []
+    for process in seen.processes:
+        frames = " < ".join(process.frames[:3])
+        processes.append(f"{process.memory_mb:9.0f} MB  {process}: {frames}")
+    free_mb = {"memory": psutil.virtual_memory().available / 2**20, **seen.free_mb}
+    disks = [f"{mb:9.0f} MB of {name} are free" for name, mb in free_mb.items()]
+    return [
+        "\nWho waits for whom:",
+        *sorted(waits, reverse=True),
+        "\nProcesses:",
+        *processes,
+        *disks,
+    ]
 
 
 def stalls_of(folder: Path) -> dict[Path, str]:
-    """Return what was written of each stall of a run, the newest first, by its folder."""
+    """Return the diagnosis of each stall of a run by its folder, the newest first."""
     texts: dict[Path, str] = {}
     for path in reversed(files_inside(folder, "stalls/*/why.txt")):
         try:

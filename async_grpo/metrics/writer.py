@@ -1,4 +1,4 @@
-"""What a run writes: a folder of its own, one JSON object per optimizer step, and a line on the console for each."""
+"""Write the folder of a run: one JSON object per optimizer step, and one line on the console."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.alarms import KEPT, alarm_kind, hacking_alarms
-from async_grpo.metrics.spans import condensed
+from async_grpo.metrics.spans import Interval, Span, condensed
 from async_grpo.metrics.tail import last_records
 from async_grpo.options.fields import refuse
 from async_grpo.processes.untrusted_files import is_regular, read_bytes, read_json
@@ -31,25 +31,34 @@ SET_ASIDE_FILE = "prompts_set_aside.jsonl"
 LOCK_FILE = ".lock"
 MAX_LOCK_BYTES = 1000  # it holds the number of a process
 
-Track = Callable[[dict[str, Any]], None]  # takes each line as it is written
+Track = Callable[[dict[str, Any]], None]  # called with each line as it is written
 log = logging.getLogger(__name__)
-_CONSOLE = Console()  # one for all: a line of the log must not break the progress bar
-_held: list[IO[str]] = []  # a lock lasts as long as its file is open: until this process ends
+# One console for steps and log, so that a line of the log does not break the progress bar
+_CONSOLE = Console()
+# A lock lasts as long as its file is open; these stay open until this process ends
+_lock_files: list[IO[str]] = []
 
 
 def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None:
-    """Make the folder, and keep other runs out of it until this process ends; programs that it starts may claim it too.
+    """Make the folder, and keep other runs out of it until this process ends. Its child processes may claim it, too.
 
-    `mark`: a file's name; a folder that holds this file is emptied, one that holds anything else refused. `again`: the
-    folder may hold a run, which goes on.
-    ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
+    Args:
+        folder: The folder.
+        mark: Name of a file. A folder that holds the file is emptied, and a folder that holds anything else is refused.
+        again: The folder may hold a run, which continues.
+
+    Raises:
+        ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must not
+            be replaced.
     """
     flag = f"--output-dir {folder}"
 
-    def look() -> None:
+    def refuse_contents() -> None:
         has_run = mark is None and not again and (folder / METRICS_FILE).exists()
-        cure = "choose another folder, or --resume auto to go on with it"
-        refuse(has_run, f"{flag} already holds a run ({METRICS_FILE}): {cure}")
+        refuse(
+            has_run,
+            f"{flag} already holds a run ({METRICS_FILE}): choose another folder, or --resume auto to go on with it",
+        )
         is_foreign = mark is not None and bool(_contents(folder)) and not (folder / mark).exists()
         refuse(is_foreign, f"{flag} is not empty and not an earlier demo: choose another folder")
 
@@ -58,24 +67,31 @@ def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None
         is_special = os.path.lexists(folder / name) and not is_regular(folder / name)
         # A run would write through a link, wherever it leads
         refuse(is_special, f"{folder / name} is no regular file: remove it, or choose another --output-dir")
-    look()
+    refuse_contents()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        look()  # again: another run may have begun and ended meanwhile
+        # A second time, because another run may have begun and ended before the lock was taken
+        refuse_contents()
         if mark is not None:
-            for path in _contents(folder):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+            _empty(folder)
             (folder / mark).touch()
     except OSError as error:
         raise ConfigurationError(f"{flag} cannot be written to: {error.strerror}") from error
 
 
+def _empty(folder: Path) -> None:
+    for path in _contents(folder):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def _contents(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name != LOCK_FILE] if folder.exists() else []
+    if not folder.exists():
+        return []
+    return [path for path in folder.iterdir() if path.name != LOCK_FILE]
 
 
 def _lock(folder: Path) -> None:
@@ -84,21 +100,25 @@ def _lock(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        holder, me = (folder / LOCK_FILE).read_text(), psutil.Process()
-        is_ours = holder in {str(process.pid) for process in (me, *me.parents())}
-        other = f"another run (process {holder}) is writing to --output-dir {folder}"
-        refuse(not is_ours, f"{other}: wait for it or choose another folder")
-    except OSError as error:  # a file system without locks, as some network mounts are
+        holder_pid = (folder / LOCK_FILE).read_text()
+        process = psutil.Process()
+        own_pids = {str(ancestor.pid) for ancestor in (process, *process.parents())}
+        refuse(
+            holder_pid not in own_pids,
+            f"another run (process {holder_pid}) is writing to --output-dir {folder}: wait for it or choose another folder",
+        )
+    except OSError as error:
+        # A file system without locks, as some network mounts are
         log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
     else:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        _held.append(lock)
+        _lock_files.append(lock)
 
 
 def holder(folder: Path) -> int | None:
-    """The process that holds the run's lock, if it lives here (of a run on another machine nothing is known)."""
+    """Return the process id of the run that writes to the folder; None if no such process runs on this machine."""
     try:
         text = read_bytes(folder / LOCK_FILE, MAX_LOCK_BYTES).decode("ascii", "replace").strip()
     except OSError:
@@ -108,29 +128,47 @@ def holder(folder: Path) -> int | None:
 
 
 def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
-    """Take what was written of later steps out of the files of a run that goes on after `step`, into `undone_...`."""
-    of_run = (folder / name for name in (METRICS_FILE, EVAL_FILE, TIMELINE_FILE, SET_ASIDE_FILE))
-    for path in filter(None, (*of_run, samples_file)):
-        if not path.exists():
-            continue
-        kept, undone = list[str](), list[str]()
-        # The text of a sample may hold other ends of lines
-        with path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:  # the last one may have been cut short
-                (kept if line.endswith("\n") and json.loads(line)["step"] <= step else undone).append(line)
-        if undone:
-            with path.with_name(f"undone_{path.name}").open("a", encoding="utf-8") as file:
-                file.writelines(undone)
-            new = path.with_suffix(".new")
-            new.write_text("".join(kept), encoding="utf-8", newline="\n")
-            new.replace(path)
+    """Move everything that was written after a step into files called `undone_...`; the run continues after that step.
+
+    Args:
+        folder: The run's folder.
+        step: The last step that stays; -1 keeps none.
+        samples_file: The file of samples, if the run writes one.
+    """
+    paths = [folder / name for name in (METRICS_FILE, EVAL_FILE, TIMELINE_FILE, SET_ASIDE_FILE)]
+    if samples_file is not None:
+        paths.append(samples_file)
+    for path in paths:
+        if path.exists():
+            _rewind_file(path, step)
+
+
+def _rewind_file(path: Path, step: int) -> None:
+    kept_lines = []
+    undone_lines = []
+    # `newline`, because the text of a sample may hold other ends of lines
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            # The last line may have been cut short
+            is_whole = line.endswith("\n")
+            if is_whole and json.loads(line)["step"] <= step:
+                kept_lines.append(line)
+            else:
+                undone_lines.append(line)
+    if not undone_lines:
+        return
+    with path.with_name(f"undone_{path.name}").open("a", encoding="utf-8") as file:
+        file.writelines(undone_lines)
+    new_path = path.with_suffix(".new")
+    new_path.write_text("".join(kept_lines), encoding="utf-8", newline="\n")
+    new_path.replace(path)
 
 
 def options_of(folder: Path) -> dict[str, Any]:
     """Return the options of the run in a folder, and its facts.
 
     Raises:
-        ConfigurationError: it holds none, or they cannot be read.
+        ConfigurationError: The folder holds no run, or its options cannot be read.
     """
     path = folder / PARAMS_FILE
     refuse(not path.exists(), f"{folder} holds no run ({PARAMS_FILE})")
@@ -143,56 +181,92 @@ def options_of(folder: Path) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Appends the lines of a run to its metrics file and its samples to theirs, flushed at once; tells the console.
+    """Appends the lines of a run to its metrics file, and its samples to another file, and prints each step.
 
-    Lines that cannot be written, as on a full disk, wait for the next ones.
+    Lines are flushed at once. Lines that cannot be written, as on a full disk, wait for the next ones.
+
+    Args:
+        folder: The run's folder.
+        num_steps: Steps of the whole run.
+        samples_file: File for the samples; None writes none.
+        track: Called with each line.
     """
 
     def __init__(
         self, folder: Path, num_steps: int, samples_file: Path | None = None, track: Track = lambda line: None
     ) -> None:
-        self._metrics, self._timeline = folder / METRICS_FILE, folder / TIMELINE_FILE
+        self._metrics = folder / METRICS_FILE
+        self._timeline = folder / TIMELINE_FILE
         self._set_aside = folder / SET_ASIDE_FILE
-        self._samples, self._num_steps, self._track = samples_file, num_steps, track
+        self._samples = samples_file
+        self._num_steps = num_steps
+        self._track = track
         self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("training", total=num_steps)
-        self._waiting: dict[Path, bytes] = {}  # what could not be written
-        self._intervals: list[tuple[float, float]] = []
-        self._alarms = set[str]()  # of the step before, without their numbers: each is shown when it begins
+        self._waiting: dict[Path, bytes] = {}  # content that could not be written, by file
+        self._train_intervals: list[Interval] = []
+        self._alarm_kinds: set[str] = set()  # of the previous step: an alarm is printed when it begins
         self._metrics.touch()
-        self._recent = deque(last_records(self._metrics, KEPT), maxlen=KEPT)  # also of a run that goes on
+        # A resumed run has earlier lines
+        self._recent_lines = deque(last_records(self._metrics, KEPT), maxlen=KEPT)
         self._progress.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one step; raw timelines become sums, samples go to a file of their own."""
+        """Write one step. Its `token_timeline`, `spans`, `samples` and `prompts_set_aside` do not go into the line."""
         line = dict(line)
-        timeline, spans, samples = (line.pop(key, []) for key in ("token_timeline", "spans", "samples"))
-        # A step's tokens may have been generated while earlier steps trained
-        self._intervals += [(begin, end) for _, what, begin, end in spans if what == "train"]
-        began = timeline[0][0] if timeline else 0.0
-        self._intervals = [kept for kept in self._intervals if kept[1] >= began]
-        line["tokens_generated"] = sum(tokens for _, tokens in timeline)
-        line["tokens_generated_while_training"] = sum(
-            tokens for at, tokens in timeline if any(start <= at <= end for start, end in self._intervals)
-        )
-        self._recent.append(line)
-        if gamed := hacking_alarms(list(self._recent)):
-            line["alarms"] = [*line.get("alarms", []), *gamed]
+        step = line["step"]
+        timeline = line.pop("token_timeline", [])
+        spans = line.pop("spans", [])
+        samples = line.pop("samples", [])
+        set_aside = line.pop("prompts_set_aside", [])
+        line |= self._token_counts(timeline, spans)
+        self._recent_lines.append(line)
+        alarms = [*line.get("alarms", []), *hacking_alarms(list(self._recent_lines))]
         if self._samples:
-            self._append(self._samples, [{"step": line["step"], **sample} for sample in samples])
-        if set_aside := line.pop("prompts_set_aside", []):
-            self._append(self._set_aside, [{"step": line["step"], **prompt} for prompt in set_aside])
-            what = f"{len(set_aside)} prompts cost several engines and were set aside: see {self._set_aside}"
-            line["alarms"] = [*line.get("alarms", []), what]
-        self._append(self._timeline, [{"step": line["step"], **_span(*span)} for span in condensed(spans)])
+            self._append(self._samples, [{"step": step, **sample} for sample in samples])
+        if set_aside:
+            self._append(self._set_aside, [{"step": step, **prompt} for prompt in set_aside])
+            alarms.append(
+                f"{len(set_aside)} prompts cost several engines and were set aside: see {self._set_aside}"
+            )
+        if alarms:
+            line["alarms"] = alarms
+        self._append(self._timeline, [{"step": step, **_span(*span)} for span in condensed(spans)])
         self._append(self._metrics, [line])
         self._track(line)
-        alarms = {alarm: alarm_kind(alarm) for alarm in line.get("alarms", [])}
-        new = [alarm for alarm, kind in alarms.items() if kind not in self._alarms]
-        num_known, self._alarms = len(alarms) - len(new), set(alarms.values())
-        said = line | {"alarms": new + [f"({num_known} as before)"] * bool(num_known)}
-        _CONSOLE.print(console_line(_finite(said), self._num_steps), highlight=False, soft_wrap=True)
-        self._progress.update(self._bar, completed=line["step"])
+        shown = {**line, "alarms": self._new_alarms(line.get("alarms", []))}
+        _CONSOLE.print(console_line(_finite(shown), self._num_steps), highlight=False, soft_wrap=True)
+        self._progress.update(self._bar, completed=step)
+
+    def _token_counts(self, timeline: Sequence[tuple[float, int]], spans: Sequence[Span]) -> dict[str, int]:
+        """Count the tokens that were generated, and those among them while the trainer trained.
+
+        Args:
+            timeline: Pairs of Unix time and number of generated tokens, in the order of time.
+            spans: The spans of this step.
+        """
+        # The tokens of a step may have been generated while earlier steps trained
+        self._train_intervals += [(begin, end) for _, what, begin, end in spans if what == "train"]
+        first_time = timeline[0][0] if timeline else 0.0
+        self._train_intervals = [interval for interval in self._train_intervals if interval[1] >= first_time]
+        num_while_training = 0
+        for time, num_tokens in timeline:
+            if any(begin <= time <= end for begin, end in self._train_intervals):
+                num_while_training += num_tokens
+        return {
+            "tokens_generated": sum(num_tokens for _, num_tokens in timeline),
+            "tokens_generated_while_training": num_while_training,
+        }
+
+    def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
+        """Return the alarms whose kind the previous step did not have, and the number of all others."""
+        kind_by_alarm = {alarm: alarm_kind(alarm) for alarm in alarms}
+        new_alarms = [alarm for alarm, kind in kind_by_alarm.items() if kind not in self._alarm_kinds]
+        self._alarm_kinds = set(kind_by_alarm.values())
+        num_known = len(kind_by_alarm) - len(new_alarms)
+        if num_known:
+            new_alarms.append(f"({num_known} as before)")
+        return new_alarms
 
     def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
         content = self._waiting.pop(path, b"") + "".join(map(as_json, lines)).encode()
@@ -200,13 +274,15 @@ class MetricsWriter:
             with path.open("ab", buffering=0) as file:
                 begin = file.tell()
                 if file.write(content) != len(content):
-                    file.truncate(begin)  # no half lines
+                    # No part of a line stays in the file
+                    file.truncate(begin)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             log.error("%s cannot be written: %s; the run goes on, its lines wait", path, error.strerror)
             self._waiting[path] = content
 
     def close(self) -> None:
+        """Try once more to write what could not be written, and end the progress bar."""
         for path in list(self._waiting):
             self._append(path, [])
         self._progress.stop()
@@ -217,22 +293,25 @@ def _span(lane: str, what: str, begin: float, end: float) -> dict[str, Any]:
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the log beside the steps, where the log itself goes to a file."""
+    """Prints the log between the steps, where the log itself goes to a file."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
         _CONSOLE.print(_unicode(self.format(record)), markup=False, highlight=False, soft_wrap=True)
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """One line of strict JSON, to be written as UTF-8: NaN and infinities become null, at any depth.
+    r"""Return one line of strict JSON, in which NaN and infinities are null at any depth.
 
     >>> as_json({"a": {"b": [float("nan"), 1.5]}})
-    '{"a": {"b": [null, 1.5]}}\\n'
+    '{"a": {"b": [null, 1.5]}}\n'
     """
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half a pair of surrogates is none
-    except ValueError:  # seldom: to look at every number would take a page of samples seconds
+        # Raises for half of a pair of surrogates
+        text.encode()
+    except ValueError:
+        # Rare, because checking every number would take seconds for a page of samples
         text = json.dumps(_finite(line), allow_nan=False)
     return text + "\n"
 
@@ -246,11 +325,13 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def console_line(line: dict[str, Any], num_steps: int) -> str:
-    """The step in one readable line.
+    """Return the step as one readable line.
 
     >>> console_line({"step": 3, "avg_reward": 0.25, "time_per_batch": 1.5}, 100)
     'step 3/100 | reward 0.250 | 1.5 s'
@@ -274,4 +355,5 @@ def console_line(line: dict[str, Any], num_steps: int) -> str:
         parts.append(f"{line['samples_per_second']:.0f} samples/s")
     if isinstance(line.get("time_per_batch"), int | float):
         parts.append(f"{line['time_per_batch']:.1f} s")
-    return _unicode(" | ".join(parts + [f"ALARM {alarm}" for alarm in line.get("alarms", [])]))
+    parts += [f"ALARM {alarm}" for alarm in line.get("alarms", [])]
+    return _unicode(" | ".join(parts))

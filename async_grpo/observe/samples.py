@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 class SamplesConfig(Section):
     """Which samples, and where the page goes."""
 
-    path: str = required("The run's folder.", "Samples", argument=True)
-    output: str = option("samples.html", "The page.", "Samples", also="o")
-    limit: int = option(10_000, "The newest so many samples.", "Samples", range=POSITIVE)
-    evaluation: bool = option(False, "Those of the evaluations, not of the training.", "Samples")
+    path: str = required("Folder of the run.", "Samples", argument=True)
+    output: str = option("samples.html", "File that the page is written to.", "Samples", also="o")
+    limit: int = option(10_000, "Number of newest samples on the page.", "Samples", range=POSITIVE)
+    evaluation: bool = option(False, "Show samples of the evaluations instead of the training.", "Samples")
 
 
 def write_samples_page(config: SamplesConfig) -> None:

@@ -28,9 +28,11 @@ RECENT = 20  # steps, for the pace
 class StatusConfig(Section):
     """Which run, and how often it is looked at."""
 
-    path: str = required("The run's folder.", "Status", argument=True)
-    every_s: float = option(1.0, "Look again every so many seconds, on a terminal.", "Status", range=POSITIVE)
-    once: bool = option(False, "Look once.", "Status")
+    path: str = required("Folder of the run.", "Status", argument=True)
+    every_s: float = option(
+        1.0, "Seconds between two looks at the run, on a terminal.", "Status", range=POSITIVE
+    )
+    once: bool = option(False, "Look at the run once.", "Status")
 
 
 def status(config: StatusConfig) -> None:

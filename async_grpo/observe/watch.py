@@ -37,9 +37,11 @@ Line = Mapping[str, Any]
 class WatchConfig(Section):
     """Which run, and where its page is."""
 
-    path: str = required("The run's folder.", "Watch", argument=True)
-    port: int = option(8765, "Of the page; 0: any that is free.", "Watch", range=NOT_NEGATIVE)
-    host: str = option("127.0.0.1", "Address to listen on. Who reaches it can read the run.", "Watch")
+    path: str = required("Folder of the run.", "Watch", argument=True)
+    port: int = option(8765, "Port of the page; 0 takes any free port.", "Watch", range=NOT_NEGATIVE)
+    host: str = option(
+        "127.0.0.1", "Address to listen on. Everybody who reaches it can read the run.", "Watch"
+    )
 
 
 def watch(config: WatchConfig) -> None:

@@ -21,7 +21,7 @@ ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 class WhyConfig(Section):
     """Which run."""
 
-    path: str = required("The run's folder.", "Why", argument=True)
+    path: str = required("Folder of the run.", "Why", argument=True)
 
 
 def why(config: WhyConfig) -> None:

@@ -1,4 +1,7 @@
-"""A dataclass field as an option of command line, TOML file, help and `docs/options.md`; and `name=value,...`."""
+"""Options: dataclass fields from which command line, TOML file, help and `docs/options.md` are made.
+
+Also parses options of the form `name=value,...`.
+"""
 
 import ast
 import dataclasses
@@ -19,9 +22,9 @@ CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 class Range(NamedTuple):
-    """What a number may be, beside being finite."""
+    """A condition on a number, beside being finite."""
 
-    says: str
+    says: str  # the condition in an error message, behind the option's name
     holds: Callable[[float], bool]
 
 
@@ -45,56 +48,84 @@ def option(
     argument: bool = False,
     portable: bool | str | tuple[str, ...] | Mapping[str, float | None] = False,
 ) -> Any:
-    """A dataclass field that is also an option of a command.
+    """Make a dataclass field that is also an option of a command.
 
     Args:
-        panel: the heading in `--help`; `everyday` options stand before all panels.
-        unbounded: `inf` is a value: a bound that bounds nothing.
-        choices: the names that it may have, or `module:DICT` for a registry's keys.
-        own: one of the user's own may be named as well, by `FILE.py:NAME`.
-        also: another spelling.
-        argument: on the command line it is given without a dash.
-        portable: whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
-            else's: it describes the run, and names no code, address, file or command. Of `choices` only the shipped ones
-            are taken; a `module:DICT` or a tuple says which names of a comma list are. A table says which names of
-            `name=value,...` are, and the largest value of those that are a limit.
+        default: The value without the option.
+        help: One sentence for `--help` and `docs/options.md`.
+        panel: Heading in `--help`.
+        range: Condition on the value.
+        unbounded: Whether `inf` is a value: a bound that bounds nothing.
+        choices: Allowed names, or `module:DICT` for the keys of a registry.
+        own: Whether a name may also be that of the user's own object, `FILE.py:NAME`.
+        everyday: Whether the option stands before all panels.
+        also: Another spelling.
+        argument: Whether the option is given without a dash on the command line.
+        portable: Whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
+            else's. Such an option describes the run, and names no code, address, file or command. Of `choices` only the
+            shipped names are taken. A `module:DICT` or a tuple names the allowed entries of a comma list. A table names the
+            allowed names of `name=value,...`, with the largest value of each that is a limit.
     """
-    metadata = {"help": help, "panel": panel, "range": range, "unbounded": unbounded, "choices": choices, "own": own,
-                "everyday": everyday, "also": also, "argument": argument, "portable": portable}  # fmt: skip
+    metadata = {
+        "help": help,
+        "panel": panel,
+        "range": range,
+        "unbounded": unbounded,
+        "choices": choices,
+        "own": own,
+        "everyday": everyday,
+        "also": also,
+        "argument": argument,
+        "portable": portable,
+    }
     return field(default=default, metadata=metadata)
 
 
 def required(help: str, panel: str = "Run", **more: Any) -> Any:
-    """An option without a default."""
+    """Make an option without a default; see `option`."""
     return option(dataclasses.MISSING, help, panel, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The options of one room. Its own single values are checked here; rules between two stand in `config`."""
+    """The options of one room. Single values are checked here; rules between two options are in `config`."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for a value that is out of its range or is none of its choices."""
-        for one in dataclasses.fields(self):
-            flag, value, told = f"--{dashed(one.name)}", getattr(self, one.name), one.metadata
-            if value is None:
-                continue
-            if isinstance(value, float) and not math.isfinite(value):
-                bounds_nothing = told["unbounded"] and math.isinf(value)
-                refuse(not bounds_nothing, f"{flag} {value}: it must be a finite number")
-            if (range := told["range"]) is not None:
-                refuse(not range.holds(value), f"{flag} {range.says}, not {value}")
-            if (known := choices_of(one)) and value not in known and not (told["own"] and is_file(value)):
-                names = f"{', '.join(known)}{nearest(value, known)}"
-                raise ConfigurationError(f"{flag} {value!r} is unknown; known: {names}")
+        """Check every value.
+
+        Raises:
+            ConfigurationError: A value is out of its range or is none of its choices.
+        """
+        for option_field in dataclasses.fields(self):
+            value = getattr(self, option_field.name)
+            if value is not None:
+                _check_value(option_field, value)
 
 
-def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
-    """The names that an option may have; () where it is free.
+def _check_value(option_field: "dataclasses.Field[Any]", value: Any) -> None:
+    flag = f"--{dashed(option_field.name)}"
+    metadata = option_field.metadata
+    if isinstance(value, float) and not math.isfinite(value):
+        is_allowed = metadata["unbounded"] and math.isinf(value)
+        refuse(not is_allowed, f"{flag} {value}: it must be a finite number")
+    allowed_range = metadata["range"]
+    if allowed_range is not None:
+        refuse(not allowed_range.holds(value), f"{flag} {allowed_range.says}, not {value}")
+    choices = choices_of(option_field)
+    is_own = metadata["own"] and is_file(value)
+    if choices and value not in choices and not is_own:
+        raise ConfigurationError(
+            f"{flag} {value!r} is unknown; known: {', '.join(choices)}{nearest(value, choices)}"
+        )
 
-    Of a registry, `module:DICT`, its keys. A module that is not imported yet is read, not run: it may need torch.
+
+def choices_of(option_field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """Return the names that an option may have; () if any text is allowed.
+
+    For a registry, `module:DICT`, the names are its keys. A module that is not imported yet is parsed and not run, because
+    it may need torch.
     """
-    return names_in(one.metadata["choices"])
+    return names_in(option_field.metadata["choices"])
 
 
 def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -106,43 +137,55 @@ def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
         return tuple(getattr(sys.modules[module], name))
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no module {module}"
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-    tables = {ast.unparse(node.target): node.value for node in body if isinstance(node, ast.AnnAssign)}
-    table = tables[name]
+    table = None
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+            table = node.value
     assert isinstance(table, ast.Dict), f"{choices} is no table of names"
     return tuple(str(key.value) for key in table.keys if isinstance(key, ast.Constant))
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing."""
+    """Return `; did you mean ...?` with the known names that resemble the name; "" if none does."""
     close = difflib.get_close_matches(str(name), list(known))
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def parse_assignments(text: str, flag: str) -> dict[str, Any]:
-    """`name=value,name=value` -> a dict; numbers and true/false/none become what they say.
+    """Parse `name=value,name=value` into a dictionary; numbers, true, false and none become Python values.
+
+    Args:
+        text: The value of the option.
+        flag: Name of the option, for messages.
+
+    Raises:
+        ConfigurationError: The text has another form, or names something twice.
 
     >>> parse_assignments("cap=5, cap_mode=clamp, normalize=false", "loss-options")
     {'cap': 5, 'cap_mode': 'clamp', 'normalize': False}
     """
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        refuse(not (name and equals and value), f"--{flag} {text!r}: {part!r} is not name=value")
-        refuse(name in found, f"--{flag} {text!r}: {name} is given twice")
-        found[name] = _value(value)
-    return found
+    assignments: dict[str, Any] = {}
+    for raw_part in text.split(","):
+        part = raw_part.strip()
+        if not part:
+            continue
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        refuse(not (name and value), f"--{flag} {text!r}: {part!r} is not name=value")
+        refuse(name in assignments, f"--{flag} {text!r}: {name} is given twice")
+        assignments[name] = _value(value)
+    return assignments
 
 
 def parse_numbers(text: str, flag: str) -> dict[str, float]:
-    """`name=number,...` -> a dict."""
-    found = parse_assignments(text, flag)
-    for name, value in found.items():
+    """Parse `name=number,...` into a dictionary; see `parse_assignments`."""
+    numbers = parse_assignments(text, flag)
+    for name, value in numbers.items():
         refuse(not is_number(value), f"--{flag} {text!r}: {name}={value} is no finite number")
-    return found
+    return numbers
 
 
 def is_number(value: Any) -> bool:
+    """Return whether the value is a finite number and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -156,6 +199,7 @@ def _value(text: str) -> Any:
 
 
 def dashed(name: str) -> str:
+    """Return the name with dashes instead of underscores."""
     return name.replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""What of somebody else's run may be taken over: the options that describe it, and none that names code or a place.
+"""Take over options of somebody else's run: those that describe the run, and none that names code or a place.
 
 The manifest of a checkpoint and the parameters of a run lie in a folder that may come from anybody. `async-grpo eval` and
 `replay` take the options of that run where the user gives none. An option says itself whether it is `portable`; by
@@ -44,7 +44,8 @@ def portable_options(
     refused: dict[str, Any] = {}
     left: list[str] = []
     for name in sorted(fields.keys() & stored.keys()):
-        field, value = fields[name], stored[name]
+        field = fields[name]
+        value = stored[name]
         _refuse_other_kind(field, value, folder)
         if value == field.default or value in (None, "") or _may_travel(field, value):
             taken[name] = value
@@ -69,10 +70,8 @@ def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path
             f"the run of {folder} says {field.name} = {value!r:.80}, which is no {kind}: give "
             f"--{dashed(field.name)} yourself"
         )
-    is_number_at_all = isinstance(value, int | float)
-    is_finite = is_number_at_all and not math.isinf(
-        value
-    )  # infinity bounds nothing; the option says whether it may be
+    # Infinity bounds nothing; the option says whether it is allowed
+    is_finite = isinstance(value, int | float) and not math.isinf(value)
     if is_finite and value != field.default and abs(value) > LARGEST_NUMBER:
         raise ConfigurationError(
             f"the run of {folder} says {field.name} = {value!r:.80}, and at most {LARGEST_NUMBER:g} is taken over: give "
@@ -94,12 +93,12 @@ def _may_travel(field: "dataclasses.Field[Any]", value: Any) -> bool:
         return False
     if isinstance(portable, Mapping):
         assignments = parse_assignments(value, dashed(field.name))
-        return all(_is_allowed(portable, name, said) for name, said in assignments.items())
+        return all(_is_allowed(portable, name, assigned) for name, assigned in assignments.items())
     if portable is not True:
         names = [name.strip() for name in str(value).split(",")]
         return set(names) <= set(names_in(portable))
-    known = choices_of(field)
-    return not known or value in known
+    choices = choices_of(field)
+    return not choices or value in choices
 
 
 def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: Any) -> bool:

@@ -21,9 +21,8 @@ SHORTEST_CHARACTERS = 8
 SHORTEST_LINE_CHARACTERS = 16  # of a secret of several lines, such as a private key
 MASK = "***"
 
-_registered: set[str] = (
-    set()
-)  # values that this process was told to hide, whatever their variables are called
+# Values that this process hides whatever their variables are called
+_registered: set[str] = set()
 
 
 def secrets() -> dict[str, str]:
@@ -51,7 +50,8 @@ def redacted(text: str) -> str:
     if len(text) < SHORTEST_CHARACTERS:
         return text
     hidden = {spelling for value in {*secrets().values(), *_registered} for spelling in spellings(value)}
-    for spelling in sorted(hidden, key=len, reverse=True):  # one may be part of another
+    # The longest first, because a spelling may be part of another
+    for spelling in sorted(hidden, key=len, reverse=True):
         text = text.replace(spelling, MASK)
     return text
 
@@ -68,17 +68,18 @@ def spellings(value: str) -> frozenset[str]:
     """
     value = value.strip()
     parts = {value} | {line.strip() for line in value.splitlines() if len(line) >= SHORTEST_LINE_CHARACTERS}
-    found = set(parts)
+    texts = set(parts)
     for part in parts:
-        for text in _escaped_spellings(part):
-            found |= {text, *_escaped_spellings(text)}  # a quotation may be quoted again
+        for escaped in _escaped_spellings(part):
+            # A quotation may be quoted again
+            texts |= {escaped, *_escaped_spellings(escaped)}
         encoded = {quote(part, errors="replace"), quote(part, safe="", errors="replace")}
         encoded.add(quote_plus(part, errors="replace"))
-        found |= encoded
-        found |= {re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), text) for text in encoded}
-        found |= _base64_spellings(part.encode(errors="replace"))
-        found |= _hexadecimal_spellings(part.encode(errors="replace"))
-    return frozenset(text for text in found if len(text) >= SHORTEST_CHARACTERS)
+        texts |= encoded
+        texts |= {re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), text) for text in encoded}
+        texts |= _base64_spellings(part.encode(errors="replace"))
+        texts |= _hexadecimal_spellings(part.encode(errors="replace"))
+    return frozenset(text for text in texts if len(text) >= SHORTEST_CHARACTERS)
 
 
 def _escaped_spellings(text: str) -> set[str]:
@@ -100,13 +101,13 @@ def _escaped_spellings(text: str) -> set[str]:
 
 def _json_for_html(in_json: str) -> set[str]:
     """Return what writers make of JSON that may stand in a page: Go escapes <, > and &, others quotation marks too."""
-    found = set()
+    texts = set()
     for marks in ("<>&", "<>&'", "<>&'/", "<>&'+"):
         escaped = in_json
         for mark in marks:
             escaped = escaped.replace(mark, f"\\u{ord(mark):04x}")
-        found |= {escaped, re.sub(r"\\u[0-9a-f]{4}", lambda match: rf"\u{match[0][2:].upper()}", escaped)}
-    return found
+        texts |= {escaped, re.sub(r"\\u[0-9a-f]{4}", lambda match: rf"\u{match[0][2:].upper()}", escaped)}
+    return texts
 
 
 def _hexadecimal_spellings(value: bytes) -> set[str]:
@@ -121,14 +122,14 @@ def _base64_spellings(value: bytes) -> set[str]:
     Three bytes become four characters, so the value may begin at one of three places of such a block. Characters that
     also depend on the bytes around it are left out.
     """
-    found = set()
+    texts = set()
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for num_before in range(3):
             text = encode(b"\0" * num_before + value).decode()
             first = -(-8 * num_before // 6)  # the first character without a bit of the bytes before
             beyond = 8 * (num_before + len(value)) // 6  # the first with a bit of the bytes behind
-            found.add(text[first:beyond])
-    return found
+            texts.add(text[first:beyond])
+    return texts
 
 
 def _may_be_secret(value: str) -> bool:
@@ -136,9 +137,10 @@ def _may_be_secret(value: str) -> bool:
 
 
 class RedactedRecord(logging.LogRecord):
-    """What every logger of the process makes, those of other libraries included."""
+    """A log record without secrets, which every logger of the process makes, other libraries' included."""
 
     def getMessage(self) -> str:
+        """Return the message without secrets."""
         return redacted(super().getMessage())
 
     def __setattr__(self, name: str, value: Any) -> None:

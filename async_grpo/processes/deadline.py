@@ -1,4 +1,4 @@
-"""An end to computations whose length somebody else decides: a model's chat template, an answer that is compared."""
+"""Time limits for computations whose length somebody else decides, such as a model's chat template."""
 
 import signal
 import threading
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHORTEST_S = 1e-3  # for a timer that goes on: 0 would switch it off
+SHORTEST_S = 1e-3  # for a timer that continues; 0 would switch it off
 
 
-class _TooSlow(BaseException):  # no Exception: libraries catch those in places, and go on
-    pass
+class _TooSlow(BaseException):
+    """The time is over. It is no `Exception`, because libraries catch those in places and continue."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def interrupted_after(seconds: float, what: str) -> Iterator[None]:
     def give_up(signum: int, frame: FrameType | None) -> None:
         raise _TooSlow
 
-    begun = time.monotonic()
+    begin = time.monotonic()
     handler = signal.signal(signal.SIGALRM, give_up)
     left_before_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -47,5 +47,5 @@ def interrupted_after(seconds: float, what: str) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left_before_s:
-            left_s = left_before_s - (time.monotonic() - begun)
+            left_s = left_before_s - (time.monotonic() - begin)
             signal.setitimer(signal.ITIMER_REAL, max(SHORTEST_S, left_s), interval_s)

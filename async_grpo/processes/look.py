@@ -1,4 +1,4 @@
-"""What the processes of this machine do: state, CPU, memory, and by py-spy the stacks of their Python threads."""
+"""Look at the processes of this machine: state, CPU, memory, and by py-spy the stacks of their Python threads."""
 
 import os
 import re
@@ -15,10 +15,12 @@ import psutil
 
 from async_grpo.processes.process_tree import descendants
 
-STACK_S = 10.0
+STACK_S = 10.0  # for py-spy to read one process
+MAX_COMMAND_CHARACTERS = 60
 PY_SPY = Path(sys.prefix) / "bin" / "py-spy"
 THREAD = re.compile(r"^(Thread [^\n]*)\n((?:    .*\n?)*)", re.MULTILINE)
-ROLES = {  # what a command line tells of a process
+# Roles of processes, by a part of their command line
+ROLES = {
     "ray::GenerationActor": "the engine",
     "VLLM::": "the engine",
     "ray::RunController": "the controller",
@@ -28,11 +30,11 @@ ROLES = {  # what a command line tells of a process
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One process, as it was for a second."""
+    """The state of one process, over one second."""
 
     pid: int
-    role: str  # in the run; else the beginning of its command line
-    status: str  # psutil's word: running, sleeping, stopped, ...
+    role: str  # in the run; the beginning of its command line if it has none
+    status: str  # as psutil calls it: running, sleeping, stopped, ...
     cores: float = 0.0  # CPU seconds per second
     memory_mb: float = 0.0
     stack: str = ""  # as py-spy prints it, or why there is none
@@ -42,8 +44,9 @@ class ProcessState:
 
     @property
     def frames(self) -> list[str]:
-        """Of its main thread, the innermost first."""
-        unnamed = f"Thread {self.pid} "  # as it is without `threading`
+        """Return the frames of the main thread, the innermost first."""
+        # Without `threading`, the main thread has no name
+        unnamed = f"Thread {self.pid} "
         for head, lines in THREAD.findall(self.stack):
             if '"MainThread"' in head or head.startswith(unnamed):
                 return [line.strip() for line in lines.splitlines()]
@@ -51,46 +54,73 @@ class ProcessState:
 
 
 def look(roots: Iterable[int]) -> list[ProcessState]:
-    """These processes and all below them."""
-    family, states = [], []
-    for pid in sorted({one for root in roots for one in (root, *descendants(root))}):
+    """Return the states of these processes and of all their descendants."""
+    pids = set()
+    for root in roots:
+        pids.update([root, *descendants(root)])
+    processes = []
+    for pid in sorted(pids):
         with suppress(psutil.Error):
-            family.append(psutil.Process(pid))
-            family[-1].cpu_percent()  # counts from here on
+            process = psutil.Process(pid)
+            processes.append(process)
+            # The first call begins to count
+            process.cpu_percent()
     time.sleep(1.0)
-    for one in family:
-        with suppress(psutil.Error):  # it has ended
-            used = one.cpu_percent() / 100, one.memory_info().rss / 2**20
-            states.append(ProcessState(one.pid, _role(one), one.status(), *used, _stack(one)))
+    states = []
+    for process in processes:
+        # The process may have ended
+        with suppress(psutil.Error):
+            state = ProcessState(
+                process.pid,
+                _role(process),
+                process.status(),
+                cores=process.cpu_percent() / 100,
+                memory_mb=process.memory_info().rss / 2**20,
+                stack=_stack(process),
+            )
+            states.append(state)
     return states
 
 
 def _role(process: psutil.Process) -> str:
-    command, parent = " ".join(process.cmdline()).replace("\n", " "), process.parent()
+    """Return the role of a process in the run, or the beginning of its command line."""
     rank = process.environ().get("RANK", "0" if process.pid == os.getpid() else "")
-    if rank and parent is not None and "RANK" not in parent.environ():  # alone, or a child of torchrun
+    parent = process.parent()
+    # A rank is alone or a child of torchrun; its own children inherit the variable
+    if rank and parent is not None and "RANK" not in parent.environ():
         return f"rank {rank}"
-    return next((role for mark, role in ROLES.items() if mark in command), command[:60] or process.name())
+    command = " ".join(process.cmdline()).replace("\n", " ")
+    for mark, role in ROLES.items():
+        if mark in command:
+            return role
+    return command[:MAX_COMMAND_CHARACTERS] or process.name()
 
 
 def _stack(process: psutil.Process) -> str:
-    """Read without stopping the process, which may be in the middle of a step."""
+    """Read the stacks of a process without stopping it, because it may be in the middle of a step."""
     if "python" not in Path(process.exe()).name:
         return ""
     command = [str(PY_SPY), "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=STACK_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return done.stdout or done.stderr
+    return result.stdout or result.stderr
 
 
 def request_look(pid: int) -> bool:
-    """Send SIGUSR1 to the first of the process and those below it that awaits it; it would end any other. False: none."""
-    for one in (pid, *descendants(pid)):
-        with suppress(OSError):  # it has ended
-            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{one}/status").read_text())
-            if caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
-                os.kill(one, signal.SIGUSR1)
+    """Send SIGUSR1 to the first process that handles it, among a process and its descendants.
+
+    The signal would end a process that does not handle it.
+
+    Returns:
+        Whether a process handles the signal.
+    """
+    for candidate in (pid, *descendants(pid)):
+        # The process may have ended
+        with suppress(OSError):
+            handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{candidate}/status").read_text())
+            if handled and int(handled[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+                os.kill(candidate, signal.SIGUSR1)
                 return True
     return False

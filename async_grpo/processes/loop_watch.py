@@ -23,7 +23,8 @@ from types import CodeType, FrameType
 BEAT_S = 0.25
 LIMIT_S = 1.0  # of a turn
 FRAMES = 6  # of a stack, in the log
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0  # between two lines about one place
+FIRST_PAUSE_S = 10.0  # between two lines about one place
+LONGEST_PAUSE_S = 600.0
 UNKNOWN_PLACE = "a call that kept Python's lock and has returned since, so that its place is not known"
 PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LateTurn:
-    """A turn that has lasted long, or the same of a turn that could not begin. All in seconds."""
+    """A turn that has lasted long, or that could not begin. All times are in seconds."""
 
     age_s: float  # since the heartbeat was due
     computing_s: float  # of the loop's thread, on a processor
@@ -43,14 +44,14 @@ class LateTurn:
 
     @property
     def blamed_s(self) -> float:
-        """The part of its age that is due to code: what it computed at least."""
+        """Return the part of its age that is due to code, which is at least the time that it computed."""
         rest_s = self.age_s - self.starved_s - self.stopped_s
         # On a busy machine time passes between the reading of one clock and of the next
         return max(rest_s, min(self.computing_s, self.age_s))
 
     @property
     def cause(self) -> str:
-        """In words, what the loop's thread did."""
+        """Return in words what the loop's thread did."""
         if self.computing_s >= self.blamed_s / 2:
             return "it computes"
         if self.busiest_s >= self.blamed_s / 2:
@@ -60,12 +61,12 @@ class LateTurn:
 
 @dataclass
 class _Places:
-    """When a place may be logged again."""
+    """The times at which places may be logged again."""
 
     next_at: dict[str, tuple[float, float]] = field(default_factory=dict)  # monotonic time, next pause
 
     def may_log(self, place: str) -> bool:
-        """Tell whether it may be logged now; then it may not be for a while, each time twice as long."""
+        """Return whether a place may be logged now; if so, it may not be for a while, which doubles each time."""
         now = time.monotonic()
         at, pause_s = self.next_at.get(place, (now, FIRST_PAUSE_S))
         if now < at:
@@ -89,11 +90,15 @@ class LoopWatch:
         self._watcher_delay = (0.0, math.inf)
 
     def start(self) -> None:
-        """Begin; in the loop's thread."""
+        """Begin to watch. Must be called in the loop's thread."""
         self._loop = asyncio.get_running_loop()
-        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
-        self._beats, self._starved_at_beat_s = 0, self._starved_s()
-        self._delay_at_beat_s, self._cpu_at_beat_s = 0.0, time.process_time()
+        self._thread_id = threading.get_ident()
+        self._native_id = threading.get_native_id()
+        self._beats = 0
+        # Readings at the last heartbeat
+        self._starved_at_beat_s = self._starved_s()
+        self._delay_at_beat_s = 0.0
+        self._cpu_at_beat_s = time.process_time()
         self._thread_cpu_at_beat_s = time.thread_time()
         self._due_at = time.monotonic()  # of the next heartbeat
         self._beat()
@@ -101,19 +106,22 @@ class LoopWatch:
         self._watcher.start()
 
     def stop(self) -> None:
-        """End; harmless when repeated."""
+        """End the watch. A second call does nothing."""
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
 
     def take_longest_s(self) -> float:
         """Return the longest time that code made a turn late since the last call, as `LateTurn.blamed_s` counts it."""
-        longest_s, self._longest_s = self._longest_s, 0.0
+        longest_s = self._longest_s
+        self._longest_s = 0.0
         return longest_s
 
     def _beat(self) -> None:
-        now, starved_s = time.monotonic(), self._starved_s()
-        cpu_s, thread_cpu_s = time.process_time(), time.thread_time()
+        now = time.monotonic()
+        starved_s = self._starved_s()
+        cpu_s = time.process_time()
+        thread_cpu_s = time.thread_time()
         delay_s = self._watcher_delay_s(now)
         starved_in_turn_s = starved_s - self._starved_at_beat_s
         turn = LateTurn(
@@ -130,8 +138,10 @@ class LoopWatch:
         if turn.blamed_s > self._limit_s and self._reported_beats != self._beats:
             # The watching thread never got Python's lock during this turn
             self._log_turn(turn, UNKNOWN_PLACE, UNKNOWN_PLACE)
-        self._starved_at_beat_s, self._delay_at_beat_s = starved_s, delay_s
-        self._cpu_at_beat_s, self._thread_cpu_at_beat_s = cpu_s, thread_cpu_s
+        self._starved_at_beat_s = starved_s
+        self._delay_at_beat_s = delay_s
+        self._cpu_at_beat_s = cpu_s
+        self._thread_cpu_at_beat_s = thread_cpu_s
         self._due_at = now + BEAT_S
         self._beats += 1
         if not self._ended.is_set():
@@ -143,15 +153,20 @@ class LoopWatch:
         return ended_waits_s + max(0.0, now - due_at)
 
     def _watch(self) -> None:
-        """Look at the heartbeat, and log what is late; in a thread."""
-        beats, own_delay_s, threads_at_beat, cpu_at_beat_s = -1, 0.0, _thread_times(), time.process_time()
+        """Look at the heartbeat, and log late turns. Runs in a thread."""
+        beats = -1
+        own_delay_s = 0.0
+        threads_at_beat = _thread_times()
+        cpu_at_beat_s = time.process_time()
         while True:
             before = time.monotonic()
             self._watcher_delay = (self._watcher_delay_s(before), before + BEAT_S)
             if self._ended.wait(BEAT_S):
                 return
-            if self._beats != beats:  # a new turn
-                beats, own_delay_s = self._beats, 0.0
+            has_new_turn = self._beats != beats
+            if has_new_turn:
+                beats = self._beats
+                own_delay_s = 0.0
                 # Of the loop's thread and the process, as the heartbeat itself saw them: where a call that keeps Python's
                 # lock began right after it, this thread looks only when the call has returned
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}

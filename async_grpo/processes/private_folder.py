@@ -35,8 +35,10 @@ def private_folder(prefix: str = PREFIX) -> Iterator[Path]:
         yield folder
     finally:
         os.close(_owner_files.pop(folder))
-        shutil.rmtree(folder, ignore_errors=True)  # programs that were just killed may still write
-        remove_abandoned()  # those of programs that were started in the block, and killed at its end
+        # Programs that were just killed may still be writing
+        shutil.rmtree(folder, ignore_errors=True)
+        # Folders of programs that were started in the block and killed at its end
+        remove_abandoned()
 
 
 def make_private_folder(prefix: str = PREFIX) -> Path:
@@ -50,9 +52,8 @@ def make_private_folder(prefix: str = PREFIX) -> Path:
     descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     _owner_files[folder] = descriptor
     os.write(descriptor, " ".join((str(pid), _start_ticks(pid), *_place())).encode())
-    with suppress(
-        OSError
-    ):  # a file system without locks: nobody can lock the file, so nobody removes the folder
+    # On a file system without locks nobody can lock the file, so nobody removes the folder
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder
 
@@ -63,9 +64,8 @@ def remove_abandoned(prefix: str = PREFIX) -> None:
     Folders that others can enter are left alone: what stands in their owner file could be anybody's.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
-        with suppress(
-            OSError, ValueError
-        ):  # another program's folder, or one that another start removes right now
+        # The folder may be another program's, or another start may be removing it
+        with suppress(OSError, ValueError):
             status = folder.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             if is_ours and not status.st_mode & 0o077:
@@ -109,8 +109,10 @@ def _place() -> tuple[str, str, str]:
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
     """Have this process, and those that it starts in the block, put temporary files into the folder."""
-    directory, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    directory = tempfile.tempdir
+    variable = os.environ.get("TMPDIR")
+    tempfile.tempdir = str(folder)
+    os.environ["TMPDIR"] = str(folder)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""Process trees that die with their owner and leave nothing behind.
+"""Process trees that end with their owner and leave no process behind.
 
-It relies on two requests to Linux that need no right. Only the standard library is imported: the guardian of every
-reward's process starts with it.
+They rely on two system calls of Linux that need no privileges. Only the standard library is imported, because the guardian
+of every reward's process imports this module at its start.
 """
 
 import contextlib
@@ -15,15 +15,20 @@ import time
 
 from async_grpo.errors import ConfigurationError
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-WATCH_S = 0.1  # between two looks of a guardian at the number of processes
-TOO_MANY = 113  # exit status of a guardian that ended more than `max_processes`
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36
+WATCH_S = 0.1  # interval at which a guardian counts processes
+TOO_MANY = 113  # exit code of a guardian that ended more than `max_processes`
 
 _GUARDED_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def prctl(option: int, value: int) -> None:
-    """The system call. Raises OSError if it is refused; does nothing where there is none."""
+    """Call `prctl`, where there is one.
+
+    Raises:
+        OSError: The kernel refused the call.
+    """
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
@@ -31,7 +36,14 @@ def prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make each orphan below this process its child from now on. ConfigurationError: the kernel lists none."""
+    """Make this process the parent of its orphaned descendants from now on.
+
+    Args:
+        adopt: False ends this.
+
+    Raises:
+        ConfigurationError: The kernel does not list children.
+    """
     if not os.path.exists("/proc/thread-self/children"):
         raise ConfigurationError("processes cannot be ended here: the kernel lacks CONFIG_PROC_CHILDREN")
     prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
@@ -40,42 +52,59 @@ def adopt_orphans(adopt: bool = True) -> None:
 def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel for a signal when the parent dies.
 
-    It watches the parent's thread that started this process: it must live as long as the owner.
-    SystemExit: `owner_pid` is not the parent any more.
+    The kernel watches the thread that started this process, so that thread must live as long as the parent.
+
+    Raises:
+        SystemExit: `owner_pid` is not the parent any more.
     """
     prctl(PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != owner_pid:  # it died before it could be watched
+    # The parent may have died before the kernel watched it
+    if os.getppid() != owner_pid:
         sys.exit(f"the parent process {owner_pid} is gone")
 
 
 def descendants(root: int) -> list[int]:
-    """The ids of all processes below one, zombies included."""
-    family = [root]
-    for pid in family:  # it grows meanwhile
-        with contextlib.suppress(OSError):  # a process that has ended
+    """Return the ids of all descendants of a process, zombies included."""
+    pids = [root]
+    # The list grows while it is iterated
+    for pid in pids:
+        # The process may have ended
+        with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children") as file:
-                    family += map(int, file.read().split())
-    return family[1:]
+                    pids += map(int, file.read().split())
+    return pids[1:]
 
 
 def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[int, int]:
-    """End every process below this one with SIGKILL, and with SIGTERM `grace_s` before, unless that is 0.
+    """End every descendant of this process.
 
-    Returns the exit codes of its children by their ids, negative for signals. TimeoutError names what survives
-    SIGKILL for `deadline_s`.
+    Args:
+        grace_s: Seconds between SIGTERM and SIGKILL; 0 sends only SIGKILL.
+        deadline_s: Seconds to wait for the end after SIGKILL.
+
+    Returns:
+        The exit codes of this process's children by their ids, negative for signals.
+
+    Raises:
+        TimeoutError: Processes survive SIGKILL for `deadline_s`.
     """
     codes: dict[int, int] = {}
     if grace_s > 0:
         _signal_all(signal.SIGTERM)
     kill_at = time.monotonic() + grace_s
-    with contextlib.suppress(ChildProcessError):  # nothing is left: each descends from a child or is one
+    # The error says that there is no child any more, and so no descendant
+    with contextlib.suppress(ChildProcessError):
         while True:
-            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                codes[pid] = os.waitstatus_to_exitcode(status)
             late_s = time.monotonic() - kill_at
             if late_s >= 0:
-                _signal_all(signal.SIGKILL)  # again and again: they may have started others
+                # Repeatedly, because they may have started others
+                _signal_all(signal.SIGKILL)
             if late_s > deadline_s:
                 raise TimeoutError(f"processes {sorted(descendants(os.getpid()))} survive SIGKILL")
             time.sleep(0.001)
@@ -83,13 +112,17 @@ def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:
-    """Return in a new process. This one becomes its guardian, and ends as it ends.
+    """Return in a new process, while this process becomes its guardian and ends with the same exit code.
 
-        owner -> guardian -> the new process -> whatever that starts
+        owner -> guardian -> the new process -> whatever the new process starts
 
-    The guardian ends everything below it when the new process ends, when the owner asks (SIGTERM) or dies, and when there
-    are more than `max_processes`: RLIMIT_NPROC would count all of the user, and none of root. Only the new process keeps
-    `close_fd`, a channel to the owner, which must see that it is closed.
+    The guardian ends all of its descendants when the new process ends, when the owner asks for it (SIGTERM) or dies, and
+    when there are too many of them.
+
+    Args:
+        owner_pid: Process id of the owner, the parent of this process.
+        close_fd: A channel to the owner, which only the new process keeps, so that the owner sees when it is closed.
+        max_processes: Maximum number of descendants. RLIMIT_NPROC would count all processes of the user, and none of root.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _GUARDED_SIGNALS)
     adopt_orphans()
@@ -103,34 +136,38 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(close_fd)
-    with contextlib.suppress(OSError):  # if it may: else a fork bomb in many sessions may win the race
+    # If it is allowed; otherwise a fork bomb in many sessions may be faster than the guardian
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    too_many = _watch(guarded_pid, max_processes)
-    with contextlib.suppress(ProcessLookupError):  # it may not lead its group yet
-        os.killpg(guarded_pid, signal.SIGKILL)  # first: a group cannot outgrow that, however fast it forks
+    has_too_many = _watch(guarded_pid, max_processes)
+    # The whole group first, which cannot fork faster than this ends it. The process may not lead its group yet
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(guarded_pid, signal.SIGKILL)
     exit_code = end_descendants()[guarded_pid]
-    if exit_code < 0 and not too_many:
+    if exit_code < 0 and not has_too_many:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -exit_code)
-    os._exit(TOO_MANY if too_many else exit_code % 256)
+    os._exit(TOO_MANY if has_too_many else exit_code % 256)
 
 
 def _watch(guarded_pid: int, max_processes: int) -> bool:
-    """Wait until it has ended or must be ended. Returns whether there are too many processes."""
+    """Wait until the guarded process has ended or must be ended, and return whether there are too many processes."""
     while True:
         received = signal.sigtimedwait(_GUARDED_SIGNALS, WATCH_S)
         if received is not None and received.si_signo == signal.SIGTERM:
             return False
-        # Not collected yet: its id must remain its own until its group has been killed.
+        # The guarded process is not collected, so that no other process gets its id before its group has been killed
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == guarded_pid:
                 return False
-            os.waitpid(ended.si_pid, 0)  # an orphan
+            # An orphan
+            os.waitpid(ended.si_pid, 0)
         if len(descendants(os.getpid())) > max_processes:
             return True
 
 
 def _signal_all(number: int) -> None:
     for pid in descendants(os.getpid()):
-        with contextlib.suppress(OSError):  # it has ended, or became another user's
+        # The process may have ended, or may be another user's by now
+        with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""`Supervisor`: a few programs that live and die together. It knows nothing of what they do."""
+"""`Supervisor`: runs several programs that start and end together, whatever they do."""
 
 import logging
 import os
@@ -17,7 +17,11 @@ from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, 
 from async_grpo.processes.end_on_signal import SIGNALS
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants
 
-TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
+TERM_GRACE_S = 8.0  # for a program to end after SIGTERM
+KILL_GRACE_S = 5.0  # for descendants to end after SIGTERM, and after SIGKILL
+ECHO_S = 3.0  # in which other programs die of the same cause
+MAX_ERRORS_SHOWN = 2
+MAX_LINES_SHOWN = 12
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 TORCHRUN_RANK = re.compile(r"rank\s*: (\d+)")
 TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)")
@@ -27,42 +31,55 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """As long as the block lasts, these signals have `handler` called."""
-    previous = {number: signal.signal(number, handler) for number in signals}
+    """Have these signals call a handler while the block runs."""
+    previous_handlers = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, earlier in previous.items():
-            signal.signal(number, earlier)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 @dataclass
 class Program:
-    """One child and where its output goes."""
+    """A running program."""
 
     name: str
     process: subprocess.Popen[bytes]
-    output: Path
+    output: Path  # file with its output
 
     def describe_exit(self) -> str:
+        """Return how the program ended, in words."""
         code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}"
+        if code < 0:
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}"
 
 
 class Supervisor:
-    """Starts programs, watches them, and ends them all. Their output goes to files in `folder`."""
+    """Starts programs, watches them, and ends them all.
+
+    Args:
+        folder: Folder for files with the programs' output.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._programs: list[Program] = []  # in order of start
+        self._programs: list[Program] = []  # in the order of their start
         folder.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, console: bool = False
     ) -> Program:
-        """Start `command`; its output goes to `<folder>/<name>.log`, with `console` its stderr alone."""
+        """Start a program.
+
+        Args:
+            name: Name of the program; its output goes to `<folder>/<name>.log`.
+            command: The program and its arguments.
+            environment: Its environment variables.
+            console: Let the program print to this process's stdout, so that only its stderr goes to the file.
+        """
         output = self._folder / f"{name.replace(' ', '-')}.log"
         with output.open("wb") as sink:
             process = subprocess.Popen(
@@ -71,81 +88,114 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=None if console else sink,
                 stderr=sink,
-                start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which ends the rest in order
+                # A Ctrl-C reaches only the supervisor, which ends the programs in order
+                start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
             )
-        self._programs.append(Program(name, process, output))
-        return self._programs[-1]
+        program = Program(name, process, output)
+        self._programs.append(program)
+        return program
 
     def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
-        """Wait until the program has written `text`. Raises DeadlineExceeded, or as `check` does."""
-        give_up = time.monotonic() + deadline_s
+        """Wait until a program has written a text.
+
+        Raises:
+            DeadlineExceeded: The program ended, or did not write the text in time.
+            WorkerLost: See `check`.
+            ConfigurationError: See `check`.
+        """
+        deadline = time.monotonic() + deadline_s
         while text not in program.output.read_text(errors="replace"):
             self.check()
-            if program.process.poll() is not None or time.monotonic() > give_up:
-                where = f"in {deadline_s:.0f} s; see {program.output}"
-                raise DeadlineExceeded(f"{program.name} did not say {text!r} {where}")
+            if program.process.poll() is not None or time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{program.name} did not say {text!r} in {deadline_s:.0f} s; see {program.output}"
+                )
             time.sleep(0.1)
 
     def wait(self, main: Program) -> int:
-        """Wait for `main` to end, while all others run. Returns its exit code; raises as `check`."""
+        """Wait until the main program ends, while all others must run, and return its exit code.
+
+        Raises:
+            WorkerLost: See `check`.
+            ConfigurationError: See `check`.
+        """
         while main.process.poll() is None:
             try:
                 self.check(except_for=main)
             except (WorkerLost, ConfigurationError):
-                if main.process.poll() != 0:  # else the other was late for a run that is over and well
+                # If the main program has succeeded, the other program came too late for a run that is over
+                if main.process.poll() != 0:
                     raise
             time.sleep(0.2)
         return main.process.returncode
 
     def wait_all(self, programs: Sequence[Program], deadline_s: float) -> None:
-        """Give programs that end by themselves the time to do so."""
-        give_up = time.monotonic() + deadline_s
-        while any(p.process.poll() is None for p in programs) and time.monotonic() < give_up:
+        """Wait until all programs have ended by themselves, `deadline_s` at most."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if all(program.process.poll() is not None for program in programs):
+                return
             time.sleep(0.1)
 
     def check(self, except_for: Program | None = None) -> None:
-        """See that no program has died. (One that ends with 0 was told that the run is over.)
+        """Check that no program has died. A program that ends with exit code 0 was told that the run is over.
 
-        Raises WorkerLost: how it died, its last words; ConfigurationError: it refused its settings.
+        Args:
+            except_for: A program that may die.
+
+        Raises:
+            WorkerLost: A program died; the message holds the end of its output.
+            ConfigurationError: A program refused its settings.
         """
-        if any(program.process.poll() for program in self._programs if program is not except_for):
-            time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
-            dead = [program for program in self._programs if program.process.poll()]
-            refused = any(program.process.returncode == EXIT_USAGE for program in dead)
-            message = "; ".join(f"{program.describe_exit()}{log_excerpt(program)}" for program in dead)
-            raise (ConfigurationError if refused else WorkerLost)(message)
+        has_died = any(program.process.poll() for program in self._programs if program is not except_for)
+        if not has_died:
+            return
+        # The program that is noticed first need not be the one that died first
+        time.sleep(ECHO_S)
+        dead_programs = [program for program in self._programs if program.process.poll()]
+        message = "; ".join(f"{program.describe_exit()}{log_excerpt(program)}" for program in dead_programs)
+        if any(program.process.returncode == EXIT_USAGE for program in dead_programs):
+            raise ConfigurationError(message)
+        raise WorkerLost(message)
 
     def stop(self) -> None:
-        """End the last started program, then the others, then whatever descends from this process."""
-        with handling(signal.SIG_IGN, *SIGNALS):  # a second Ctrl-C must not leave half of it running
+        """End the program that was started last, then the others, and then all descendants of this process."""
+        # A second Ctrl-C must not leave some of them running
+        with handling(signal.SIG_IGN, *SIGNALS):
             for programs in (self._programs[-1:], self._programs[:-1]):
                 for program in programs:
                     program.process.terminate()
                 self.wait_all(programs, TERM_GRACE_S)
             try:
                 end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S)
-            except TimeoutError as error:  # the rest of the end must still be done
+            except TimeoutError as error:
+                # What remains to be done at the end must not be left out
                 log.error("%s", error)
-            adopt_orphans(False)  # of processes that are started after this, others collect them
+            # Processes that are started later are adopted by others
+            adopt_orphans(False)
 
 
 def log_excerpt(program: Program) -> str:
-    """The end of a program's output, for an error message."""
-    whole = program.output.read_text(errors="replace").strip()
-    text = whole.splitlines()
-    errors = [line for line in text if line.startswith("error: ")]
-    errors = errors or [one for one in text if TRACEBACK_END.match(one) and "ChildFailedError" not in one]
-    if root := torchrun_root(whole):
+    """Return the errors in a program's output, or else its end, for an error message."""
+    output = program.output.read_text(errors="replace").strip()
+    lines = output.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    if not errors:
+        # torchrun's own error says less than that of its rank
+        errors = [line for line in lines if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
+    root = torchrun_root(output)
+    if root:
         errors.append(root)
-    excerpt = "".join(f"\n    | {line}" for line in (errors[-2:] or text[-12:]))
+    shown_lines = errors[-MAX_ERRORS_SHOWN:] or lines[-MAX_LINES_SHOWN:]
+    excerpt = "".join(f"\n    | {line}" for line in shown_lines)
     return f"{excerpt}\n    (all of it: {program.output})"
 
 
 def torchrun_root(output: str) -> str:
-    """Return what torchrun says of the rank that ended first, or "".
+    """Return torchrun's report on the rank that ended first, or "" if there is none.
 
-    One expression for all of it would take time in proportion to the cube of a log's length.
+    A single regular expression for the whole report would take time in proportion to the cube of the log's length.
     """
     after = output.partition("Root Cause")[2]
     rank = TORCHRUN_RANK.search(after)

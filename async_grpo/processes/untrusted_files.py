@@ -179,11 +179,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
-    """Yield the lines of a file, each with its end; None in place of a line of more than `max_bytes`.
+    r"""Yield the lines of a file, each with its end; None in place of a line of more than `max_bytes`.
 
     >>> import io
-    >>> list(bounded_lines(io.BytesIO(b"ab\\nabcdefgh\\nc"), 4))
-    [b'ab\\n', None, b'c']
+    >>> list(bounded_lines(io.BytesIO(b"ab\nabcdefgh\nc"), 4))
+    [b'ab\n', None, b'c']
     """
     while line := file.readline(max_bytes + 1):
         if len(line) <= max_bytes:
@@ -195,9 +195,9 @@ def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is text that can be encoded: JSON can write half of a pair of surrogates.
+    r"""Return whether a value is text that can be encoded: JSON can write half of a pair of surrogates.
 
-    >>> is_text("a"), is_text("\\ud800"), is_text(1)
+    >>> is_text("a"), is_text("\ud800"), is_text(1)
     (True, False, False)
     """
     if not isinstance(value, str):
@@ -221,10 +221,10 @@ def all_is_text(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return a text without the control characters by which it could write elsewhere on a terminal.
+    r"""Return a text without the control characters by which it could write elsewhere on a terminal.
 
-    >>> printable("a\\x1b[2Jb\\tc")
-    'a?[2Jb\\tc'
+    >>> printable("a\x1b[2Jb\tc")
+    'a?[2Jb\tc'
     """
     return "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
 

@@ -1,4 +1,4 @@
-"""Who waits for whom in this process, and since when: what a stall is explained by."""
+"""Record who waits for whom in this process, and since when, so that a stall can be explained."""
 
 import itertools
 import os
@@ -7,32 +7,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-_open: dict[int, tuple[str, str, str, float]] = {}
+# Kind, who, whom, and `time.monotonic` at the begin of each wait, by id
+_open_waits: dict[int, tuple[str, str, str, float]] = {}
 _ids = itertools.count()
 
 
 class Wait(NamedTuple):
-    """`who` (a rank, a prompt, a judge's call) waits for `whom`."""
+    """One wait."""
 
     kind: str  # see `metrics.diagnosis`
-    who: str
-    whom: str
+    who: str  # a rank, a prompt, or a judge's call
+    whom: str  # what it waits for
     age_s: float
 
 
 @contextmanager
 def waiting(kind: str, who: str, whom: str) -> Iterator[None]:
-    """As long as the block lasts, `situation` tells of this wait."""
-    wait = next(_ids)
-    _open[wait] = kind, who, whom, time.monotonic()
+    """Record a wait while the block runs.
+
+    Args:
+        kind: Kind of the wait; see `metrics.diagnosis`.
+        who: A rank, a prompt, or a judge's call.
+        whom: What it waits for.
+    """
+    wait_id = next(_ids)
+    _open_waits[wait_id] = (kind, who, whom, time.monotonic())
     try:
         yield
     finally:
-        del _open[wait]
+        del _open_waits[wait_id]
 
 
 def situation() -> dict[str, Any]:
-    """The id and the waits of this process. May be called in any thread."""
-    now, waits = time.monotonic(), list(_open.values())
-    told = [Wait(kind, who, whom, now - since) for kind, who, whom, since in waits]
-    return {"pid": os.getpid(), "waits": told}
+    """Return the id (`pid`) and the `waits` of this process. May be called in any thread."""
+    now = time.monotonic()
+    # A copy, which other threads do not change
+    open_waits = list(_open_waits.values())
+    waits = [Wait(kind, who, whom, now - begin) for kind, who, whom, begin in open_waits]
+    return {"pid": os.getpid(), "waits": waits}

@@ -68,87 +68,96 @@ class RewardConfig(JudgeAddresses):
 
     reward_fns: str = _reward(
         "",
-        "Comma list of rewards: names of the registry file, or FILE.py:NAME (default: the rewards that the workers name).",
+        "Comma list of rewards: names of the registry file, or FILE.py:NAME. The default is what the workers name.",
         everyday=True,
         portable=SHIPPED_REWARDS,
     )
-    reward_registry: str | None = _reward(None, "Registry file (default: reward_registry.py).", everyday=True)
+    reward_registry: str | None = _reward(
+        None, "File that defines the rewards. The default is reward_registry.py.", everyday=True
+    )
     reward_options: str = _reward(
         "",
-        "Keyword options; each reward receives those that it names: weight=0.2,...",
+        "Keyword options of the rewards, each passed to every reward that has it, such as weight=0.2.",
         portable=FOLDER_REWARD_OPTIONS,
     )
     reward_env: str = _reward(
         "",
-        "Comma list of environment variables to pass on to the processes of rewards, of --environment and of agents: "
-        "MY_API_KEY,...",
+        "Comma list of further environment variables for the processes of rewards, environments and agents, such as "
+        "MY_API_KEY.",
     )
     verifiers_per_reward: int = _reward(
         VERIFIERS,
-        "Worker processes per reward. countdown and format need none, and get them only if this is not the default.",
+        "Worker processes of each reward. Unless this is set, countdown and format run without processes.",
         range=POSITIVE,
     )
-    verifiers: str = _reward("", "Worker processes of single rewards, by name: math_verify=8,code=16.")
-    evaluation_verifiers: int = _reward(2, "Worker processes per reward in evaluations.", range=POSITIVE)
+    verifiers: str = _reward(
+        "", "Worker processes by reward, such as math_verify=8,code=16, instead of --verifiers-per-reward."
+    )
+    evaluation_verifiers: int = _reward(2, "Worker processes of each reward for evaluations.", range=POSITIVE)
     reward_timeout_s: float = _reward(
         30.0,
-        "Seconds that scoring one sample may take, before it counts as timed out.",
+        "Seconds that scoring one sample may take before it counts as timed out.",
         range=POSITIVE,
         portable=True,
     )
     reward_memory_gb: float = _reward(
-        8.0, "Memory limit (address space) of one reward process, in GB.", range=POSITIVE
+        8.0, "Maximum memory (address space) of one reward process, in GiB.", range=POSITIVE
     )
 
     reward_combine: str = _reward(
         "best",
-        "How the rewards of a sample are combined; gate calls one after the other, as long as each passes.",
+        "How several rewards become one. gate asks one reward after the other.",
         choices=MODES,
         portable=True,
     )
     gate_threshold: float = _reward(
-        0.5, "Lowest reward with which a gate goes on to the next reward function.", portable=True
+        0.5, "Lowest reward with which a gate asks the next reward.", portable=True
     )
     reward_column: str | None = _reward(
-        None, "Column with the names of the rewards that judge the row (default: all of them).", portable=True
+        None,
+        "Column of the rows that names the rewards of a row. By default all rewards score every row.",
+        portable=True,
     )
     reward_weights: str = _reward(
         "",
-        "Weights by name, for sum and mean and for estimators that weigh rewards: judge=0.5,...",
+        "Weights of the rewards in sum and mean, and in estimators that weigh rewards, such as judge=0.5. The "
+        "default is 1 each.",
         portable=True,
     )
 
     on_reward_failure: str = _reward(
         "",
-        "What replaces a failed reward, by name: mask (default), group_mean, refill or constant:VALUE. "
-        "Example: judge=constant:0.2,code=refill",
+        "What happens if a reward fails: mask (the default), group_mean, refill or constant:VALUE, by reward, such "
+        "as judge=constant:0.2,code=refill.",
         portable=True,
     )
     reward_fallback: str = _reward(
-        "", "Reward that scores a sample when another one has failed, by name: judge=rule."
+        "", "Reward that is asked when another one has failed, such as judge=rule."
     )
 
     reward_limits: str = _reward(
         "",
-        "Limits of the whole cluster on concurrent calls, requests and tokens per minute: "
-        "judge.concurrency=8,judge.rpm=60,judge.tpm=90000.",
+        "Limits of a reward's calls over the whole cluster, such as judge.concurrency=8,judge.rpm=60,judge.tpm=90000.",
         portable=True,
     )
-    verdict_cache: str | None = _reward(None, "SQLite file that keeps verdicts across runs.")
+    verdict_cache: str | None = _reward(
+        None, "SQLite file that keeps verdicts across runs. By default no verdicts are kept."
+    )
     verdict_cache_mb: float | None = _reward(
         None,
-        "Largest size of the verdict cache in MB; the longest unused verdicts are deleted first.",
+        "Maximum size of the verdict cache in MiB; verdicts that were unused for longest are deleted first. By "
+        "default there is no limit.",
         range=POSITIVE,
     )
     judge_budget: float | None = _reward(
         None,
-        "Most that the run may spend on paid judges, in their currency.",
+        "Maximum cost of paid judges, in their currency. By default there is no limit.",
         range=NOT_NEGATIVE,
         portable=True,
     )
     judge_budget_policy: str = _reward(
         "pause",
-        "What happens when the budget is used up: pause waits for a higher one, fallback uses --reward-fallback.",
+        "What happens when --judge-budget is spent: pause the run, or ask the fallback of --reward-fallback.",
         choices=("pause", "fallback"),
         portable=True,
     )

@@ -18,54 +18,68 @@ class OptimizerConfig(Section):
     learning_rate: float = _optimizer(2e-6, "Peak learning rate of AdamW.", range=POSITIVE, everyday=True)
     lr_scheduler: str = _optimizer(
         "constant_with_warmup",
-        "How it changes over the run.",
+        "How the learning rate changes over the run.",
         choices="async_grpo.training.optimizer:LR_SCHEDULES",
         everyday=True,
     )
     num_warmup_steps: int = _optimizer(10, "Optimizer steps of linear warm-up.", range=NOT_NEGATIVE)
-    max_grad_norm: float = _optimizer(1.0, "Gradient norm is clipped to this.", range=POSITIVE)
+    max_grad_norm: float = _optimizer(
+        1.0, "Maximum norm of the gradient, to which it is clipped.", range=POSITIVE
+    )
     nonfinite_steps: int = _optimizer(
         3,
-        "Steps in a row whose gradient is not finite that are left out; the next one ends the run.",
+        "Steps in a row that may be skipped because their gradient is not finite; one more ends the run.",
         range=NOT_NEGATIVE,
     )
-    weight_decay: float = _optimizer(0.0, "AdamW weight decay.", range=NOT_NEGATIVE)
-    adam_beta1: float = _optimizer(0.9, "AdamW: decay of the mean gradient.", range=BELOW_ONE)
-    adam_beta2: float = _optimizer(0.95, "AdamW: decay of the mean squared gradient.", range=BELOW_ONE)
-    adam_epsilon: float = _optimizer(1e-8, "AdamW: added to the denominator.", range=POSITIVE)
+    weight_decay: float = _optimizer(0.0, "Weight decay of AdamW.", range=NOT_NEGATIVE)
+    adam_beta1: float = _optimizer(0.9, "Decay rate of AdamW's mean gradient.", range=BELOW_ONE)
+    adam_beta2: float = _optimizer(0.95, "Decay rate of AdamW's mean squared gradient.", range=BELOW_ONE)
+    adam_epsilon: float = _optimizer(1e-8, "Number added to AdamW's denominator.", range=POSITIVE)
     critic_learning_rate: float = option(
-        1e-5, "Peak learning rate of the value head (estimator gae).", "Critic", range=POSITIVE, portable=True
+        1e-5,
+        "Peak learning rate of the value head. Only the estimator gae has one.",
+        "Critic",
+        range=POSITIVE,
+        portable=True,
     )
     dtype: str = _optimizer(
         "auto",
-        "Compute type; auto: bfloat16 on GPUs, float32 elsewhere.",
+        "Data type of forward and backward passes. auto is bfloat16 on GPUs and float32 elsewhere.",
         choices=("auto", "float32", "bfloat16"),
         everyday=True,
     )
     optimizer: str = _optimizer(
         "adamw",
-        "adamw_8bit keeps AdamW's moments in 8 bits: a quarter of their memory; needs the extra adamw-8bit.",
+        "Optimizer. adamw_8bit keeps AdamW's moments in 8 bits, in a quarter of the memory, and needs the extra "
+        "adamw-8bit.",
         choices=("adamw", "adamw_8bit"),
     )
     gradient_checkpointing: bool = _optimizer(
-        False, "Recompute the activations of each layer: less memory, a third more time."
+        False,
+        "Recompute the activations of each layer in the backward pass, which saves memory and takes a third more "
+        "time.",
     )
     cpu_offload: bool = _optimizer(
         False,
-        "Keep the trainer's weights, gradients and moments in main memory: less GPU memory, slower steps.",
+        "Keep the trainer's weights, gradients and moments in main memory, which saves GPU memory and slows steps "
+        "down.",
     )
     fsdp_size: int = _optimizer(
         0,
-        "Ranks that share one copy of the weights, those of a node, say: only gradients cross nodes; 0: all ranks.",
+        "Ranks that share one copy of the weights, such as those of one node, so that only gradients cross nodes; 0 "
+        "shares it among all ranks.",
         range=NOT_NEGATIVE,
     )
     torch_compile: bool = _optimizer(
-        False, "Compile the layers: quicker steps, a slower first one; needs a C++ compiler on CPUs."
+        False,
+        "Compile the layers, which makes steps faster and the first step slower. On CPUs it needs a C++ compiler.",
     )
-    logprob_chunk_size: int = _optimizer(1024, "Tokens per slice of the vocabulary head.", range=POSITIVE)
+    logprob_chunk_size: int = _optimizer(
+        1024, "Tokens for which the trainer computes logits at once.", range=POSITIVE
+    )
     update_stats: bool = option(
         True,
-        "Log norms and ratios of the weight update (one more copy of the shards).",
+        "Log norms and ratios of each weight update, which takes memory for one more copy of the shards.",
         "Output",
         portable=True,
     )

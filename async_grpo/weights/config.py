@@ -65,23 +65,26 @@ class WeightConfig(Section):
 
     weight_transport: str = option(
         "object_store",
-        "Transport of the weights; nccl needs GPUs. FILE.py:NAME names a `Transport` of your own.",
+        "How weights travel to the engines: a name, or FILE.py:NAME of a `Transport` of your own. nccl needs GPUs.",
         "Cluster",
         choices="async_grpo.weights.config:TRANSPORTS",
         own=True,
     )
     weight_folder: str = option(
         "",
-        "Folder that all nodes share, with room for the weights; for --weight-transport shared_files.",
+        "Folder for --weight-transport shared_files that all nodes share, with room for the weights.",
         "Cluster",
     )
     sync_timeout_s: float = option(
-        600.0, "Longest duration of one weight update in an engine, in seconds.", "Cluster", range=POSITIVE
+        600.0,
+        "Seconds that an engine may take to load new weights before it is ended.",
+        "Cluster",
+        range=POSITIVE,
     )
     canary_tolerance: float | None = option(
         None,
-        "Allowed difference of engine and trainer log-probs in nats, as the root mean square without the largest tenth "
-        "(default: measured).",
+        "Allowed difference of engine and trainer log-probs, in nats: the root mean square without the largest "
+        "tenth. By default it is measured.",
         "Cluster",
         range=POSITIVE,
     )

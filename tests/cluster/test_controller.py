@@ -251,7 +251,7 @@ async def test_another_worker_goes_on_from_the_tokens_that_a_lost_one_told_of(co
 
 
 async def test_a_prompt_that_costs_worker_after_worker_is_set_aside(controller, monkeypatch):
-    monkeypatch.setattr("async_grpo.cluster.registered_workers.MOST_ATTEMPTS", 2)
+    monkeypatch.setattr("async_grpo.cluster.registered_workers.MAX_ATTEMPTS", 2)
     names = "g0", "g1", "g2"
     await at_work(controller, *names)
     for name in names:

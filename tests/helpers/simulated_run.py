@@ -32,7 +32,7 @@ from simulated_samples import (
 )
 
 from async_grpo.cluster.controller import RunController
-from async_grpo.cluster.registered_workers import ATTEMPTS
+from async_grpo.cluster.registered_workers import ATTEMPTS_WITHOUT_PROGRESS
 from async_grpo.errors import RunFailed, WorkerLost
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
@@ -152,7 +152,9 @@ class SimulatedRun(SimulatedFleet):
     def _explain(self, error: BaseException) -> None:
         """The only error that may end a run is a group over which too many workers were lost."""
         deaths = sum(self.happened[what] for what in ("workers lost", "proofs failed"))
-        if not (isinstance(error, RunFailed) and "lost over" in str(error) and deaths >= ATTEMPTS):
+        if not (
+            isinstance(error, RunFailed) and "lost over" in str(error) and deaths >= ATTEMPTS_WITHOUT_PROGRESS
+        ):
             raise error
 
     def _unread(self, loop: Any, context: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def test_the_default_limit_is_three_times_the_median_step_and_two_minutes_at_lea
 
     ends = (100, 200, 300, 400, 500, 1600, 1601)
     watchdog = Watchdog(tmp_path, lambda: sum(now[0] >= end for end in ends), None, situation)
-    watchdog._asked = Asked(answers())
+    watchdog._is_requested = Asked(answers())
     monkeypatch.setattr(watchdog, "report", lambda: reports.append(now[0]))
     with pytest.raises(StopIteration):
         watchdog._watch()
@@ -132,7 +132,7 @@ def test_before_any_step_the_limit_is_two_minutes_or_what_one_says(tmp_path, mon
         now[0] = 0.0
         watchdog, reports = Watchdog(tmp_path, lambda: 0, limit_s, situation), []
         monkeypatch.setattr(watchdog, "report", lambda: reports.append(now[0]))
-        watchdog._asked = Asked(now.__setitem__(0, now[0] + 1.0) for _ in range(200))
+        watchdog._is_requested = Asked(now.__setitem__(0, now[0] + 1.0) for _ in range(200))
         with pytest.raises(StopIteration):
             watchdog._watch()
         (moment,) = reports
@@ -196,7 +196,7 @@ def test_a_report_that_fails_costs_neither_the_thread_nor_the_next_one(tmp_path,
 
     watchdog = Watchdog(tmp_path, lambda: 0, None, situation)
     monkeypatch.setattr(watchdog, "report", broken)
-    watchdog._asked = Asked([True, False, True])
+    watchdog._is_requested = Asked([True, False, True])
     with pytest.raises(StopIteration):
         watchdog._watch()
     assert len(reports) == 2

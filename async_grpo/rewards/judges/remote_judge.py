@@ -29,20 +29,20 @@ class JudgeAddresses(Section):
     """Addresses of the servers for judges whose entry in the registry file has no `url`."""
 
     judge_urls: str = _judge(
-        "", "Addresses of the servers for judges whose entry has no url: URL,URL,... (replicas)."
+        "", "Comma list of URLs of replicas that serve the judges whose registry entry names no URL."
     )
     http_scorer_urls: str = _judge(
-        "",
-        "Addresses of the servers for http_scorer if its entry has no url (default: the address of "
-        "examples/http_scorer_server.py).",
+        "", "Comma list of URLs for http_scorer. The default is where examples/http_scorer_server.py listens."
     )
     judge_model_id: str | None = _judge(
         None,
-        "Name of the model behind --judge-urls in the verdict cache, which is valid for servers on any port.",
+        "Name of the model behind --judge-urls, by which the verdict cache recognizes it. By default the URLs "
+        "identify it.",
     )
     judge_idle_sleep_s: float | None = _judge(
         None,
-        "Seconds without a call after which the judge servers free their GPU memory until the next call.",
+        "Seconds without a call after which judge servers release their GPU memory until the next call. By default "
+        "they keep it.",
         range=POSITIVE,
     )
 
