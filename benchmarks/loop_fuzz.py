@@ -203,6 +203,7 @@ class Answers:
         yield self
 
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)  # a process never answers within the turn that asks it
         encode_line({"call": name, "arguments": arguments})
         (message,) = Lines().feed(self._line)
         return dict(message["answers"][0])
