@@ -1,6 +1,6 @@
 """The options of the algorithm, from rewards to a loss.
 
-Rules between two options stand in `config/compatibility.py`. Nothing here imports torch: `--help` needs none.
+Rules that involve two options are in `config/compatibility.py`. Nothing here imports torch, which `--help` does not need.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from async_grpo.algorithm.advantages import Estimator
     from async_grpo.algorithm.losses import PolicyLoss
 
-RANGES = {  # of the options of that name, whichever estimator or loss has them; a ratio is never below 0
+# Ranges of options by name, for every estimator or loss that has them; a ratio is never below 0
+RANGES = {
     "estimator-options": {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE},
     "loss-options": {
         "clip_low": SHARE,
@@ -43,86 +44,116 @@ _generation = partial(option, panel="Generation", range=POSITIVE, everyday=True,
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
-    """From rewards to a loss. `None` leaves the choice to the function that has the option."""
+    """Options from rewards to a loss. None keeps the default of the estimator or loss that has the option."""
 
     recipe: str | None = _algorithm(
         None,
-        "Preset of the options below; what you set yourself goes before.",
+        "Preset of the options below; options you set explicitly override it.",
         choices="async_grpo.config.recipes:RECIPES",
         everyday=True,
     )
     advantage_estimator: str = _registered(
         "grpo",
-        "How rewards become advantages, or FILE.py:NAME.",
+        "Estimator of the advantages, or FILE.py:NAME of an estimator of your own.",
         choices="async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS",
     )
-    estimator_options: str = _algorithm("", "Its further options: gamma=0.99,lam=0.95.")
+    estimator_options: str = _algorithm(
+        "", "Further options of the advantage estimator, for example gamma=0.99,lam=0.95."
+    )
     policy_loss: str = _registered(
         "ppo_clip",
-        "How advantages become a loss, or FILE.py:NAME.",
+        "Policy loss, or FILE.py:NAME of a loss of your own.",
         choices="async_grpo.algorithm.losses:POLICY_LOSSES",
     )
-    loss_options: str = _algorithm("", "Its further options: cap=5,cap_mode=clamp.")
+    loss_options: str = _algorithm(
+        "", "Further options of the policy loss, for example cap=5,cap_mode=clamp."
+    )
     loss_aggregation: str = _algorithm(
         "token_mean",
-        "How token losses become one number.",
+        "How the losses of tokens are averaged.",
         choices="async_grpo.algorithm.aggregation:AGGREGATIONS",
     )
-    clip_low: float | None = _algorithm(None, "Clip ratios below 1 - this (None: the loss's).", range=SHARE)
+    clip_low: float | None = _algorithm(
+        None, "Clip the ratio below 1 - this (default: the value of the loss).", range=SHARE
+    )
     clip_high: float | None = _algorithm(
-        None, "The ratio is clipped above 1 + this (default: the loss's own).", range=NOT_NEGATIVE
+        None, "Clip the ratio above 1 + this (default: the value of the loss).", range=NOT_NEGATIVE
     )
     entropy_coef: float = _algorithm(0.0, "Weight of an entropy bonus.", range=NOT_NEGATIVE)
     kl_coef: float = _algorithm(
         0.0,
-        "Weight of the KL to the reference (0: no reference worker is needed).",
+        "Weight of the KL penalty to the reference (0: no reference worker is needed).",
         range=NOT_NEGATIVE,
         everyday=True,
     )
     kl_kind: str = _algorithm(
         "k3",
-        "Estimator of that KL; a + at the end: gradient of k2.",
+        "Estimator of the KL penalty; a name that ends in + has the gradient of k2.",
         choices="async_grpo.algorithm.kl:KL_KINDS",
     )
-    kl_clamp: float | None = _algorithm(None, "Hold each token's KL within +- this.", range=POSITIVE)
-    kl_in_reward: bool = _algorithm(False, "Take the KL off the reward instead of adding it to the loss.")
+    kl_clamp: float | None = _algorithm(
+        None, "Clamp the KL penalty of each token to +- this.", range=POSITIVE
+    )
+    kl_in_reward: bool = _algorithm(
+        False, "Subtract the KL penalty from the reward instead of adding it to the loss."
+    )
 
     old_policy: str = off_policy(
         "behaviour",
-        "What the ratio is taken against: behaviour (the engine), proximal (a logprob worker) or current (ratio 1).",
+        "Policy in the denominator of the ratio: behaviour (the engine), proximal (a logprob worker) or current (ratio 1).",
         choices=("behaviour", "proximal", "current"),
     )
     importance_level: str = off_policy(
-        "none", "Importance weights current (or proximal) / engine.", choices=("none", "token", "sequence")
+        "none",
+        "Level of importance weights, the current or proximal policy over the engine's.",
+        choices=("none", "token", "sequence"),
     )
-    importance_mode: str = off_policy("truncate", "TIS (truncate) or IcePop.", choices=("truncate", "mask"))
-    importance_low: float | None = off_policy(None, "Lowest weight.", range=NOT_NEGATIVE)
-    importance_high: float = off_policy(2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True)
-    importance_normalize: bool = off_policy(False, "Divide the weights by their mean over the step.")
+    importance_mode: str = off_policy(
+        "truncate",
+        "Truncate importance weights to their bounds (TIS), or mask those outside (IcePop).",
+        choices=("truncate", "mask"),
+    )
+    importance_low: float | None = off_policy(None, "Lowest importance weight.", range=NOT_NEGATIVE)
+    importance_high: float = off_policy(
+        2.0, "Highest importance weight; inf sets no limit.", range=POSITIVE, unbounded=True
+    )
+    importance_normalize: bool = off_policy(False, "Divide importance weights by their mean over the step.")
     rejection_statistic: str | None = off_policy(
         None,
-        "Leave tokens or sequences out of the loss by this mismatch.",
+        "Statistic of the mismatch by which tokens or sequences are left out of the loss.",
         choices="async_grpo.algorithm.off_policy:REJECTION_STATISTICS",
     )
-    rejection_low: float | None = off_policy(None, "Lowest accepted value.", unbounded=True)
-    rejection_high: float | None = off_policy(None, "Highest accepted value.", unbounded=True)
-    float32_head: bool = off_policy(False, "Engines compute logits in float32, as the trainer always does.")
-    top_p: float = off_policy(1.0, "Refused unless 1: engine log-probs would be those of another policy.")
-    top_k: int = off_policy(0, "Refused unless 0, for the same reason.")
+    rejection_low: float | None = off_policy(
+        None, "Lowest accepted value of --rejection-statistic.", unbounded=True
+    )
+    rejection_high: float | None = off_policy(
+        None, "Highest accepted value of --rejection-statistic.", unbounded=True
+    )
+    float32_head: bool = off_policy(
+        False, "Compute the engines' logits in float32, as the trainer always does."
+    )
+    top_p: float = off_policy(
+        1.0, "Must be 1, because the engine's log-probs would otherwise be those of another policy."
+    )
+    top_k: int = off_policy(0, "Must be 0, for the same reason as --top-p.")
 
     overlong_buffer: float = on_groups(
         0.0,
-        "Share of the longest possible completion, at its end, in which length costs reward.",
+        "Share of the longest possible completion, at its end, in which length reduces the reward.",
         range=SHARE,
     )
-    overlong_penalty: float = on_groups(1.0, "What the longest completion loses.", range=POSITIVE)
+    overlong_penalty: float = on_groups(1.0, "Reward that the longest completion loses.", range=POSITIVE)
 
-    critic_coef: float = _critic(0.5, "Weight of the value loss (estimator gae).", range=NOT_NEGATIVE)
-    critic_clip: float = _critic(0.5, "Values are clipped to this distance from old ones.", range=POSITIVE)
-    critic_trunk_gradient: bool = _critic(True, "Let the value loss train the policy's trunk as well.")
+    critic_coef: float = _critic(0.5, "Weight of the value loss of the estimator gae.", range=NOT_NEGATIVE)
+    critic_clip: float = _critic(0.5, "Clip values to this distance from the old values.", range=POSITIVE)
+    critic_trunk_gradient: bool = _critic(
+        True, "Let the gradient of the value loss reach the policy's trunk."
+    )
 
-    temperature: float = _generation(1.0, "Sampling temperature, and the divisor of the policy's logits.")
-    max_generation_tokens: int = _generation(8192, "Longest completion, in tokens.")
+    temperature: float = _generation(
+        1.0, "Sampling temperature, by which the trainer divides the logits too."
+    )
+    max_generation_tokens: int = _generation(8192, "Longest completion in tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,38 +162,50 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> "Estimator":
-        """The registry's entry of `--advantage-estimator`, or the user's own."""
-        from async_grpo.algorithm.advantages import get_estimator  # with torch, which --help can do without
+        """Return the entry of `--advantage-estimator`, or the user's own."""
+        from async_grpo.algorithm.advantages import get_estimator  # imports torch, which --help does not need
 
         return get_estimator(self.advantage_estimator)
 
     @property
     def loss(self) -> "PolicyLoss":
-        """The registry's entry of `--policy-loss`, or the user's own."""
+        """Return the entry of `--policy-loss`, or the user's own."""
         from async_grpo.algorithm.losses import POLICY_LOSSES, PolicyLoss
 
         return find_entry(self.policy_loss, POLICY_LOSSES, PolicyLoss, "policy-loss")
 
     @staticmethod
     def estimators_for(*, process: bool) -> list[str]:
-        """The estimators that fit rewards on steps, or one score per sample."""
+        """Return the names of the estimators for process rewards, or for one score per sample."""
         from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 
-        return [name for name, e in ADVANTAGE_ESTIMATORS.items() if (e.process if process else e.outcome)]
+        if process:
+            return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.process]
+        return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.outcome]
 
     @property
     def estimator_settings(self) -> dict[str, Any]:
-        """`--estimator-options`; ConfigurationError: it has no such option, or a value cannot be one."""
+        """Return `--estimator-options` by name.
+
+        Raises:
+            ConfigurationError: The estimator has no such option, or a value does not fit it.
+        """
         owner = f"--advantage-estimator {self.advantage_estimator}"
         return _settings("estimator-options", self.estimator_options, self.estimator.options, owner)
 
     @property
     def loss_settings(self) -> dict[str, Any]:
-        """`--loss-options`, and the clip that has flags of its own; ConfigurationError as for `estimator_settings`."""
-        name, known = self.policy_loss, self.loss.options
+        """Return `--loss-options` by name, with `--clip-low` and `--clip-high`.
+
+        Raises:
+            ConfigurationError: The loss has no such option, or a value does not fit it.
+        """
+        name = self.policy_loss
+        known = self.loss.options
         options = _settings("loss-options", self.loss_options, known, f"the loss {name} (--loss-options)")
         for clip in ("clip_low", "clip_high"):
-            if (value := getattr(self, clip)) is None:
+            value = getattr(self, clip)
+            if value is None:
                 continue
             refuse(clip not in known, f"the loss {name} does not clip: leave --{dashed(clip)} out")
             refuse(clip in options, f"{clip} is given twice: as a flag, and in --loss-options")
@@ -172,32 +215,47 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_proximal(self) -> bool:
+        """Return whether the loss needs log-probs of the proximal policy."""
         return self.old_policy == "proximal" or self.loss.needs_proximal
 
     @property
     def loss_kl_coef(self) -> float:
-        """Of the KL in the loss; `reward_kl_coef` is of the one that is taken off the reward."""
+        """Return the weight of the KL penalty in the loss."""
         return 0.0 if self.kl_in_reward else self.kl_coef
 
     @property
     def reward_kl_coef(self) -> float:
+        """Return the weight of the KL penalty that is subtracted from the reward."""
         return self.kl_coef if self.kl_in_reward else 0.0
 
 
 def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """The options, if each exists, is of the kind that its default is, and lies in its range."""
-    given = parse_assignments(text, flag)
-    for name, value in given.items():
+    """Return the options in a text of assignments.
+
+    Args:
+        flag: Name of the option that holds the text.
+        text: NAME=VALUE,NAME=VALUE.
+        defaults: Options of the estimator or loss, and their defaults.
+        owner: The estimator or loss, for the error messages.
+
+    Raises:
+        ConfigurationError: An option does not exist, or a value has another kind than its default or is out of range.
+    """
+    settings = parse_assignments(text, flag)
+    for name, value in settings.items():
         refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
         match defaults[name]:
             case bool():
-                fits, kind = isinstance(value, bool), "must be true or false"
+                is_right_kind = isinstance(value, bool)
+                problem = "must be true or false"
             case str():
-                fits, kind = isinstance(value, str), "must be a word"
+                is_right_kind = isinstance(value, str)
+                problem = "must be a word"
             case default:
-                fits, kind = is_number(value) or value is default is None, "is no finite number"
-        refuse(not fits, f"{owner}: {name}={value} {kind}")
+                is_right_kind = is_number(value) or value is default is None
+                problem = "is no finite number"
+        refuse(not is_right_kind, f"{owner}: {name}={value} {problem}")
         allowed = RANGES[flag].get(name)
-        outside = allowed is not None and value is not None and not allowed.holds(value)
-        refuse(outside, f"--{flag} {name}={value}: it {allowed and allowed.says}")
-    return given
+        is_outside = allowed is not None and value is not None and not allowed.holds(value)
+        refuse(is_outside, f"--{flag} {name}={value}: it {allowed and allowed.says}")
+    return settings
