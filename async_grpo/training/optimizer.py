@@ -53,7 +53,7 @@ def _adamw_8bit() -> Callable[..., Optimizer]:
         ) from error
 
 
-def begun(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the `step`, `exp_avg` and `exp_avg_sq` of a parameter; before the first step, AdamW's initial state."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
