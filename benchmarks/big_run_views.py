@@ -16,16 +16,16 @@ import time
 from pathlib import Path
 
 VIEWS = {
-    "status": "from async_grpo.observe.status import view; view(run)",
-    "page, first data": "from async_grpo.observe import watch; watch.as_json(watch.data(run, 0))",
+    "status": "from async_grpo.observe.status import view; view(RunView(run))",
+    "page, first data": "from async_grpo.observe import watch; watch.as_json(watch.data(RunView(run), 0))",
     "page, and ten steps": (
         "from async_grpo.observe import watch\n"
-        "since = watch.data(run, 0)['next']\n"
+        "since = watch.data(RunView(run), 0)['next']\n"
         "line = json.loads((run / 'training_metrics.jsonl').open().readline())\n"
         "for step in range(10):\n"
         "    with (run / 'training_metrics.jsonl').open('a') as end:\n"
         "        end.write(json.dumps(line | {'step': 100_001 + step}) + chr(10))\n"
-        "    watch.as_json(watch.data(run, since))"
+        "    watch.as_json(watch.data(RunView(run), since))"
     ),
     "page, samples": (
         "from async_grpo.observe.samples import SamplesConfig, samples_page\n"
@@ -40,6 +40,7 @@ VIEWS = {
 MEASURED = """
 import json, resource, sys, time
 from pathlib import Path
+from async_grpo.observe.run_view import RunView
 run, begun = Path(sys.argv[1]), time.perf_counter()
 {code}
 print(json.dumps([time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))

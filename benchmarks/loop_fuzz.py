@@ -39,7 +39,7 @@ from async_grpo.modeling.load import load_tokenizer
 from async_grpo.rewards.builtin import countdown, text
 from async_grpo.rewards.http.endpoint import BadReply
 from async_grpo.rewards.isolation.lines import Lines, encode_line
-from async_grpo.rewards.judges.judge_replies import by_pattern, by_schema, reply_choices, text_of
+from async_grpo.rewards.judges import LLMJudge
 from async_grpo.types import (
     Completion,
     FinishReason,
@@ -53,6 +53,7 @@ from async_grpo.types import (
 )
 
 MODEL = Path(__file__).parents[1] / "sample-data" / "tiny-model"
+SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"]}
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{{ (m['content'] or '') | trim }}{% for c in m['tool_calls'] or [] %}{{ c['function'] | tojson }}{% endfor %}"
@@ -347,15 +348,13 @@ class Fuzz:
         await self.play(UseTools(processes), "so it is 2", row=row)
 
     async def judge_reply(self) -> None:
-        said = f"Score: 1 {self.text()}"
-        body = json.dumps({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
+        text = f"Score: 1 {self.text()}"
+        body = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
         await begin_to_measure()
-        (choice,) = reply_choices(json.loads(body), 1)
-        reply = text_of(choice)
-        with suppress(BadReply):
-            by_pattern(reply, r"Score:\s*(\d+)")
-        with suppress(BadReply):
-            by_schema(reply, {"type": "object"}, "score")
+        for options in ({"pattern": r"Score:\s*(\d+)"}, {"json_schema": SCHEMA}):
+            judge = LLMJudge(url="http://127.0.0.1:9", model="m", **options)
+            with suppress(BadReply):  # too long, or without a score
+                await judge._read(json.loads(body), 1, [], [])
 
     def score_and_write(self, prompt: Prompt, completion: Completion) -> None:
         """Do with a completion what the loop does: inline rewards, a message to a reward's process, metrics, samples."""

@@ -55,16 +55,23 @@ class RemoteExperience:
         self.told_to_end = threading.Event()  # then no evaluation is waited for
 
     def start(self) -> None:
-        every = self.config.eval_every
-        due = self.resumed_at - self.resumed_at % every if every else 0
-        done = last_records(self.config.output_path / EVAL_FILE, 1000)
-        # One that was under way when the run ended is lacking
-        if all(line["step"] < due for line in done):
-            self._begin_evaluation(self.resumed_at)
-            if self.config.eval_pinned:
-                self._end_evaluation(wait_until=time.monotonic() + self.config.experience_timeout_s)
+        """Evaluate the policy that the run starts with, then begin to generate.
+
+        Training waits for this evaluation, so that one policy gives all of its answers: it is what later evaluations are
+        compared with.
+        """
+        if self._is_start_evaluation_due():
+            self._begin_evaluation(self.resumed_at, is_training_waiting=True)
+            self._end_evaluation(wait_until=time.monotonic() + self.config.experience_timeout_s)
         if self.rank == 0:
             answer(self.controller.start.remote())
+
+    def _is_start_evaluation_due(self) -> bool:
+        """Return whether the last evaluation that was due is missing, as it is if the run ended meanwhile."""
+        every = self.config.eval_every
+        due_step = self.resumed_at - self.resumed_at % every if every else 0
+        evaluations = last_records(self.config.output_path / EVAL_FILE, 1000)
+        return all(evaluation["step"] < due_step for evaluation in evaluations)
 
     def next_message(self, rank: int) -> Message:
         """The next message; raises what the batcher raises."""
@@ -82,24 +89,29 @@ class RemoteExperience:
 
     def after_step(self, step: int) -> dict[str, Any]:
         """Begin an evaluation, if one is due; the metrics of one that has ended meanwhile."""
-        waits = step == self.config.num_steps or self.config.eval_pinned
         is_due = self.config.evaluation_is_due(step, self.config.num_steps)
-        wait_until = (waits and is_due) * (time.monotonic() + self.config.experience_timeout_s)
+        is_last = step == self.config.num_steps
+        is_training_waiting = is_due and (is_last or self.config.eval_pinned)
+        wait_until = 0.0
+        if is_training_waiting:
+            wait_until = time.monotonic() + self.config.experience_timeout_s
         self._end_evaluation(wait_until)
         if is_due:
-            self._begin_evaluation(step)
+            self._begin_evaluation(step, is_training_waiting)
             self._end_evaluation(wait_until)
         found, self._found = self._found, {}
         return found
 
-    def _begin_evaluation(self, step: int) -> None:
+    def _begin_evaluation(self, step: int, is_training_waiting: bool) -> None:
+        """Begin an evaluation; while training waits, it has all engines to itself."""
         if self._questions is None:
             return
         if self._evaluation is not None:
             log.warning("step %d is not evaluated: step %d still is", step, self._evaluation[0])
             return
         log.info("evaluating at step %d", step)
-        self._evaluation = step, self.controller.evaluate.remote(self._questions, self.config)
+        config = dataclasses.replace(self.config, eval_pinned=is_training_waiting)
+        self._evaluation = step, self.controller.evaluate.remote(self._questions, config)
 
     def _end_evaluation(self, wait_until: float = 0.0) -> None:
         """Write down an evaluation that has ended, or ends in time."""

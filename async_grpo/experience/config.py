@@ -221,7 +221,9 @@ class EvaluationConfig(EvaluationTask):
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(
-        False, "Pause training during an evaluation, so that a single policy version generates all of it."
+        False,
+        "Pause training during every evaluation, so that a single policy version generates all of it. The evaluations at "
+        "the start and at the end are always of one version.",
     )
 
     def evaluation_is_due(self, step: int, num_steps: int) -> bool:

@@ -24,10 +24,12 @@ from async_grpo.errors import WorkerLost
 from async_grpo.inference.char_ends import char_ends
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
+from async_grpo.inference.read_back_places import ReadBack
 from async_grpo.inference.requests import (
     NO_TOKENS,
     UNSYNCED,
     EngineRequest,
+    RequestTimes,
     TokenTimeline,
     new_name,
     tokens_of,
@@ -36,7 +38,6 @@ from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, Tokens
-from async_grpo.weights.read_back import place_of
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 log = logging.getLogger(__name__)
@@ -365,71 +366,3 @@ class GenerationWorker:
     def close(self) -> None:
         """Stop the engine and its processes."""
         self.engine.shutdown()
-
-
-class RequestTimes:
-    """The intervals (Unix time) in which an engine held each of its requests."""
-
-    def __init__(self) -> None:
-        self._begin_by_name: dict[str, float] = {}  # of unfinished requests
-        self._finished: list[tuple[float, float]] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        """Return the number of requests under way."""
-        return len(self._begin_by_name)
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Count the request as under way while the block runs."""
-        self._begin_by_name[name] = time.time()
-        try:
-            yield
-        finally:
-            begin = self._begin_by_name.pop(name)
-            self._finished.append((begin, time.time()))
-
-    def take(self) -> list[tuple[float, float]]:
-        """Return all intervals since the last call; those of unfinished requests end, and begin again, now."""
-        now = time.time()
-        intervals = self._finished + [(begin, now) for begin in self._begin_by_name.values()]
-        self._finished = []
-        self._begin_by_name = dict.fromkeys(self._begin_by_name, now)
-        return intervals
-
-
-class ReadBack:
-    """Compares the weights that arrived with those that the engine computes with, place by place (`weights.read_back`).
-
-    Some places cannot be read, such as quantised layers and packed experts. They are the places that differ after the first
-    update, which brings what a new engine holds already.
-    """
-
-    def __init__(self) -> None:
-        self._readable: set[str] | None = None  # None before the first update
-        self._unreadable: set[str] = set()
-        self._not_in_use: set[str] = set()
-
-    def compare(self, processes: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> None:
-        """Take the fingerprints (used, arrived) of the engine's processes, each by place."""
-        _, arrived = processes[0]
-        differing = set()
-        for place, fingerprint in arrived.items():
-            used = sum(used_by_place[place] for used_by_place, _ in processes) % 2**64
-            if used != fingerprint:
-                differing.add(place)
-        if self._readable is None:
-            self._readable = arrived.keys() - differing
-            self._unreadable = differing
-            log.info("%d of %d places of the weights can be read back", len(self._readable), len(arrived))
-        self._not_in_use = differing - self._unreadable
-
-    def is_in_use(self, tensor_name: str) -> bool:
-        """Return whether nothing shows that the engine computes with another value of the tensor than arrived."""
-        return self._not_in_use.isdisjoint({tensor_name, place_of(tensor_name)})
-
-    def is_readable(self, tensor_name: str) -> bool:
-        """Return whether the tensor can be read back."""
-        places = {tensor_name, place_of(tensor_name)}
-        readable = self._readable or set()
-        return self._unreadable.isdisjoint(places) and not readable.isdisjoint(places)

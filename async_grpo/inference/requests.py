@@ -2,6 +2,8 @@
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -135,6 +137,37 @@ class EngineRequest:
                 self.num_reported = len(tokens)
                 return Tokens(*(array[first_new:] for array in tokens.arrays))
         return NO_TOKENS
+
+
+class RequestTimes:
+    """The intervals (Unix time) in which an engine held each of its requests."""
+
+    def __init__(self) -> None:
+        self._begin_by_name: dict[str, float] = {}  # of unfinished requests
+        self._finished: list[tuple[float, float]] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        """Return the number of requests under way."""
+        return len(self._begin_by_name)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Count the request as under way while the block runs."""
+        self._begin_by_name[name] = time.time()
+        try:
+            yield
+        finally:
+            begin = self._begin_by_name.pop(name)
+            self._finished.append((begin, time.time()))
+
+    def take(self) -> list[tuple[float, float]]:
+        """Return all intervals since the last call; those of unfinished requests end, and begin again, now."""
+        now = time.time()
+        intervals = self._finished + [(begin, now) for begin in self._begin_by_name.values()]
+        self._finished = []
+        self._begin_by_name = dict.fromkeys(self._begin_by_name, now)
+        return intervals
 
 
 def new_name() -> str:

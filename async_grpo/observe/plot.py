@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.metrics.lines import duration, is_count, span_lines
-from async_grpo.metrics.tail import last_records, spread_records
+from async_grpo.metrics.lines import duration
 from async_grpo.metrics.writer import TIMELINE_FILE
 from async_grpo.observe import figures
 from async_grpo.observe.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.observe.forecast import fits, interval
 from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, RunMetrics, curve, load_runs, read_run
+from async_grpo.observe.run_view import RunView
 from async_grpo.options.fields import refuse
 
 DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
@@ -180,18 +180,17 @@ def timeline(
     output: Output = None,
 ) -> None:
     """Draw what engines, rewards and trainer of a run did when."""
-    file = (run.parent if run.is_file() else run) / TIMELINE_FILE
+    folder = run.parent if run.is_file() else run
+    of_run = RunView(folder)
     if steps:
         if not (words := re.fullmatch(r"(\d*):(\d*)", steps)):
             raise ConfigurationError(f"--steps {steps!r} is not A:B, as 5:20, 5: or :20")
         first, last = int(words[1] or 0), int(words[2] or sys.maxsize)
-        records = (record for record, _ in spread_records(file, 0, sys.maxsize))
-        of_steps = (s for s in records if is_count(s.get("step")) and first <= s["step"] <= last)
-        spans = span_lines(of_steps)
+        spans = of_run.spans_of_steps(first, last)
     else:
-        spans = span_lines(last_records(file, LAST_LINES))
+        spans = of_run.spans(LAST_LINES)
         spans = [span for span in spans if span["step"] > spans[-1]["step"] - LAST_STEPS]
-    refuse(not spans, f"{file} holds no spans{' of these steps' if steps else ''}")
+    refuse(not spans, f"{folder / TIMELINE_FILE} holds no spans{' of these steps' if steps else ''}")
     with figures.picture(output) as figure:
         figures.draw_lanes(figure, spans)
 

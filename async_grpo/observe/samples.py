@@ -4,10 +4,10 @@ import base64
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,14 @@ from safetensors import SafetensorError
 
 from async_grpo.inference.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
-from async_grpo.metrics.lines import metrics_lines, sample_lines
-from async_grpo.metrics.tail import last_records
-from async_grpo.metrics.writer import METRICS_FILE, as_json, options_of
+from async_grpo.metrics.writer import as_json
+from async_grpo.observe.run_view import RunView
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
-from async_grpo.processes.untrusted_files import files_inside, plain_parts
 from async_grpo.training.record import record_folder, recorded_completions
 
 TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory
 # What a record, or a tokenizer, of somebody else's run may raise: the page then shows no tokens
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
-EVALUATED = re.compile(r"eval_samples_(\d{1,15})(_.*)?")
 log = logging.getLogger(__name__)
 
 
@@ -50,35 +47,20 @@ def write_samples_page(config: SamplesConfig) -> None:
 
 def samples_page(config: SamplesConfig) -> str:
     """The newest samples that a browser can hold. ConfigurationError: there are none."""
-    folder = Path(config.path)
-    options = options_of(folder)
-    name = options.get("dump_samples_filename")
-    if name and not config.evaluation:
-        rows = sample_lines(last_records(folder / _plain_name(name), config.limit))
+    run = RunView(Path(config.path))
+    if run.options.get("dump_samples_filename") and not config.evaluation:
+        rows = run.samples(config.limit)
         try:
-            _add_tokens(rows, folder, options)
+            _add_tokens(rows, run)
         except UNREADABLE as error:
-            log.warning("%s: the page shows no tokens, as the record cannot be read: %s", folder, error)
+            log.warning("%s: the page shows no tokens, as the record cannot be read: %s", run.folder, error)
     else:
-        rows = sorted(islice(_evaluated(folder, config.limit), config.limit), key=itemgetter("step"))
+        rows = run.evaluation_samples(config.limit)
     what = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
-    refuse(not rows, f"{folder}: there are no samples to look at: {what}")
+    refuse(not rows, f"{run.folder}: there are no samples to look at: {what}")
     sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
     rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
-    return page(rows, f"{folder.name}: {len(rows)} samples", _alarms(folder))
-
-
-def _plain_name(name: Any) -> str:
-    """Return the name of the samples' file; ConfigurationError: it leads out of the run's folder."""
-    try:
-        parts = plain_parts(str(name))
-    except OSError:
-        parts = ()
-    refuse(
-        len(parts) != 1,
-        f"the run's parameters say dump_samples_filename = {name!r:.80}, which is no plain name",
-    )
-    return parts[0]
+    return page(rows, f"{run.folder.name}: {len(rows)} samples", _alarms(run))
 
 
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -97,28 +79,28 @@ def security_policy(page: str) -> str:
     return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
 
 
-def _alarms(folder: Path) -> list[dict[str, Any]]:
+def _alarms(run: RunView) -> list[dict[str, Any]]:
     """What the run's last steps warned of: the latest words of each kind, and from which step to which."""
     found: dict[str, dict[str, Any]] = {}
-    for line in metrics_lines(folder / METRICS_FILE, KEPT):
+    for line in run.metrics(KEPT):
         for alarm in line.get("alarms") or ():
             kind = found.setdefault(alarm_kind(alarm), {"first": line["step"]})
             kind |= {"says": alarm, "last": line["step"]}
     return list(found.values())
 
 
-def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[str, Any]) -> None:
+def _add_tokens(rows: Sequence[dict[str, Any]], run: RunView) -> None:
     """Give the newest rows the tokens of their completions, as texts, and the numbers that the run's record has of each."""
-    model = options.get("model_name_or_path")
-    if not (folder / "record").is_dir() or not isinstance(model, str) or not Path(model).is_dir():
+    model = run.options.get("model_name_or_path")
+    if not (run.folder / "record").is_dir() or not isinstance(model, str) or not Path(model).is_dir():
         return
     from async_grpo.modeling.load import load_tokenizer
 
     tokenizer, left = load_tokenizer(model), TOKENS
     for step, of_step in groupby(reversed(rows), key=itemgetter("step")):
         known: dict[tuple[int, str], list[Any]] = {}
-        for group, ids, numbers in recorded_completions(record_folder(folder, step - 1)):
-            ended = ids[-1] in options["settings"]["stop_token_ids"]
+        for group, ids, numbers in recorded_completions(record_folder(run.folder, step - 1)):
+            ended = ids[-1] in run.options["settings"]["stop_token_ids"]
             text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
             known.setdefault((group, text), []).append((ids, numbers))
         for row in of_step:  # trajectories are shown by their turns
@@ -132,14 +114,3 @@ def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[s
                 tokens = [row["completion"][begin:end] for begin, end in ends]
                 tokens[-1] = tokens[-1] or tokenizer.decode(ids[-1:])  # what ended it is no part of the text
                 row.update(numbers, tokens=tokens)
-
-
-def _evaluated(folder: Path, limit: int) -> Iterator[dict[str, Any]]:
-    """Of all evaluations, those of the newest steps."""
-    steps: dict[Path, int] = {}
-    for file in files_inside(folder, "eval_samples_*.jsonl"):
-        if named := EVALUATED.fullmatch(file.stem):
-            steps[file] = int(named[1])
-    for file in sorted(steps, key=lambda file: steps[file], reverse=True):
-        rows = [{"step": steps[file], "file": file.stem, **row} for row in last_records(file, limit)]
-        yield from sample_lines(rows)

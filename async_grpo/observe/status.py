@@ -15,16 +15,13 @@ from rich.text import Text
 
 from async_grpo.errors import CheckpointBroken
 from async_grpo.metrics.console import CAUSES, means_of
-from async_grpo.metrics.lines import duration, metrics_lines, whole_option
-from async_grpo.metrics.tail import last_lines
-from async_grpo.metrics.watchdog import stalls_of
-from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, console_line, holder, options_of
+from async_grpo.metrics.lines import duration
+from async_grpo.metrics.writer import console_line
+from async_grpo.observe.run_view import Line, RunView
 from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
-from async_grpo.processes.untrusted_files import files_inside, printable
-from async_grpo.training.checkpoint_folder import checkpoints_of, read
+from async_grpo.processes.untrusted_files import printable
 
 RECENT = 20  # steps, for the pace
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,57 +35,44 @@ class StatusConfig(Section):
 
 def status(config: StatusConfig) -> None:
     """Show it, until the run ends or Ctrl-C. ConfigurationError: the folder holds no run."""
-    folder, console = Path(config.path), Console()
+    run, console = RunView(Path(config.path)), Console()
     if config.once or not console.is_terminal:
-        console.print(view(folder))
+        console.print(view(run))
         return
-    with Live(view(folder), console=console, auto_refresh=False) as live:
-        while holder(folder) is not None:  # a run writes there
+    with Live(view(run), console=console, auto_refresh=False) as live:
+        while run.writer_process() is not None:
             time.sleep(config.every_s)
-            live.update(view(folder), refresh=True)
+            run = RunView(run.folder)  # a run that goes on writes its options anew
+            live.update(view(run), refresh=True)
 
 
-def view(folder: Path) -> RenderableType:
+def view(run: RunView) -> RenderableType:
     """Everything on one screen."""
-    options = options_of(folder)
-    lines = metrics_lines(folder / METRICS_FILE, RECENT)
-    parts: list[RenderableType] = [headline(folder, options, lines)]
+    lines = run.metrics(RECENT)
+    parts: list[RenderableType] = [headline(run, lines)]
     for line in lines[-1:]:
-        parts += [_times(lines), Text(console_line({**line, "alarms": []}, total_steps(options)))]
+        parts += [_times(lines), Text(console_line({**line, "alarms": []}, run.total_steps))]
         if (spent := line.get("judge_budget_spent")) is not None:
             parts.append(Text(f"spent on judges: {spent:.4g}"))
         if line.get("verifiers"):
             parts.append(_verifiers(lines))
         parts += [Text(printable(f"ALARM {alarm}"), style="bold red") for alarm in line.get("alarms") or ()]
-    parts += [Text(printable(line)) for line in _evaluations(folder)]
-    for place, text in list(stalls_of(folder).items())[:1]:
+    parts += [Text(printable(line)) for line in _evaluations(run)]
+    for place, text in list(run.stalls().items())[:1]:
         first_line = printable(text.partition("\n")[0])
         parts.append(Text(f"STALL {place.name}: {first_line}", style="bold yellow"))
     if not lines:
-        parts += [Text(printable(line), style="dim") for line in trainer_log(folder, 3)]
+        for log_lines in run.log_lines(3).values():
+            parts += [Text(printable(line), style="dim") for line in log_lines]
     return Group(*parts)
 
 
-def trainer_log(folder: Path, count: int) -> list[str]:
-    """Return the last lines of the trainer's log."""
-    return [line for path in files_inside(folder, "logs/trainer.log") for line in last_lines(path, count)]
-
-
-def total_steps(options: Line) -> int:
-    """Return the number of optimizer steps of the whole run; ConfigurationError: its parameters do not say it."""
-    size, questions = whole_option(options, "samples_per_question"), whole_option(options, "batch_size")
-    per_step = questions * size
-    if options.get("train_minibatch_size"):
-        per_step = whole_option(options, "train_minibatch_size")
-    return whole_option(options, "num_training_batches") * (questions * size // per_step)
-
-
-def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
+def headline(run: RunView, lines: Sequence[Line]) -> Text:
     """Step, state, pace, and how long it will take; `lines`: the last ones of the metrics."""
-    total = total_steps(options)
+    total = run.total_steps
     step = lines[-1]["step"] if lines else 0
-    state = _state(folder, step, total)
-    text = f"{folder}: step {step} of {total}, {state}"
+    state = _state(run, step)
+    text = f"{run.folder}: step {step} of {total}, {state}"
     # Not from end to end: it may have lain dead between
     if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
         pace = statistics.fmean(paces)
@@ -100,19 +84,19 @@ def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
     return Text(text, style="bold")
 
 
-def _state(folder: Path, step: int, total: int) -> str:
-    if holder(folder) is not None:
+def _state(run: RunView, step: int) -> str:
+    if run.writer_process() is not None:
         return "running"
-    if step >= total:
+    if step >= run.total_steps:
         return "complete"
-    for checkpoint in checkpoints_of(folder)[:1]:
-        try:
-            manifest = read(checkpoint)
-        except CheckpointBroken as error:
-            return f"ended; {error}"
-        why = f"told to end ({printable(manifest.ended)})" if manifest.ended else "died"
-        return f"{why}; goes on after step {manifest.step}"
-    return "ended, without a checkpoint"
+    try:
+        manifest = run.newest_manifest()
+    except CheckpointBroken as error:
+        return f"ended; {error}"
+    if manifest is None:
+        return "ended, without a checkpoint"
+    why = f"told to end ({printable(manifest.ended)})" if manifest.ended else "died"
+    return f"{why}; goes on after step {manifest.step}"
 
 
 def _times(lines: Sequence[Line]) -> Text:
@@ -137,9 +121,9 @@ def _verifiers(lines: Sequence[Line]) -> Table:
     return table
 
 
-def _evaluations(folder: Path) -> list[str]:
+def _evaluations(run: RunView) -> list[str]:
     said = []
-    for line in metrics_lines(folder / EVAL_FILE, 3):
+    for line in run.evaluations(3):
         found = ", ".join(f"{mean} {value}" for mean, value in means_of(line, "eval_").items()) or "-"
         name = f"held-out {line.get('file', '')}".rstrip()
         said.append(f"{name} at step {line['step']}: {found}")

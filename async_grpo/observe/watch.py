@@ -17,16 +17,14 @@ from typing import Any
 from aiohttp import web
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics.lines import metrics_lines, span_lines, spread_metrics
-from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
-from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as_json, options_of
+from async_grpo.metrics.writer import as_json
+from async_grpo.observe.run_view import RunView
 from async_grpo.observe.samples import SamplesConfig, samples_page, security_policy
-from async_grpo.observe.status import RECENT, headline, total_steps, trainer_log
+from async_grpo.observe.status import RECENT, headline
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
 from async_grpo.processes.http_server import IDLE_S, bound_logs
-from async_grpo.processes.untrusted_files import is_regular
 
 POINTS = 2000  # of each curve, at most
 EVALUATIONS, SPANS, SAMPLES = 300, 1500, 2000  # the newest
@@ -58,8 +56,8 @@ def watch(config: WatchConfig) -> None:
 def application(config: WatchConfig) -> web.Application:
     """What answers: `/`, `/data?since=BYTE` and `/samples`, to nothing but GET."""
     bound_logs()
-    run = Path(config.path)
-    total_steps(options_of(run))  # or it is refused here, not in the browser
+    folder = Path(config.path)
+    _ = RunView(folder).total_steps  # or it is refused here, not in the browser
     template = (resources.files("async_grpo.observe") / "watch.html").read_text(encoding="utf-8")
 
     async def page(request: web.Request) -> web.Response:
@@ -69,11 +67,12 @@ def application(config: WatchConfig) -> web.Application:
         since = request.query.get("since", "0")
         if not since.isdecimal() or len(since) > MAX_DIGITS:
             raise web.HTTPBadRequest(text=f"since={since[:MAX_DIGITS]} is no byte")
-        return _answer(await asyncio.to_thread(lambda: as_json(data(run, int(since)))), "application/json")
+        text = await asyncio.to_thread(lambda: as_json(data(RunView(folder), int(since))))
+        return _answer(text, "application/json")
 
     async def samples(request: web.Request) -> web.Response:
         try:
-            told = SamplesConfig(path=str(run), limit=SAMPLES, evaluation="evaluation" in request.query)
+            told = SamplesConfig(path=str(folder), limit=SAMPLES, evaluation="evaluation" in request.query)
             text = await asyncio.to_thread(samples_page, told)
         except ConfigurationError as error:
             raise web.HTTPNotFound(text=str(error)) from error
@@ -106,29 +105,25 @@ def _answer(text: str, kind: str) -> web.Response:
     return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
 
 
-def data(run: Path, since: int) -> dict[str, Any]:
+def data(run: RunView, since: int) -> dict[str, Any]:
     """What the page draws: of the curves what follows byte `since` of the metrics file, of all else what is now.
 
     `since` comes back as 0 if the file is shorter than that, as after a resume: then the curves are whole.
     """
-    file = run / METRICS_FILE
-    if not is_regular(file) or file.stat().st_size < since:
-        since = 0
-    found = list(spread_metrics(file, since, POINTS))
-    options = options_of(run)
-    recent, spans = metrics_lines(file, RECENT), span_lines(last_records(run / TIMELINE_FILE, SPANS))
+    since, lines, following_byte = run.metrics_from(since, POINTS)
+    recent, spans = run.metrics(RECENT), run.spans(SPANS)
     verifiers = [line.get("verifiers", {}) for line in recent]
     lanes = sorted({span["lane"] for span in spans})
     return {
         "since": since,
-        "next": found[-1][1] if found else since,
-        "columns": columns([record for record, _ in found]),
-        "name": run.resolve().name,
-        "headline": headline(run, options, recent).plain,
+        "next": following_byte,
+        "columns": columns(lines),
+        "name": run.folder.resolve().name,
+        "headline": headline(run, recent).plain,
         "step": recent[-1]["step"] if recent else 0,
-        "total": total_steps(options),
+        "total": run.total_steps,
         "alarms": recent[-1].get("alarms", []) if recent else [],
-        "log": [] if recent else trainer_log(run, 5),
+        "log": [] if recent else list(chain.from_iterable(run.log_lines(5).values())),
         "recent": len(recent),
         "staleness": sum((Counter(line.get("staleness_tokens", {})) for line in recent), Counter()),
         "verifiers": {
@@ -137,7 +132,7 @@ def data(run: Path, since: int) -> dict[str, Any]:
         },
         "evaluations": [
             {"step": line["step"], "file": line.get("file", ""), "means": intervals(line)}
-            for line in metrics_lines(run / EVAL_FILE, EVALUATIONS)
+            for line in run.evaluations(EVALUATIONS)
         ],
         "lanes": lanes,
         "spans": [[lanes.index(s["lane"]), s["what"], s["begin"], s["end"], s["step"]] for s in spans],

@@ -7,14 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.metrics.lines import metrics_lines
-from async_grpo.metrics.tail import last_lines
-from async_grpo.metrics.watchdog import stalls_of
-from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, holder, options_of
+from async_grpo.observe.run_view import RunView
 from async_grpo.observe.status import headline
 from async_grpo.options.fields import Section, required
 from async_grpo.processes.look import look, request_look
-from async_grpo.processes.untrusted_files import files_inside, printable
+from async_grpo.processes.untrusted_files import printable
 
 ANSWER_S, LOG_LINES, ERRORS = 60.0, 2000, 3
 ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
@@ -29,22 +26,22 @@ class WhyConfig(Section):
 
 def why(config: WhyConfig) -> None:
     """Print it. A run that lives and was never looked at is, now. ConfigurationError: the folder holds no run."""
-    folder = Path(config.path)
-    options = options_of(folder)
-    if (pid := holder(folder)) is None:
-        print(headline(folder, options, metrics_lines(folder / METRICS_FILE, 2)))
-        for path in files_inside(folder, "logs/*.log"):
-            errors = [printable(line) for line in last_lines(path, LOG_LINES) if ERROR.search(line)]
-            print("\n".join([path.name, *errors[-ERRORS:]]) if errors else f"{path.name}: no error")
-    elif not stalls_of(folder):
+    run = RunView(Path(config.path))
+    _ = run.options  # or it is refused here: the folder holds no run
+    if (pid := run.writer_process()) is None:
+        print(headline(run, run.metrics(2)))
+        for name, lines in run.log_lines(LOG_LINES, "*").items():
+            errors = [printable(line) for line in lines if ERROR.search(line)]
+            print("\n".join([name, *errors[-ERRORS:]]) if errors else f"{name}: no error")
+    elif not run.stalls():
         # A number in a file could be that of any process, which a signal may disturb
-        asked = _holds(pid, folder / LOCK_FILE) and request_look(pid)
+        asked = _holds(pid, run.lock_file) and request_look(pid)
         give_up = time.monotonic() + ANSWER_S
-        while asked and not stalls_of(folder) and holder(folder) and time.monotonic() < give_up:
+        while asked and not run.stalls() and run.writer_process() and time.monotonic() < give_up:
             time.sleep(0.2)
-        if not stalls_of(folder):
+        if not run.stalls():
             print("The run does not answer; it may be starting. Its processes:", *look([pid]), sep="\n")
-    for number, (place, text) in enumerate(stalls_of(folder).items()):
+    for number, (place, text) in enumerate(run.stalls().items()):
         lines = [printable(line) for line in text.splitlines()] or [""]
         shown = (
             "\n".join([*lines, f"Stacks and logs: {place}"]) if number == 0 else f"{place.name}: {lines[0]}"

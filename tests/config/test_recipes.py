@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from long_tests import long_test
 from test_refusals import OUTCOME, STEPS, check, config
 
 from async_grpo.algorithm.losses import POLICY_LOSSES
@@ -15,7 +15,7 @@ from async_grpo.config.compatibility import check_methods
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig
 
-LONG = pytest.mark.skipif(not os.environ.get("LONG_TESTS"), reason="takes two minutes: LONG_TESTS=1")
+LONG = long_test("two minutes")
 ROOT = Path(__file__).resolve().parents[2]
 BASE = dataclasses.asdict(config())
 

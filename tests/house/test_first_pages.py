@@ -20,7 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DATA_PAGE, GPU_PAGE = ((DOCS / f"{name}.md").read_text() for name in ("your-data", "first-gpu-run"))
 # Of other programs: hf download, torchrun, ray start, sbatch, and the makers of our own data
-FOREIGN = {"local-dir", "shutdown-timeout", "num-gpus", "signal", "input", "tokenizer", "output"}
+# Options of other programs, and those of our own that only one program has
+FOREIGN = {
+    *("local-dir", "shutdown-timeout", "num-gpus", "signal", "input", "tokenizer", "output", "deps"),
+    *("generate", "head", "address", "nproc", "nnodes", "help", "config", "mode", "model", "reward"),
+}
 QWEN = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied: the models' own config.json
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),

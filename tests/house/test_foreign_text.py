@@ -123,9 +123,11 @@ PATTERNS: dict[str, dict[str, str]] = {
     "observe/plot.py": {
         r"(\d*):(\d*)": OURS,
     },
+    "observe/run_view.py": {
+        r"eval_samples_(\d{1,15})(_.*)?": PLAIN,
+    },
     "observe/samples.py": {
         r"<script>(.*?)</script>": OURS,
-        r"eval_samples_(\d{1,15})(_.*)?": PLAIN,
     },
     "observe/why.py": {
         r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ": "log lines",

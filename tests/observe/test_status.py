@@ -12,6 +12,7 @@ from rich.console import Console
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import tail
 from async_grpo.metrics.tail import last_lines, last_records
+from async_grpo.observe.run_view import RunView
 from async_grpo.observe.status import StatusConfig, status, view
 
 
@@ -60,7 +61,7 @@ def run_folder(folder, steps, **more):
 
 def shown(folder) -> str:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))
-    console.print(view(folder))
+    console.print(view(RunView(folder)))
     return console.export_text()
 
 

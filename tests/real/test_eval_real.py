@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from long_tests import long_test
 from test_whole_chain import DATA, left_behind
 
 from async_grpo.config.resume import as_options
@@ -50,7 +51,7 @@ def checkpoint_of(folder: Path, held_out: Path, name: str) -> Path:
     return checkpoints_of(folder)[0]
 
 
-LONG = pytest.mark.skipif(not os.environ.get("LONG_TESTS"), reason="takes a minute: LONG_TESTS=1")
+LONG = long_test("a minute")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from long_tests import long_without_bfloat16
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from watched_link import WatchedLink
@@ -226,7 +227,7 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
     """With the same draws: the completion is the same, token by token, though its prefix now is part of the prompt."""
     from async_grpo.inference import generation_worker
 
-    monkeypatch.setattr(generation_worker, "PARTS_EVERY_S", 0.01)
+    monkeypatch.setattr(generation_worker, "PARTIAL_RESULTS_EVERY_S", 0.01)
     prompt, seeds = CANARY[:8], {member: 100 + member for member in range(6)}
 
     async def all_of(begun=None) -> tuple[dict[int, Completion], dict[int, list[Tokens]]]:
@@ -424,9 +425,8 @@ LOST_OF_WIDE_ENGINE = {
 }
 
 
-@pytest.mark.timeout(
-    600
-)  # without instructions for bfloat16, each of its 30 canaries takes 3 s of a quiet core
+@long_without_bfloat16
+@pytest.mark.timeout(600)
 def test_a_wide_bfloat16_engine_starts_and_each_kind_of_tensor_that_it_loses_is_seen(
     environment, wide_folder
 ):

@@ -1,17 +1,17 @@
 """A run over three nodes (Ray, fake engines) loses one and gets another: `benchmarks/nodes.py --short` tells of it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from long_tests import long_test
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not os.environ.get("LONG_TESTS"), reason="takes two minutes: LONG_TESTS=1"),
+    long_test("two minutes"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--mount-proc", "--fork"]

@@ -7,17 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_tests import long_without_bfloat16
 
-# Without instructions for bfloat16 its matrix products take six times as long: five minutes of two cores
-HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not (HAS_BFLOAT16 or os.environ.get("LONG_TESTS")),
-        reason="takes five minutes on a processor without bfloat16: LONG_TESTS=1",
-    ),
-]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600), long_without_bfloat16]
 STEPS = 3
 COUNTRIES = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Spain": "Madrid"}
 REWARD = """

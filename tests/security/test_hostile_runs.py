@@ -19,6 +19,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.writer import claim
+from async_grpo.observe.run_view import RunView
 from async_grpo.observe.samples import SamplesConfig, samples_page
 from async_grpo.observe.watch import WatchConfig, application, data
 from async_grpo.rewards.cache.file import APPLICATION_ID
@@ -244,7 +245,7 @@ def looked_at(run: Run, capfd) -> str:
     with bounded():
         for look in (
             lambda: application(WatchConfig(path=str(folder))),
-            lambda: json.dumps(data(folder, 0)),
+            lambda: json.dumps(data(RunView(folder), 0)),
             lambda: samples_page(SamplesConfig(path=str(folder))),
             lambda: show_times(folder),
         ):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from long_tests import long_without_bfloat16
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from watched_link import WatchedLink
 
@@ -115,10 +116,15 @@ def publisher_of(engine: Engine, dtype=torch.bfloat16, tolerance: float | None =
     return Publisher(engine, named_weights, canary, dtype, 0, WeightConfig(canary_tolerance=tolerance))
 
 
-@pytest.mark.timeout(600)  # without instructions for bfloat16, a minute and a half on a quiet core
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("layers", "hidden", "watched"),
-    [(12, 256, (0, 7, 12)), (28, 256, (28,)), (4, 1024, (0, 4)), (2, 2048, (0, 2))],
+    [
+        (12, 256, (0, 7, 12)),
+        pytest.param(28, 256, (28,), marks=long_without_bfloat16),
+        (4, 1024, (0, 4)),
+        pytest.param(2, 2048, (0, 2), marks=long_without_bfloat16),
+    ],
 )
 def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(layers, hidden, watched):
     """Group 0 lies outside the layers. Before, all tensors were changed at once by noise of at least 0.1."""

@@ -1,0 +1,147 @@
+"""`RunView`: the files of one run, as all that shows a run reads them.
+
+Table, page and picture take it instead of opening files. Whatever made the folder, lines of another kind are passed over.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from async_grpo.metrics.lines import (
+    is_count,
+    metrics_lines,
+    sample_lines,
+    span_lines,
+    spread_metrics,
+    whole_option,
+)
+from async_grpo.metrics.tail import last_lines, last_records, spread_records
+from async_grpo.metrics.watchdog import stalls_of
+from async_grpo.metrics.writer import (
+    EVAL_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    TIMELINE_FILE,
+    holder,
+    options_of,
+)
+from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import files_inside, is_regular, plain_parts
+from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, read
+
+EVALUATION_SAMPLES = re.compile(r"eval_samples_(\d{1,15})(_.*)?")
+Line = dict[str, Any]
+
+
+class RunView:
+    """What the folder of a run says. Options are read once; everything else, which a run still writes, at each call.
+
+    ConfigurationError: by what needs the options, where the folder holds no run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lock_file = folder / LOCK_FILE
+
+    @cached_property
+    def options(self) -> Line:
+        """The run's options, and the facts of its start."""
+        return options_of(self.folder)
+
+    @cached_property
+    def total_steps(self) -> int:
+        """The number of optimizer steps of the whole run; ConfigurationError: its parameters do not say it."""
+        group_size = whole_option(self.options, "samples_per_question")
+        samples_per_batch = whole_option(self.options, "batch_size") * group_size
+        samples_per_step = samples_per_batch
+        if self.options.get("train_minibatch_size"):
+            samples_per_step = whole_option(self.options, "train_minibatch_size")
+        return whole_option(self.options, "num_training_batches") * (samples_per_batch // samples_per_step)
+
+    def writer_process(self) -> int | None:
+        """Return the process that writes the run, if it lives here; of a run on another machine nothing is known."""
+        return holder(self.folder)
+
+    def metrics(self, count: int) -> list[Line]:
+        """Return the metrics of the newest `count` steps."""
+        return metrics_lines(self.folder / METRICS_FILE, count)
+
+    def metrics_from(self, byte: int, count: int) -> tuple[int, list[Line], int]:
+        """Return where reading began, at most `count` lines of metrics from there on, and the byte that follows them.
+
+        It begins at 0 if the file is shorter than `byte`, as after a resume.
+        """
+        file = self.folder / METRICS_FILE
+        if not is_regular(file) or file.stat().st_size < byte:
+            byte = 0
+        lines_with_ends = list(spread_metrics(file, byte, count))
+        lines = [line for line, _ in lines_with_ends]
+        return byte, lines, lines_with_ends[-1][1] if lines_with_ends else byte
+
+    def evaluations(self, count: int) -> list[Line]:
+        """Return the newest `count` lines of evaluations."""
+        return metrics_lines(self.folder / EVAL_FILE, count)
+
+    def spans(self, count: int) -> list[Line]:
+        """Return the spans among the newest `count` lines of the timeline."""
+        return span_lines(last_records(self.folder / TIMELINE_FILE, count))
+
+    def spans_of_steps(self, first: int, last: int) -> list[Line]:
+        """Return all spans of these steps, both included."""
+        records = (record for record, _ in spread_records(self.folder / TIMELINE_FILE, 0, sys.maxsize))
+        return span_lines(
+            record for record in records if is_count(record.get("step")) and first <= record["step"] <= last
+        )
+
+    def samples(self, count: int) -> list[Line]:
+        """Return the newest `count` samples of the training, oldest first; none if the run writes none.
+
+        ConfigurationError: the parameters name a file outside the run's folder.
+        """
+        name = self.options.get("dump_samples_filename")
+        return sample_lines(last_records(self.folder / _plain_name(name), count)) if name else []
+
+    def evaluation_samples(self, count: int) -> list[Line]:
+        """Return `count` samples of the newest evaluations, oldest first."""
+        return sorted(islice(self._evaluation_samples(count), count), key=itemgetter("step"))
+
+    def _evaluation_samples(self, count: int) -> Iterator[Line]:
+        steps: dict[Path, int] = {}
+        for file in files_inside(self.folder, "eval_samples_*.jsonl"):
+            if named := EVALUATION_SAMPLES.fullmatch(file.stem):
+                steps[file] = int(named[1])
+        for file in sorted(steps, key=lambda file: steps[file], reverse=True):
+            rows = [{"step": steps[file], "file": file.stem, **row} for row in last_records(file, count)]
+            yield from sample_lines(rows)
+
+    def stalls(self) -> dict[Path, str]:
+        """Return what was written of each stall, the newest first, by its folder."""
+        return stalls_of(self.folder)
+
+    def log_lines(self, count: int, name: str = "trainer") -> dict[str, list[str]]:
+        """Return the last lines of the logs of that name (`*`: of all), by file name."""
+        return {path.name: last_lines(path, count) for path in files_inside(self.folder, f"logs/{name}.log")}
+
+    def newest_manifest(self) -> Manifest | None:
+        """Return the manifest of the newest checkpoint. CheckpointBroken: it cannot be read."""
+        for checkpoint in checkpoints_of(self.folder)[:1]:
+            return read(checkpoint)
+        return None
+
+
+def _plain_name(name: Any) -> str:
+    """Return the name of the samples' file; ConfigurationError: it leads out of the run's folder."""
+    try:
+        parts = plain_parts(str(name))
+    except OSError:
+        parts = ()
+    refuse(
+        len(parts) != 1,
+        f"the run's parameters say dump_samples_filename = {name!r:.80}, which is no plain name",
+    )
+    return parts[0]
