@@ -1,6 +1,6 @@
 """The options of the algorithm, from rewards to a loss.
 
-Rules between two options stand in `config/compatibility.py`. Nothing here imports torch: `--help` needs none.
+Rules that involve two options are in `config/compatibility.py`. Nothing here imports torch, which `--help` does not need.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from async_grpo.algorithm.advantages import Estimator
     from async_grpo.algorithm.losses import PolicyLoss
 
-RANGES = {  # of the options of that name, whichever estimator or loss has them; a ratio is never below 0
+# Ranges of options by name, for every estimator or loss that has them; a ratio is never below 0
+RANGES = {
     "estimator-options": {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE},
     "loss-options": {
         "clip_low": SHARE,
@@ -43,7 +44,7 @@ _generation = partial(option, panel="Generation", range=POSITIVE, everyday=True,
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
-    """From rewards to a loss. `None` leaves the choice to the function that has the option."""
+    """Options from rewards to a loss. None keeps the default of the estimator or loss that has the option."""
 
     recipe: str | None = _algorithm(
         None,
@@ -177,38 +178,50 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> "Estimator":
-        """The registry's entry of `--advantage-estimator`, or the user's own."""
-        from async_grpo.algorithm.advantages import get_estimator  # with torch, which --help can do without
+        """Return the entry of `--advantage-estimator`, or the user's own."""
+        from async_grpo.algorithm.advantages import get_estimator  # imports torch, which --help does not need
 
         return get_estimator(self.advantage_estimator)
 
     @property
     def loss(self) -> "PolicyLoss":
-        """The registry's entry of `--policy-loss`, or the user's own."""
+        """Return the entry of `--policy-loss`, or the user's own."""
         from async_grpo.algorithm.losses import POLICY_LOSSES, PolicyLoss
 
         return find_entry(self.policy_loss, POLICY_LOSSES, PolicyLoss, "policy-loss")
 
     @staticmethod
     def estimators_for(*, process: bool) -> list[str]:
-        """The estimators that fit rewards on steps, or one score per sample."""
+        """Return the names of the estimators for process rewards, or for one score per sample."""
         from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 
-        return [name for name, e in ADVANTAGE_ESTIMATORS.items() if (e.process if process else e.outcome)]
+        if process:
+            return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.process]
+        return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.outcome]
 
     @property
     def estimator_settings(self) -> dict[str, Any]:
-        """`--estimator-options`; ConfigurationError: it has no such option, or a value cannot be one."""
+        """Return `--estimator-options` by name.
+
+        Raises:
+            ConfigurationError: The estimator has no such option, or a value does not fit it.
+        """
         owner = f"--advantage-estimator {self.advantage_estimator}"
         return _settings("estimator-options", self.estimator_options, self.estimator.options, owner)
 
     @property
     def loss_settings(self) -> dict[str, Any]:
-        """`--loss-options`, and the clip that has flags of its own; ConfigurationError as for `estimator_settings`."""
-        name, known = self.policy_loss, self.loss.options
+        """Return `--loss-options` by name, with `--clip-low` and `--clip-high`.
+
+        Raises:
+            ConfigurationError: The loss has no such option, or a value does not fit it.
+        """
+        name = self.policy_loss
+        known = self.loss.options
         options = _settings("loss-options", self.loss_options, known, f"the loss {name} (--loss-options)")
         for clip in ("clip_low", "clip_high"):
-            if (value := getattr(self, clip)) is None:
+            value = getattr(self, clip)
+            if value is None:
                 continue
             refuse(clip not in known, f"the loss {name} does not clip: leave --{dashed(clip)} out")
             refuse(clip in options, f"{clip} is given twice: as a flag, and in --loss-options")
@@ -218,32 +231,47 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_proximal(self) -> bool:
+        """Return whether the loss needs log-probs of the proximal policy."""
         return self.old_policy == "proximal" or self.loss.needs_proximal
 
     @property
     def loss_kl_coef(self) -> float:
-        """Of the KL in the loss; `reward_kl_coef` is of the one that is taken off the reward."""
+        """Return the weight of the KL penalty in the loss."""
         return 0.0 if self.kl_in_reward else self.kl_coef
 
     @property
     def reward_kl_coef(self) -> float:
+        """Return the weight of the KL penalty that is subtracted from the reward."""
         return self.kl_coef if self.kl_in_reward else 0.0
 
 
 def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """The options, if each exists, is of the kind that its default is, and lies in its range."""
-    given = parse_assignments(text, flag)
-    for name, value in given.items():
+    """Return the options in a text of assignments.
+
+    Args:
+        flag: Name of the option that holds the text.
+        text: NAME=VALUE,NAME=VALUE.
+        defaults: Options of the estimator or loss, and their defaults.
+        owner: The estimator or loss, for the error messages.
+
+    Raises:
+        ConfigurationError: An option does not exist, or a value has another kind than its default or is out of range.
+    """
+    settings = parse_assignments(text, flag)
+    for name, value in settings.items():
         refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
         match defaults[name]:
             case bool():
-                fits, kind = isinstance(value, bool), "must be true or false"
+                is_right_kind = isinstance(value, bool)
+                problem = "must be true or false"
             case str():
-                fits, kind = isinstance(value, str), "must be a word"
+                is_right_kind = isinstance(value, str)
+                problem = "must be a word"
             case default:
-                fits, kind = is_number(value) or value is default is None, "is no finite number"
-        refuse(not fits, f"{owner}: {name}={value} {kind}")
+                is_right_kind = is_number(value) or value is default is None
+                problem = "is no finite number"
+        refuse(not is_right_kind, f"{owner}: {name}={value} {problem}")
         allowed = RANGES[flag].get(name)
-        outside = allowed is not None and value is not None and not allowed.holds(value)
-        refuse(outside, f"--{flag} {name}={value}: it {allowed and allowed.says}")
-    return given
+        is_outside = allowed is not None and value is not None and not allowed.holds(value)
+        refuse(is_outside, f"--{flag} {name}={value}: it {allowed and allowed.says}")
+    return settings

@@ -1,6 +1,6 @@
 """`TrajectorySequence`: turns that continue each other token by token, and the input of the next turn."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,8 +54,10 @@ def _breaks_before(breaks: tuple[int, ...], place: int) -> tuple[int, ...]:
 
 def text_after(rendered: Rendered, num_characters: int) -> Rendered:
     """Return the text without its first `num_characters`."""
-    breaks = tuple(place - num_characters for place in rendered.breaks if place > num_characters)
-    return Rendered(rendered.text[num_characters:], breaks)
+    first = bisect_right(rendered.breaks, num_characters)
+    # By numpy, because a text of 4 MB may have a break at every tenth character, and the event loop waits for this
+    breaks = np.subtract(rendered.breaks[first:], num_characters, dtype=np.int64, casting="unsafe").tolist()
+    return Rendered(rendered.text[num_characters:], tuple(breaks))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""A forward of a few tokens at the start of a program, which catches models that the packed forward gets wrong.
+"""A forward of a few tokens at the start of a program, which detects models that the packed forward computes wrongly.
 
-The rules of `packable` know the properties that made models wrong so far. This knows none: it compares results.
+The rules of `packable` cover the properties that caused wrong results so far. This check compares results, so that it needs
+no such rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +13,14 @@ from torch import Tensor
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 
-LENGTHS = (13, 15)  # tokens of the two sequences
+LENGTHS = (13, 15)  # of the two sequences, in tokens
 # The second sequence repeats this many first tokens, so that prefix sharing is tested
 SHARED_TOKENS = 6
-# Differences always accepted as rounding (root mean square over the tokens, in nats), by the dtype of the computation.
-# Beyond them, a model may differ by what two of transformers' own attention implementations differ by
+# Differences that are always accepted as rounding (root mean square over the tokens, in nats), by compute dtype. A larger
+# difference is accepted if two of transformers' own attention implementations differ as much
 SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
-ROUNDINGS = 4.0  # times that difference
-UNMEASURED_ROUNDING = 0.1  # of a model in half precision with a single implementation
+ROUNDINGS = 4.0  # accepted multiple of the difference of the two implementations
+UNMEASURED_ROUNDING = 0.1  # accepted in half precision for a model with a single implementation, in nats
 WAY_OUT = "use a model of another family (docs/models.md lists those that work)"
 
 _Result = TypeVar("_Result")
@@ -31,13 +32,19 @@ def check_forward(
     compute_dtype: torch.dtype,
     max_over_ranks: Callable[[list[float]], list[float]] = list,
 ) -> None:
-    """Refuse the model if packed and separate results differ.
+    """Check that packed sequences give the same log-probs as each sequence alone.
 
-    Two sequences are computed packed, twice, and each alone as transformers does. To be called once the weights are
-    loaded, in the mode (training or evaluation) in which the policy will be used. A collective of a sharded policy, whose
-    ranks decide alike, after all forwards, by `max_over_ranks`. Costs 6 forwards of some 20 tokens.
+    Two sequences are computed packed, twice, and each alone as transformers does: 6 forwards of about 20 tokens. Call
+    it once the weights are loaded, in the mode (training or evaluation) in which the policy will be used. With a
+    sharded policy it is a collective.
 
-    ConfigurationError: log-probs are random, or packed ones are not those of each sequence alone.
+    Args:
+        policy: The policy.
+        compute_dtype: The dtype of its computations.
+        max_over_ranks: Element-wise maximum over all ranks, by which the ranks decide alike after all forwards.
+
+    Raises:
+        ConfigurationError: Log-probs are random, or those of packed sequences differ from those of each sequence alone.
     """
     name = type(policy.model).__name__
     sequences = _sequences(policy)
@@ -48,8 +55,8 @@ def check_forward(
             name, lambda: _error_of_packing(policy, sequences, packed, compute_dtype)
         )
     randomness = _rms(repeated - packed)
-    # Not to the bit: sums of some kernels on a GPU have no fixed order. Nor by the state of torch's generators: OPT
-    # draws a number for each layer even if none is to be dropped
+    # Equal forwards may differ by rounding, because the sums of some GPU kernels have no fixed order. The state of torch's
+    # generators would not show randomness either: OPT draws a number for each layer even without layer drop
     allowed_randomness = SMALL_DIFFERENCE[compute_dtype]
     is_random = randomness > allowed_randomness
     is_wrong = not error <= allowed  # also for NaN
@@ -88,7 +95,7 @@ def _packed_logprobs(policy: PolicyModel, sequences: Sequence[Tensor]) -> Tensor
 
 
 def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
-    """Return what `compute` returns; an error of the model's own code means that it cannot be packed."""
+    """Return the result of `compute`, or raise ConfigurationError for an error of the model's own code."""
     try:
         return compute()
     except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, ConfigurationError):
@@ -103,9 +110,10 @@ def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
 def _error_of_packing(
     policy: PolicyModel, sequences: Sequence[Tensor], packed: Tensor, compute_dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Compare with transformers' own forward of each sequence alone, in evaluation mode, as an engine computes.
+    """Compare packed log-probs with transformers' own forward of each sequence alone, in evaluation mode as in an engine.
 
-    Returns the difference of the packed log-probs and how much of it is allowed.
+    Returns:
+        The difference, and the difference that is allowed.
     """
     was_training = policy.training
     has_fused = policy.model._supports_sdpa
@@ -123,8 +131,10 @@ def _error_of_packing(
 
 
 def _plain_logprobs(policy: PolicyModel, sequences: Sequence[Tensor], attention: str) -> Tensor:
+    """Return the log-probs that transformers computes for each sequence alone, end to end."""
     return torch.cat([policy.plain_logprobs(sequence, attention) for sequence in sequences])
 
 
 def _rms(differences: Tensor) -> float:
+    """Return the root mean square."""
     return float(differences.square().mean().sqrt())

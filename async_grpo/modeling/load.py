@@ -1,4 +1,4 @@
-"""A model folder in the Hugging Face format: its weights, and what the library must know of it; no network."""
+"""Load a model from a folder in the Hugging Face format, without network access."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.model_files import check_model_folder, refuse_more_parameters, refuse_pickles
 from async_grpo.processes.untrusted_files import read_json
 
-disable_progress_bar()  # in logs and on the console they stand between the lines of the run
-# What decides whether weights of one folder make sense in a model built from another, not how it was written
+disable_progress_bar()  # the bars would appear between the run's own lines in logs and on the console
+# Fields that must be equal for the weights of one folder to fit a model that is built from another folder
 ARCHITECTURE_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
@@ -24,13 +24,13 @@ ARCHITECTURE_FIELDS = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MAX_TOKENIZER_BYTES = 256 << 20
-# Said everywhere: where nothing is said, transformers asks on the terminal whether to run a folder's code
+# Passed in every call: otherwise transformers asks on the terminal whether to run the code of a folder
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def model_folder(path: str | Path) -> Path:
-    """`path` as a folder that holds a config.json; ConfigurationError otherwise."""
+    """Return the path of a folder with a config.json, or raise ConfigurationError."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         missing = "has no config.json" if folder.is_dir() else "is not a folder"
@@ -42,49 +42,51 @@ def model_folder(path: str | Path) -> Path:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The folder's configuration; ConfigurationError if it is missing or cannot be read."""
+    """Return the folder's configuration, or raise ConfigurationError if it is missing or cannot be used."""
     folder = model_folder(path)
     check_model_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **LOCAL)
-    except Exception as error:  # transformers raises nothing narrower for files that hold anything
+    except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
-    if hasattr(
-        config, "auto_map"
-    ):  # a model that the run writes does not hold the code, and does not need it
+    if hasattr(config, "auto_map"):
+        # Models that the run writes do not contain the code that it names, and do not need it
         del config.auto_map
     return config
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The folder's tokenizer; ConfigurationError if it cannot be read."""
+    """Return the folder's tokenizer, or raise ConfigurationError if it cannot be read."""
     check_model_folder(model_folder(path))
     try:
         return AutoTokenizer.from_pretrained(model_folder(path), **LOCAL)
-    except Exception as error:  # the library raises nothing narrower for a file that is cut short
-        said = f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
-        raise ConfigurationError(said) from error
+    except Exception as error:  # transformers raises any exception for a truncated file
+        raise ConfigurationError(
+            f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
+        ) from error
 
 
 def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedModel:
-    """Return the folder's causal LM on the CPU, every weight in `dtype`.
+    """Return the folder's causal LM on the CPU, with every weight in `dtype`.
 
     Raises:
-        ConfigurationError: the folder has none, or not all of its weights.
+        ConfigurationError: The folder has no causal LM, or not all of its weights.
     """
-    folder, config = model_folder(path), load_config(path)
+    folder = model_folder(path)
+    config = load_config(path)
     refuse_pickles(folder)
-    empty_causal_lm(path)  # refuses a configuration that asks for more memory than the weights have
+    empty_causal_lm(path)  # refuses a configuration that needs more memory than the weights have
     options: dict[str, Any] = {
         "dtype": torch_dtype(dtype),
         "use_safetensors": True,
         "output_loading_info": True,
     }
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
-    except Exception as error:  # transformers raises nothing narrower for files that hold anything
+        model, loading_info = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
+    except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
-    if missing := sorted(loaded["missing_keys"]):
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
         raise ConfigurationError(
             f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be made up: "
             "fetch the whole model (hf download NAME --local-dir FOLDER)"
@@ -95,22 +97,24 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
 def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     """Return the folder's causal LM in float32 without its weights.
 
-    They take no memory ("meta") until they are assigned. ConfigurationError: the configuration is of no causal LM, or of a
-    larger one than the folder's weights.
+    The weights take no memory ("meta") until they are assigned.
+
+    Raises:
+        ConfigurationError: The configuration is not that of a causal LM, or needs more weights than the folder has.
     """
     config = load_config(path)
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # transformers raises nothing narrower for files that hold anything
+    except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"no causal language model can be made of {path}: {error}") from error
-    model.tie_weights()  # each place has got a parameter of its own
+    model.tie_weights()  # every use of a tied weight has a parameter of its own so far
     refuse_more_parameters(model_folder(path), sum(weight.numel() for weight in model.parameters()))
     return model
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name; ConfigurationError: none of DTYPES."""
+    """Return the dtype of a name of DTYPES, or raise ConfigurationError."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -119,21 +123,21 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """sha256 (hex) over the architecture and the vocabulary: equal for a model and its checkpoints."""
+    """Return the sha256 (hex) of architecture and vocabulary, which is equal for a model and its checkpoints."""
     text_config = load_config(path).get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE_FIELDS}
-    described = {"architecture": architecture, "vocabulary": _vocabulary(model_folder(path))}
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    description = {"architecture": architecture, "vocabulary": _vocabulary(model_folder(path))}
+    return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _vocabulary(folder: Path) -> Any:
-    """The tokens and their ids; what else tokenizer.json says changes with the library that wrote it."""
+    """Return tokens and ids; other contents of tokenizer.json depend on the library version that wrote it."""
     if (folder / "tokenizer.json").is_file():
         try:
             tokenizer = read_json(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, follow_links=True)
             added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
             return {"vocab": tokenizer.get("model", {}).get("vocab"), "added": added}
-        except Exception as error:  # transformers raises nothing narrower for files that hold anything
+        except Exception as error:  # transformers raises any exception for broken files
             raise ConfigurationError(f"the tokenizer in {folder} cannot be read ({error})") from error
     for name in ("tokenizer.model", "vocab.json"):
         if (folder / name).is_file():
@@ -142,20 +146,24 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending; ConfigurationError if no place names one.
+    """Return every id that ends a sequence, ascending.
 
-    Chat models name several in different places; a finished answer whose end id is not known looks truncated.
+    Chat models name several ids in different files. A finished answer whose end id is missing here would look truncated.
+
+    Raises:
+        ConfigurationError: No file of the folder names an end token.
     """
     folder = model_folder(path)
-    named: list[int | list[int] | None] = [load_config(folder).get_text_config().eos_token_id]
+    candidates: list[int | list[int] | None] = [load_config(folder).get_text_config().eos_token_id]
     if (folder / "generation_config.json").is_file():
         settings = read_json(folder / "generation_config.json", follow_links=True)
-        named.append(settings.get("eos_token_id"))
+        candidates.append(settings.get("eos_token_id"))
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        named.append(load_tokenizer(folder).eos_token_id)
+        candidates.append(load_tokenizer(folder).eos_token_id)
     ids: set[int] = set()
-    for value in named:
-        for token_id in value if isinstance(value, list) else [value]:
+    for candidate in candidates:
+        token_ids = candidate if isinstance(candidate, list) else [candidate]
+        for token_id in token_ids:
             if token_id is None:
                 continue
             if type(token_id) is not int:
@@ -169,7 +177,7 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def context_length(path: str | Path) -> int:
-    """The most tokens of prompt and completion together that the model's positions reach."""
+    """Return the highest number of tokens, prompt and completion together, that the model's positions allow."""
     length = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
     if type(length) is not int:
         raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")

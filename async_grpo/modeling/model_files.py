@@ -1,8 +1,9 @@
-"""The files of a model's folder, which may be somebody else's: what in them could run code, and which are the weights.
+"""Check the files of a model's folder, which may come from anybody: no file may run code, and the weights must be readable.
 
-No code of a folder is run, and nothing is unpickled. transformers would ask on the terminal whether to run code that a
-configuration names (`auto_map`), would load the base model that an adapter names, and reads weights from pickles. Many
-models that transformers knows by now still name their old code: they are loaded by its own class.
+No code of a folder is run, and nothing is unpickled. Without these checks transformers would ask on the terminal whether to
+run code that a configuration names (`auto_map`), would load the base model that an adapter names, and would read weights
+from pickles. Many models that transformers knows by now still name their old code; they are loaded by transformers' own
+class.
 """
 
 import stat
@@ -19,7 +20,7 @@ from async_grpo.processes.untrusted_files import plain_parts, read_json
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Files that transformers and vLLM open where they are there; beside the weights
+# Files besides the weights that transformers and vLLM open if they exist
 NEEDED_FILES = (
     *("config.json", "generation_config.json", "adapter_config.json", INDEX_FILE),
     *(TOKENIZER_CONFIG_FILE, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -28,7 +29,7 @@ NEEDED_FILES = (
 )
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
-# Larger numbers are those of no model; transformers would build layers until the memory is full
+# No model has larger numbers; transformers would build layers until the memory is full
 LARGEST = {
     "num_hidden_layers": 2_000,
     "hidden_size": 1 << 18,
@@ -41,11 +42,11 @@ LARGEST = {
     "num_local_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
 }
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # as headers of safetensors files name them
-# Files of older versions of transformers also hold masks and positions, which are no weights
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names in the headers of safetensors files
+# Files of older versions of transformers also contain masks and positions, which are no weights
 BUFFER_NAMES = ("attn.bias", "attention.bias", "position_ids")
 UNQUANTISED = "train the unquantised model, from which this one was made"
-MOST_PARAMETERS_PER_BYTE = 8  # of the weights' files: a parameter that is stored in one bit
+MOST_PARAMETERS_PER_BYTE = 8  # in the weights' files: at least one bit per parameter
 FETCH = "fetch the whole model (hf download NAME --local-dir FOLDER)"
 CONVERT = (
     "where you trust the folder, convert them: "
@@ -54,7 +55,7 @@ CONVERT = (
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ConfigurationError for a model's folder that names code, or whose configuration is no model's."""
+    """Raise ConfigurationError for a folder that names code, or whose configuration is implausible."""
     needed = {*NEEDED_FILES, *(file.name for file in folder.glob("*.safetensors"))}
     for entry in sorted(folder.iterdir()):
         _refuse_special(entry, is_needed=entry.name in needed)
@@ -72,9 +73,9 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _refuse_special(entry: Path, *, is_needed: bool) -> None:
-    """Raise ConfigurationError for a pipe, a device, or a link to nothing in the place of a file that a reader opens.
+    """Raise ConfigurationError for a pipe, a device, or a broken link in place of a file that a reader opens.
 
-    A download that was not for all files leaves links to nothing, for example README.md: they take nothing away.
+    A partial download leaves broken links for other files, for example README.md, which do no harm.
     """
     try:
         mode = entry.stat().st_mode
@@ -89,6 +90,7 @@ def _refuse_special(entry: Path, *, is_needed: bool) -> None:
 
 
 def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the table in a JSON file, or raise ConfigurationError."""
     try:
         content = read_json(path, max_bytes, follow_links=True)
     except OSError as error:
@@ -101,7 +103,7 @@ def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a table and all tables in it."""
+    """Yield a table and all tables inside it."""
     yield content
     for value in content.values():
         if isinstance(value, dict):
@@ -109,6 +111,7 @@ def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_code(path: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigurationError for a configuration that needs code, or that names another model."""
     for table in _tables(content):
         if table.get("auto_map") and not _is_known(path, table):
             raise ConfigurationError(
@@ -128,14 +131,14 @@ def _refuse_code(path: Path, content: dict[str, Any]) -> None:
 
 
 def _kind_of(path: Path, table: dict[str, Any]) -> str:
-    """Return what a table of a configuration says that it describes."""
+    """Return the kind of model or tokenizer that a table of a configuration names, for a message."""
     key = "tokenizer_class" if path.name == TOKENIZER_CONFIG_FILE else "model_type"
     return f"its {key} {table.get(key)!r:.80}"
 
 
 def _is_known(path: Path, table: dict[str, Any]) -> bool:
-    """Return whether transformers has a class of its own for what a table of a configuration describes."""
-    # Heavy, and only wanted for a folder that names code
+    """Return whether transformers itself has a class for the model or tokenizer of a table of a configuration."""
+    # Imported here because it is slow, and needed only for a folder that names code
     from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -148,6 +151,7 @@ def _is_known(path: Path, table: dict[str, Any]) -> bool:
 
 
 def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigurationError for a configuration with larger numbers than any model has."""
     for table in _tables(content):
         for name, largest in LARGEST.items():
             value = table.get(name)
@@ -160,7 +164,7 @@ def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
 def _refuse_quantised(folder: Path) -> None:
     """Raise ConfigurationError for a model whose configuration says that its weights are quantised.
 
-    What is stored under a weight's name is then a code, which means nothing without its scale.
+    The files then contain codes under the weights' names, which mean nothing without their scales.
     """
     path = folder / "config.json"
     content = _table(path) if path.exists() else {}
@@ -176,13 +180,13 @@ def _refuse_quantised(folder: Path) -> None:
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of the weights in a folder's safetensors files, by name; of other formats none.
+    """Return the shapes of the weights in a folder's safetensors files, by name; none if it has no such files.
 
-    Every file of that kind counts: torch's reader takes all of them, whatever an index says.
+    Every safetensors file counts, because torch's reader reads all of them, whatever an index says.
 
     Raises:
-        ConfigurationError: a file cannot be read, is named by the index and not there, two hold the same weight, or the
-            weights are quantised.
+        ConfigurationError: A file cannot be read, or the index names a missing file, or two files contain the same weight,
+            or the weights are quantised.
     """
     _refuse_quantised(folder)
     shapes: dict[str, list[int]] = {}
@@ -208,7 +212,7 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _refuse_codes(file: Path, name: str, dtype: str) -> None:
-    """Raise ConfigurationError for a weight whose dtype is one of quantised codes."""
+    """Raise ConfigurationError for a weight whose dtype is that of quantised codes."""
     if dtype not in WEIGHT_DTYPES and not name.endswith(BUFFER_NAMES):
         raise ConfigurationError(
             f"{name} in {file} is stored as {dtype}, and weights are read as {', '.join(WEIGHT_DTYPES)}: {UNQUANTISED}"
@@ -216,7 +220,7 @@ def _refuse_codes(file: Path, name: str, dtype: str) -> None:
 
 
 def _indexed(folder: Path) -> list[Path]:
-    """Return the files that the folder's index names; ConfigurationError: one would lie outside."""
+    """Return the files that the folder's index names, or raise ConfigurationError if one lies outside the folder."""
     path = folder / INDEX_FILE
     if not path.exists():
         return []
@@ -230,7 +234,7 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise ConfigurationError for a folder whose weights are pickles, which could run anything, or are not there."""
+    """Raise ConfigurationError for a folder without weights, or whose weights are pickles, which could run any code."""
     if weight_shapes(folder):
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -238,16 +242,18 @@ def refuse_pickles(folder: Path) -> None:
         raise ConfigurationError(
             f"the weights of {folder} are pickles ({pickles[0]}), which are not read: {CONVERT}"
         )
-    nothing = "it holds no weights (*.safetensors)"
-    raise ConfigurationError(f"no causal language model can be loaded from {folder}: {nothing}: {FETCH}")
+    raise ConfigurationError(
+        f"no causal language model can be loaded from {folder}: it holds no weights (*.safetensors): {FETCH}"
+    )
 
 
 def refuse_more_parameters(folder: Path, num_parameters: int) -> None:
-    """Raise ConfigurationError where the configuration describes far more parameters than the files can hold.
+    """Raise ConfigurationError if the configuration describes far more parameters than the files can contain.
 
-    What is missing would be made up, in memory of that size.
+    transformers would allocate memory for all of them, and fill it with random numbers.
     """
-    num_bytes = sum(file.stat().st_size for file in {*folder.glob("*.safetensors"), *_indexed(folder)})
+    files = {*folder.glob("*.safetensors"), *_indexed(folder)}
+    num_bytes = sum(file.stat().st_size for file in files)
     if num_parameters > MOST_PARAMETERS_PER_BYTE * num_bytes:
         raise ConfigurationError(
             f"config.json of {folder} describes {num_parameters:,} parameters, and its weights have {num_bytes:,} bytes: "

@@ -1,6 +1,6 @@
-"""The rules that a model must meet to be packed, as far as its configuration and its modules tell.
+"""The rules for packable models that can be checked by configuration and modules.
 
-What they do not tell is caught by `forward_check`, which computes a few tokens with the loaded model.
+All other problems are found by `forward_check`, which computes a few tokens with the loaded model.
 """
 
 import re
@@ -20,16 +20,17 @@ SCALED_HEAD = (
     "logits_scaling",
     "lm_head_multiplier",
 )
-# Configuration values that make a training forward random. Heads for other tasks have dropouts of their own, which
-# a causal language model does not build
+# Names of configuration values that make a training forward random. The dropouts of heads for other tasks do not count,
+# because a causal language model does not have these heads
 RANDOMNESS = re.compile(r"drop|jitter|stochastic|noise")
 OTHER_HEADS = re.compile(r"classif|summary|seq_pair")
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention, positions or head are not what the packed forward computes.
+    """Check that the packed forward supports a model's attention, positions and head.
 
-    ConfigurationError: naming the property of the model, its value, and the way out.
+    Raises:
+        ConfigurationError: Names the property of the model, its value, and the way out.
     """
     config = model.config.get_text_config()
     if not model._supports_attention_backend:
@@ -44,7 +45,7 @@ def check_packable(model: PreTrainedModel) -> None:
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
-    """Every layer must look at the whole sequence before a token."""
+    """Refuse layers that do not attend to all tokens before a token."""
     window = getattr(config, "sliding_window", None)
     implied_layers = ["full_attention" if window is None else "sliding"]
     layers = set(getattr(config, "layer_types", None) or implied_layers)
@@ -56,9 +57,9 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def _check_rope(config: PreTrainedConfig) -> None:
-    """Refuse rotary positions whose frequencies depend on the length of what is processed.
+    """Refuse rotary positions whose frequencies depend on the length of the input.
 
-    In a packed row that is the longest sequence, which would decide for all others.
+    In a packed row, the longest sequence would determine the frequencies of all sequences.
     """
     for rope_type in rope_types(config):
         if depends_on_length(rope_type):
@@ -72,31 +73,32 @@ def _check_rope(config: PreTrainedConfig) -> None:
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
     """Return every `rope_type` of the configuration; some models have one per type of layer."""
-    found: set[str] = set()
+    types: set[str] = set()
 
     def collect(parameters: Any) -> None:
         if not isinstance(parameters, Mapping):
             return
         for name, value in parameters.items():
             if name in ("rope_type", "type") and isinstance(value, str):
-                found.add(value)
+                types.add(value)
             collect(value)
 
     collect(getattr(config, "rope_parameters", None))
     collect(getattr(config, "rope_scaling", None))
-    return sorted(found)
+    return sorted(types)
 
 
 def depends_on_length(rope_type: str) -> bool:
-    """Whether transformers computes the frequencies of this type anew for longer sequences.
+    """Return whether transformers computes other frequencies of this type for longer sequences.
 
     >>> [name for name in ("default", "linear", "dynamic", "yarn", "longrope", "llama3") if depends_on_length(name)]
     ['dynamic', 'longrope']
     """
-    return "dynamic" in rope_type or rope_type in ("longrope", "su")  # `su`: longrope's older name
+    return "dynamic" in rope_type or rope_type in ("longrope", "su")  # `su` is the older name of longrope
 
 
 def _check_head(config: PreTrainedConfig) -> None:
+    """Refuse factors and caps on the logits."""
     factors = {name: getattr(config, name, None) for name in SCALED_HEAD}
     changed = {name: value for name, value in factors.items() if value not in (None, 1)}
     if changed:
@@ -106,7 +108,7 @@ def _check_head(config: PreTrainedConfig) -> None:
 
 
 def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """No value may make a training forward random: the policy's log-probs would be of another policy each time."""
+    """Refuse values that make a training forward random: each forward would compute another policy."""
     random_values = dict(random_settings(config))
     if random_values:
         settings = ", ".join(f"{name} {value}" for name, value in random_values.items())
@@ -122,7 +124,7 @@ def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> No
 
 
 def random_settings(config: PreTrainedConfig | Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each setting above 0 that makes a training forward random; nested ones included."""
+    """Yield (name, value) of each setting above 0 that makes a training forward random, also in nested configurations."""
     values = config if isinstance(config, Mapping) else vars(config)
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig | Mapping):

@@ -1,7 +1,7 @@
-"""Packed, padding-free attention: S sequences end to end in one row of N tokens, blind to each other.
+"""Packed attention without padding: S sequences end to end in one row of N tokens, which do not attend to each other.
 
-Registered as an attention implementation of transformers, which builds no mask for it: the block-diagonal structure
-comes from the `Packing` among the model's keyword arguments. Cost grows with the sum of the squared lengths.
+It is registered as an attention implementation of transformers, which builds no mask for it: the block-diagonal structure
+comes from the `Packing` among the model's keyword arguments. The cost grows with the sum of the squared lengths.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from async_grpo.errors import ConfigurationError
 
 try:
     from flash_attn import flash_attn_varlen_func
-except ImportError:  # optional: needs a GPU tool-chain to build; torch's own kernel serves without it
+except ImportError:  # optional: its build needs a GPU tool-chain; otherwise torch's own kernel is used
     flash_attn_varlen_func = None
 
 PACKED_ATTENTION = "async_grpo_packed"
-# Arguments of an attention call that do not change what it computes, or that packed attention reads itself. All others
-# do: a window, a cap, sinks, the indices of a sparse attention, and whatever a newer model invents
+# Arguments of an attention call that do not change its result, or that packed attention reads itself. All others change
+# it: a window, a cap, sinks, the indices of a sparse attention, and arguments of future models
 HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position",
@@ -41,48 +41,57 @@ HARMLESS_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-MOST_ROWS = 0.9  # of a row's tokens: where more are distinct, all are computed
+MOST_ROWS = 0.9  # if a larger share of the tokens is distinct, beginnings are not shared
 
 
 class Packing:
-    """Where the sequences of one packed row begin and end, and what of it is computed: equal beginnings only once.
+    """The layout of one packed row, in which equal beginnings of sequences are computed only once.
 
-    input_ids (N,); cu_seqlens (S + 1,): 0 ... N. Of these, F tokens are inputs: not the last one of a sequence, which
-    nothing follows (unless it is the only one). In a causal model a token's states hang on the tokens up to it alone. So
-    the inputs share M rows of states, one for every distinct beginning of a sequence: the members of a group share
-    those of their prompt. Attention is computed over all F.
+    F of the N tokens are inputs: all except the last one of each sequence, which no token follows (unless it is the only
+    one). In a causal model the states of a token depend only on the tokens up to it. So the inputs share M rows of states,
+    one for every distinct beginning of a sequence: the members of a group share the rows of their prompt. Attention is
+    computed over all F inputs.
+
+    Args:
+        input_ids: (N,).
+        cu_seqlens: (S + 1,), boundaries of the sequences, 0 ... N.
     """
 
     def __init__(self, input_ids: Tensor, cu_seqlens: Tensor) -> None:
-        bounds, device = cu_seqlens.cpu().numpy().astype(np.int64), input_ids.device
+        bounds = cu_seqlens.cpu().numpy().astype(np.int64)
         lengths = np.maximum(np.diff(bounds) - 1, 1)
         boundaries = np.cumsum([0, *lengths])
         offsets = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
         inputs = np.repeat(bounds[:-1], lengths) + offsets
         rows = rows_of_beginnings(input_ids.cpu().numpy()[inputs], boundaries)
-        # Few equal beginnings do not pay for bringing states together and apart in every layer
+        # With few equal beginnings, the gathering of states in every layer costs more than it saves
         self.shares = bool(rows.max() < MOST_ROWS * len(rows))
         if not self.shares:
             rows = np.arange(len(rows))
         firsts = np.unique(rows, return_index=True)[1]
         rows_of_tokens = np.zeros(bounds[-1], np.int64)
         rows_of_tokens[inputs] = rows
+
+        device = input_ids.device
+        indices = partial(torch.tensor, device=device)  # int64
         self.longest = int(lengths.max())
         self.boundaries = torch.tensor(boundaries, dtype=torch.int32, device=device)
-        self.starts, self.lengths = self.boundaries[:-1], self.boundaries.diff()
-        indices = partial(torch.tensor, device=device)  # int64
-        self.rows = indices(rows)  # (F,): of each input
-        self.rows_of_tokens = indices(rows_of_tokens)  # (N,); 0 where a token is no input
-        self.firsts = indices(firsts)  # (M,): the first input of a row
-        self.tokens = indices(inputs[firsts])  # (M,): the same, among all N
-        self.position_ids = indices(offsets[firsts])  # (M,), from 0 in every sequence
+        self.starts = self.boundaries[:-1]
+        self.lengths = self.boundaries.diff()
+        self.rows = indices(rows)  # (F,): row of each input
+        self.rows_of_tokens = indices(
+            rows_of_tokens
+        )  # (N,): row of each token; 0 for a token that is no input
+        self.firsts = indices(firsts)  # (M,): first input of each row, among the F inputs
+        self.tokens = indices(inputs[firsts])  # (M,): first input of each row, among the N tokens
+        self.position_ids = indices(offsets[firsts])  # (M,): position in the sequence, from 0
 
     @cached_property
     def buckets(self) -> list[Tensor]:
-        """Rows of states (n, P) of each set of n sequences that share one attention call without the kernel.
+        """Return the rows of states (n, P) for each set of n sequences that share one attention call without the kernel.
 
-        P is the length rounded up to eighths of the next power of two, and to 16 at least: few calls, little
-        filling. The filling repeats the last token: no real token looks at it, attention being causal.
+        P is the length rounded up to eighths of the next power of two, and at least 16: this needs few calls and little
+        padding. The padding repeats the last token; no real token attends to it, because attention is causal.
         """
         eighth = (2 ** (self.lengths.log2().ceil() - 3)).clamp(min=16).int()
         widths = (self.lengths + eighth - 1) // eighth * eighth
@@ -90,35 +99,42 @@ class Packing:
         for width in widths.unique():
             offsets = torch.arange(int(width), device=widths.device)
             members = (widths == width).nonzero()
-            buckets.append(self.rows[self.starts[members] + offsets.minimum(self.lengths[members] - 1)])
+            inputs = self.starts[members] + offsets.minimum(self.lengths[members] - 1)
+            buckets.append(self.rows[inputs])
         return buckets
 
     @cached_property
     def places(self) -> Tensor:
-        """(M,) int64: the first place of each row in the concatenated outputs of the buckets, before its fillings."""
+        """Return (M,) int64, the first place of each row in the concatenated outputs of the buckets."""
         rows = torch.cat([index.flatten() for index in self.buckets])
         places = torch.arange(len(rows), device=rows.device)
         return torch.empty_like(self.firsts).scatter_reduce(0, rows, places, "amin", include_self=False)
 
 
 def rows_of_beginnings(input_ids: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """(N,) int64, from 0 without gaps: tokens have one row if they and all before them in their sequences are equal.
+    """Return the row of each token, (N,) int64, from 0 without gaps.
+
+    Tokens share a row if they and all tokens before them in their sequences are equal.
 
     >>> rows_of_beginnings(np.array([5, 6, 7, 5, 6, 8, 6, 7]), np.array([0, 3, 6, 8])).tolist()
     [0, 1, 2, 0, 1, 3, 4, 5]
     """
     sequences = np.split(input_ids, cu_seqlens[1:-1])
     rows = np.split(np.empty(len(input_ids), np.int64), cu_seqlens[1:-1])
-    before, rows_before, count = input_ids[:0], input_ids[:0], 0
-    # Sorted, whichever way tokens are compared, each sequence has its longest known beginning from its neighbour
+    previous = rows_of_previous = input_ids[:0]
+    num_rows = 0
+    # In any lexicographic order, a sequence shares its longest beginning among the earlier ones with its predecessor
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes()):
-        shortest = min(len(before), len(sequences[i]))
-        differs = np.append(before[:shortest] != sequences[i][:shortest], True)
-        shared = int(differs.argmax())
-        rows[i][:shared] = rows_before[:shared]
-        new = rows[i][shared:]
-        new[:] = np.arange(count, count + len(new))
-        before, rows_before, count = sequences[i], rows[i], count + len(new)
+        sequence = sequences[i]
+        shortest = min(len(previous), len(sequence))
+        differs = np.append(previous[:shortest] != sequence[:shortest], True)
+        num_shared = int(differs.argmax())
+        rows[i][:num_shared] = rows_of_previous[:num_shared]
+        num_new = len(sequence) - num_shared
+        rows[i][num_shared:] = np.arange(num_rows, num_rows + num_new)
+        num_rows += num_new
+        previous = sequence
+        rows_of_previous = rows[i]
     return np.concatenate(rows)
 
 
@@ -133,9 +149,23 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within sequences; query (1, H, M, D), key and value (1, K, M, D) -> (1, M, H, D).
+    """Compute causal attention within sequences.
 
-    ConfigurationError: the model asks for something else, which would be left out silently.
+    Args:
+        module: The attention layer.
+        query: (1, H, M, D).
+        key: (1, K, M, D).
+        value: (1, K, M, D).
+        attention_mask: Must be None.
+        packing: The layout of the row.
+        scaling: Factor of the products of queries and keys.
+        kwargs: Further arguments of the model.
+
+    Returns:
+        (1, M, H, D), and None in place of attention weights.
+
+    Raises:
+        ConfigurationError: The model requests anything else, which would otherwise be ignored silently.
     """
     unsupported = _unsupported_requests(module, attention_mask, kwargs)
     if packing is None:
@@ -147,24 +177,29 @@ def packed_attention(
         )
     heads = (query[0], key[0], value[0])
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        q, k, v = (one.transpose(0, 1) for one in heads)
+        q, k, v = (states.transpose(0, 1) for states in heads)
         if not packing.shares:
             return _attend_with_kernel(q, k, v, packing, scaling)[None], None
-        q, k, v = (one.index_select(0, packing.rows) for one in (q, k, v))
-        return _attend_with_kernel(q, k, v, packing, scaling).index_select(0, packing.firsts)[None], None
+        q, k, v = (states.index_select(0, packing.rows) for states in (q, k, v))
+        output = _attend_with_kernel(q, k, v, packing, scaling)
+        return output.index_select(0, packing.firsts)[None], None
     outputs = []
-    for index in packing.buckets:
-        found = (one.index_select(1, index.flatten()) for one in heads)
-        q, k, v = (one.unflatten(1, index.shape).transpose(0, 1) for one in found)
+    for rows in packing.buckets:
+        q, k, v = (_states_of_rows(states, rows) for states in heads)
         output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.places)[None], None
 
 
+def _states_of_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """Return (n, heads, P, D), the states (heads, M, D) of rows (n, P)."""
+    return states.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
+
+
 def _unsupported_requests(
     module: nn.Module, attention_mask: Tensor | None, arguments: Mapping[str, object]
 ) -> list[str]:
-    """Name everything that a model asks of its attention and that the packed one does not compute."""
+    """Return the names of everything that a model requests of its attention and that packed attention lacks."""
     unknown = arguments.keys() - HARMLESS_ARGUMENTS
     unsupported = [name for name in sorted(unknown) if arguments[name] is not None]
     if attention_mask is not None:
@@ -179,24 +214,25 @@ def _unsupported_requests(
 def _attend_with_kernel(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """(N, heads, D) each, in half precision on a GPU."""
-    longest, bounds = packing.longest, packing.boundaries
-    given = query, key, value, bounds, bounds, longest, longest
+    """Return the attention of (N, heads, D) states in half precision on a GPU."""
+    boundaries = packing.boundaries
+    longest = packing.longest
+    inputs = (query, key, value, boundaries, boundaries, longest, longest)
     if flash_attn_varlen_func is not None:
-        return flash_attn_varlen_func(*given, softmax_scale=scaling, causal=True)
+        return flash_attn_varlen_func(*inputs, softmax_scale=scaling, causal=True)
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": (-1, 0)}  # causal
-    attended = varlen_attn(*given, **options)
-    assert isinstance(attended, Tensor)  # a pair only where the normalisers are asked for
-    return attended
+    output = varlen_attn(*inputs, **options)
+    assert isinstance(output, Tensor)  # it is a pair only if normalisers are requested
+    return output
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
 
 
 def compile_around_attention(layers: Sequence[nn.Module]) -> None:
-    """torch.compile the layers' forwards, once for all of one kind and any number of tokens."""
-    # How sequences lie differs in every batch: traced, it would be compiled anew for each
+    """Compile the forward of each layer, once for all layers of one kind and any number of tokens."""
+    # The layout of sequences differs in every batch; if it were traced, every batch would be compiled anew
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     for layer in layers:
-        # Not layer.compile(), which would trace the hooks of FSDP as well
+        # layer.compile() would trace the hooks of FSDP as well
         layer.forward = torch.compile(layer.forward, dynamic=True)

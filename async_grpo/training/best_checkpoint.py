@@ -1,4 +1,4 @@
-"""The checkpoint that evaluations like best: it stays beside the newest ones."""
+"""The checkpoint with the best evaluation, which is kept in addition to the newest ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,31 +8,40 @@ from async_grpo.metrics.writer import EVAL_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.training.checkpoint_folder import checkpoints_of
 
-MOST_EVALUATIONS = 1_000_000  # lines that are read, from the end
+MOST_EVALUATIONS = 1_000_000  # number of lines that are read, from the end of the file
 
 
 def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) -> set[str]:
-    """Return the names of checkpoints that must stay.
+    """Return the names of checkpoints that must be kept, and let `checkpoints/best` point to the best one.
 
-    The best has the highest mean reward on the evaluation file of that name (of equal ones the newest); `checkpoints/best`
-    points to it from now on. Those that `is_evaluated` says have yet to be stay, too. The evaluation that began after
-    step n is that of the checkpoint of step n.
+    The best checkpoint has the highest mean reward on an evaluation file; of equal ones it is the newest. Checkpoints whose
+    evaluation is still to come are kept too. The evaluation that began after step n is that of the checkpoint of step n.
+
+    Args:
+        output_dir: The folder of the run.
+        file: Name of the evaluation file.
+        is_evaluated: Whether an evaluation follows a step.
     """
-    folders = reversed(checkpoints_of(output_dir))  # of a step that was saved twice, the newer one
+    folders = reversed(
+        checkpoints_of(output_dir)
+    )  # so that the newer one of a step that was saved twice remains
     saved = {int(folder.stem.removeprefix("step_")): folder.name for folder in folders}
-    rewards: dict[int, float | None] = {}  # None: nothing could be scored
+    rewards: dict[int, float | None] = {}  # by step; None if no completion could be scored
     for line in metrics_lines(output_dir / EVAL_FILE, MOST_EVALUATIONS):
         if line.get("file", "") != file or "eval_avg_reward" not in line:
             continue
         reward = line["eval_avg_reward"]
         if reward is None or is_number(reward):
             rewards[line["step"]] = reward
-    stay = {name for step, name in saved.items() if is_evaluated(step) and step > max(rewards, default=0)}
-    if scored := [(rewards[step], step) for step in saved if rewards.get(step) is not None]:
-        best = saved[max(scored)[1]]
-        new = output_dir / "checkpoints" / ".best"
-        new.unlink(missing_ok=True)
-        new.symlink_to(best)
-        new.replace(new.with_name("best"))
-        stay.add(best)
-    return stay
+    last_evaluated = max(rewards, default=0)
+    kept = {name for step, name in saved.items() if is_evaluated(step) and step > last_evaluated}
+    scored = [(rewards[step], step) for step in saved if rewards.get(step) is not None]
+    if scored:
+        _, best_step = max(scored)
+        best = saved[best_step]
+        new_link = output_dir / "checkpoints" / ".best"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(best)
+        new_link.replace(new_link.with_name("best"))
+        kept.add(best)
+    return kept

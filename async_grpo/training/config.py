@@ -5,7 +5,7 @@ from functools import partial
 
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Range, Section, option
 
-DECAYS_TO_ZERO = ("linear", "cosine")  # schedules that end at 0, at the run's last step
+DECAYS_TO_ZERO = ("linear", "cosine")  # schedules that reach 0 at the last step of the run
 BELOW_ONE = Range("must lie between 0 and 1 (without 1)", lambda value: 0 <= value < 1)
 
 _optimizer = partial(option, panel="Optimizer", portable=True)
@@ -13,7 +13,7 @@ _optimizer = partial(option, panel="Optimizer", portable=True)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW and its schedule. `num_warmup_steps` counts optimizer steps."""
+    """Options of AdamW, its schedule, and the trainer's memory."""
 
     learning_rate: float = _optimizer(2e-6, "Peak learning rate of AdamW.", range=POSITIVE, everyday=True)
     lr_scheduler: str = _optimizer(

@@ -1,4 +1,4 @@
-"""Models in the Hugging Face format: `<output_dir>/hf_format/samples_<n>`, whole or not there."""
+"""Export models in the Hugging Face format to `<output_dir>/hf_format/samples_<n>`, each folder atomically."""
 
 import copy
 import logging
@@ -19,68 +19,75 @@ from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_he
 from async_grpo.training.distributed import Ranks
 
 log = logging.getLogger(__name__)
-# Copied as they are: a checkpoint speaks the tokens, byte for byte, that the run was trained on
+# Copied unchanged, so that an exported model has exactly the tokens that the run was trained on
 COPIED_FILES = (
     *(*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json"),
 )
-# In a folder of its own: vLLM loads every *.safetensors beside the config.json as the model's
+# In a separate folder, because vLLM loads every *.safetensors next to config.json as weights of the model
 VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 
 @dataclass
 class ModelExporter:
-    """Writes and prunes models that any library loads; saving is a collective, the files are rank 0's."""
+    """Writes models that other libraries can load, and removes old ones. To save is a collective; rank 0 writes."""
 
     output_dir: Path
-    model_path: str | Path  # the folder the run started from, with its tokenizer and generation settings
+    model_path: str | Path  # folder of the run's initial model, with its tokenizer and generation settings
     ranks: Ranks
     dtype: str = "bfloat16"  # of the saved weights
-    min_samples_between: int = 30_000  # one is due that many samples after the last
-    keep_last: int | None = None  # None keeps all
-    resumed_at: int = 0  # the samples that a resumed run has been trained on
+    min_samples_between: int = 30_000  # number of samples after which the next export is due
+    keep_last: int | None = None  # number of exports that are kept; None keeps all
+    resumed_at: int = 0  # number of samples that a resumed run was trained on
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / "hf_format"
-        self._source, self._dtype = model_folder(self.model_path), torch_dtype(self.dtype)
+        self._source = model_folder(self.model_path)
+        self._dtype = torch_dtype(self.dtype)
         older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= self.resumed_at]
-        self._written = sorted(older, key=_samples)  # by this run, the oldest first
-        newest = _samples(self._written[-1]) if self.ranks.is_main and older else 0
-        self._last_saved = int(self.ranks.max([float(newest)])[0])  # other nodes may not see the folder
+        self._written = sorted(older, key=_samples)  # exports of this run, the oldest first
+        last_saved = _samples(self._written[-1]) if self.ranks.is_main and older else 0
+        # Ranks on other nodes may not see the folder
+        self._last_saved = int(self.ranks.max([float(last_saved)])[0])
 
     def is_due(self, samples: int) -> bool:
-        """Whether `samples` trained on is far enough beyond the last checkpoint."""
+        """Return whether an export is due after a number of trained samples."""
         return samples - self._last_saved >= self.min_samples_between
 
     def save_if_due(self, policy: PolicyModel, samples: int) -> None:
-        """A checkpoint of `policy`, if one is due; a collective then. One that cannot be written ends no run."""
+        """Save an export if it is due, as a collective; an error to write it is logged, and does not end the run."""
         if not self.is_due(samples):
             return
-        before, failed = self._last_saved, False
+        previous = self._last_saved
+        has_failed = False
         try:
             self.save(policy, samples)
         except (OSError, SafetensorError) as error:
             log.error("the model could not be written; the run goes on: %s", error)
-            failed = True
-        if self.ranks.max([float(failed)])[0]:
-            self._last_saved = before
+            has_failed = True
+        if self.ranks.max([float(has_failed)])[0]:
+            self._last_saved = previous
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
-        """Save unless the last checkpoint already holds these weights."""
-        if samples != self._last_saved:  # not "if the folder exists": ranks on other nodes may not see it
+        """Save an export, unless the last one already has these weights."""
+        # Whether the folder exists does not decide, because ranks on other nodes may not see it
+        if samples != self._last_saved:
             self.save(policy, samples)
 
     def save(self, policy: PolicyModel, samples: int) -> Path:
-        """Write the weights after `samples` samples. A collective; rank 0 returns when it is complete."""
+        """Write the weights after a number of samples. A collective; rank 0 returns when the export is complete."""
         target = self._folder / f"samples_{samples}"
         state: dict[str, Tensor] = {}
-        for name, tensor in named_full_tensors(policy, self._dtype):  # every rank takes part, one keeps
+        # Every rank gathers the tensors, and rank 0 keeps them
+        for name, tensor in named_full_tensors(policy, self._dtype):
             if self.ranks.is_main:
                 state[name] = tensor.to("cpu", self._dtype, copy=True)
-        value_head, self._last_saved = value_head_tensors(policy), samples
+        value_head = value_head_tensors(policy)
+        self._last_saved = samples
         if self.ranks.is_main:
             write_model(policy.model, state, value_head, target, source=self._source, dtype=self._dtype)
-            self._written.append(target)  # other runs' checkpoints are not ours to prune
+            # Only exports of this run are removed
+            self._written.append(target)
             while self.keep_last and len(self._written) > self.keep_last:
                 shutil.rmtree(self._written.pop(0))
         return target
@@ -95,17 +102,24 @@ def write_model(
     source: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write `state`, of `model`'s architecture, with the tokenizer of `source`: a whole folder, or none.
+    """Write a model folder under a hidden name, and rename it, so that a folder with the target's name is always complete.
 
-    Under a hidden name first: a folder of the target's name is a whole one, come what may.
+    Args:
+        model: A model of the architecture; its weights are not used.
+        state: The weights by name.
+        value_head: The weights of a value head by name; {} writes none.
+        target: The folder to write.
+        source: A model folder whose tokenizer and generation settings are copied.
+        dtype: The dtype of the weights.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f".{target.name.rpartition('_')[0]}*.partial"):
         shutil.rmtree(leftover)
-    partial, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "replaced"))
+    partial = target.with_name(f".{target.name}.partial")
+    replaced = target.with_name(f".{target.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
-    # The same architecture without memory: save_pretrained reads class, dtype and tied names off it. Its
-    # generation settings are defaults (transformers refuses to save some); the source's are copied
+    # save_pretrained needs class, dtype and tied names of a model, for which one without memory suffices. Its generation
+    # settings are defaults, because transformers refuses to save some settings; those of the source are copied
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
@@ -118,21 +132,31 @@ def write_model(
         (partial / VALUE_HEAD_FILE).parent.mkdir()
         tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
         save_file(tensors, partial / VALUE_HEAD_FILE)
-    for path in partial.rglob("*.safetensors"):  # they are made for their owner's eyes alone
+    # safetensors creates files that only their owner can read
+    for path in partial.rglob("*.safetensors"):
         shutil.copymode(partial / "config.json", path)
-    if target.exists():  # from an earlier run into the same output_dir
+    # An earlier run with the same output_dir may have left a folder of this name
+    if target.exists():
         os.rename(target, replaced)
     os.rename(partial, target)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _samples(path: Path) -> int:
+    """Return the number of samples in the name of a folder; 0 for a folder that is no export."""
     number = path.name.removeprefix("samples_")
-    return int(number) if number.isdigit() else 0  # of somebody else
+    return int(number) if number.isdigit() else 0
 
 
 def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
-    """Load the value head in `folder` into a policy not yet sharded; False: either has none. A broken one is refused."""
+    """Load the value head in a folder into a policy that is not sharded yet.
+
+    Returns:
+        Whether both the policy and the folder have a value head.
+
+    Raises:
+        ConfigurationError: The file does not fit the policy.
+    """
     path = Path(folder) / VALUE_HEAD_FILE
     if policy.value_head is None or not path.is_file():
         return False

@@ -17,23 +17,23 @@ from async_grpo.training.config import OptimizerConfig
 
 
 def _warmup(step: int, warmup_steps: int, total_steps: int) -> float:
-    """(step + 1) / warmup_steps, at most 1: a ramp that began at 0 would waste the first step."""
+    """Return (step + 1) / warmup_steps, at most 1; a ramp that began at 0 would waste the first step."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
 def _decay_progress(step: int, warmup_steps: int, total_steps: int) -> float:
-    """0 at the end of the warm-up, 1 at `total_steps` and ever after."""
+    """Return 0 at the end of the warm-up, rising to 1 at `total_steps`, and 1 afterwards."""
     return min(1.0, max(0, step - warmup_steps) / (total_steps - warmup_steps))
 
 
 def _inverse_sqrt(step: int, warmup_steps: int, total_steps: int) -> float:
-    """sqrt(warmup_steps / step) after warm-up (Vaswani et al. 2017, 5.3); without, 1 / sqrt(step + 1)."""
+    """Return sqrt(warmup_steps / step) after the warm-up (Vaswani et al. 2017, 5.3), or 1 / sqrt(step + 1) without one."""
     if not warmup_steps:
         return 1 / math.sqrt(step + 1)
     return min(_warmup(step, warmup_steps, total_steps), math.sqrt(warmup_steps / max(1, step)))
 
 
-# (step, warm-up steps, total steps) -> the share of the peak rate
+# (step, warm-up steps, total steps) -> share of the peak learning rate
 LR_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
     "constant": lambda *at: 1.0,
     "constant_with_warmup": _warmup,
@@ -44,6 +44,7 @@ LR_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
 
 
 def _adamw_8bit() -> Callable[..., Optimizer]:
+    """Return the class of AdamW with 8-bit moments, or raise ConfigurationError if it is not installed."""
     try:
         return importlib.import_module("torchao.optim").AdamW8bit
     except ImportError as error:
@@ -52,34 +53,41 @@ def _adamw_8bit() -> Callable[..., Optimizer]:
         ) from error
 
 
-def begun(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The `step`, `exp_avg` and `exp_avg_sq` of a parameter; before the first step as AdamW begins."""
+def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the `step`, `exp_avg` and `exp_avg_sq` of a parameter; before the first step, AdamW's initial state."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
-        # torchao's makes its own
-        empty: Any = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
+        # torchao's optimizer creates buffers of its own type
+        new_buffer: Any = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state |= {"exp_avg": empty(parameter, True), "exp_avg_sq": empty(parameter, False)}
+        state["exp_avg"] = new_buffer(parameter, True)
+        state["exp_avg_sq"] = new_buffer(parameter, False)
     return state
 
 
 def build_policy_optimizer(
     policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:
-    """AdamW over the policy, sharded or not (decay on all weights), and the schedule that scales its learning rates.
+    """Return AdamW over the policy, with weight decay on all weights, and the schedule of its learning rates.
 
-    The model is group 0, a value head group 1. total_steps: of the run, to whose end some schedules decay.
+    The model is parameter group 0, a value head is group 1.
+
+    Args:
+        policy: The policy, sharded or not.
+        config: The options of the optimizer.
+        total_steps: Number of steps of the run, to whose end some schedules decay.
     """
     groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
     if policy.value_head is not None:
         groups.append({"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate})
-    make = _adamw_8bit() if config.optimizer == "adamw_8bit" else partial(AdamW, fused=True)
-    optimizer = make(
+    make_optimizer = _adamw_8bit() if config.optimizer == "adamw_8bit" else partial(AdamW, fused=True)
+    optimizer = make_optimizer(
         groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
-    schedule, warmup_steps = LR_SCHEDULES[config.lr_scheduler], config.num_warmup_steps
+    schedule = LR_SCHEDULES[config.lr_scheduler]
+    warmup_steps = config.num_warmup_steps
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, warmup_steps, total_steps))

@@ -1,8 +1,8 @@
-"""Trajectories with rewritten history: their sequences lie in different micro-batches, possibly on different ranks.
+"""Trajectories with rewritten history, whose sequences lie in different micro-batches, possibly on different ranks.
 
-A critic's advantages go along a trajectory in time: what a later sequence earns must reach the tokens of the earlier ones,
-and the last token before a change of the sequence is followed by the value of the first token after it. So the
-rewards and values of these trajectories, and of no others, are brought together on every rank.
+A critic's advantages are computed along a trajectory in time: a reward of a later sequence must reach the tokens of the
+earlier ones, and the last token of a sequence is followed by the value of the first token of the next one. So the rewards
+and values of these trajectories, and of no others, are gathered on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,47 +18,48 @@ from async_grpo.training.objective import BatchTensors
 
 @dataclass(frozen=True)
 class Part:
-    """Where the tokens of one row stand in `JoinedTrajectories.columns`."""
+    """Places of the tokens of one row in `JoinedTrajectories.columns`."""
 
     row: BatchTensors
-    tokens: Tensor  # (n,) int64, their places in the row
-    places: Tensor  # (n,) int64, their places in the columns
+    tokens: Tensor  # (n,) int64, places in the row
+    places: Tensor  # (n,) int64, places in the columns
 
 
 @dataclass(frozen=True)
 class JoinedTrajectories:
-    """All trajectories of several sequences of a step, end to end, each in time."""
+    """All trajectories with several sequences of a step, end to end, each in the order of time."""
 
     parts: list[Part]  # of this rank
-    lengths: list[int]  # tokens of each trajectory
+    lengths: list[int]  # number of tokens of each trajectory
     columns: Tensor  # (3, M) float64 on the CPU: rewards, values, and 1 where a token is trained on
 
     def estimate(self, critic_returns: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Write advantages and returns into the rows, in place of those of each sequence by itself."""
-        rewards, values, trained = (
-            pad_sequence(list(column.split(self.lengths)), batch_first=True) for column in self.columns
-        )
-        inside = pad_sequence(
-            [torch.ones(length, dtype=torch.bool) for length in self.lengths], batch_first=True
-        )
-        advantages, returns = critic_returns(rewards, values, trained.bool())
+        """Write advantages and returns into the rows; they replace those that were computed for each sequence alone."""
+        rewards, values, is_trained = (self._by_trajectory(column) for column in self.columns)
+        is_token = self._by_trajectory(torch.ones(sum(self.lengths), dtype=torch.bool))  # False at padding
+        advantages, returns = critic_returns(rewards, values, is_trained.bool())
         for part in self.parts:
             row = part.row
             assert row.returns is not None
-            row.advantages[0, part.tokens] = advantages[inside][part.places].to(row.advantages)
-            row.returns[0, part.tokens] = returns[inside][part.places].to(row.returns)
+            row.advantages[0, part.tokens] = advantages[is_token][part.places].to(row.advantages)
+            row.returns[0, part.tokens] = returns[is_token][part.places].to(row.returns)
+
+    def _by_trajectory(self, column: Tensor) -> Tensor:
+        """Return (trajectories, T), padded, from a column (M,)."""
+        return pad_sequence(list(column.split(self.lengths)), batch_first=True)
 
 
 def joined_trajectories(rows: Sequence[BatchTensors], ranks: Ranks) -> JoinedTrajectories | None:
-    """Bring together what the ranks hold of trajectories of several sequences; None: no rank holds any. A collective.
+    """Gather the trajectories with several sequences of all ranks; None if there are none. A collective.
 
-    The rows' `advantages` are still rewards, and their `old_values` are known.
+    `advantages` of the rows must still be rewards, and `old_values` must be set.
     """
     pieces = [_piece(row) for row in rows if row.times is not None]
-    (most,) = ranks.max([float(sum(len(piece.times) for piece in pieces))])
-    if not most:
+    num_tokens = sum(len(piece.times) for piece in pieces)
+    (most_tokens,) = ranks.max([float(num_tokens)])
+    if not most_tokens:
         return None
-    names, lengths = _known_trajectories(pieces, ranks)
+    names, lengths = _all_trajectories(pieces, ranks)
     begins = lengths.cumsum(0) - lengths
     columns = torch.zeros(3, int(lengths.sum()), dtype=torch.float64)
     parts = []
@@ -76,16 +77,17 @@ def joined_trajectories(rows: Sequence[BatchTensors], ranks: Ranks) -> JoinedTra
 
 @dataclass(frozen=True)
 class _Piece:
-    """The n tokens, in s sequences, of one row that belong to trajectories of several sequences; on the CPU."""
+    """The n tokens, in s sequences, of one row that belong to trajectories with several sequences; on the CPU."""
 
     row: BatchTensors
-    tokens: Tensor  # (n,) int64, their places in the row
-    names: Tensor  # (s, 2) int64, group and member of each of the sequences
-    sequences: Tensor  # (n,) int64, which of them each token is of
-    times: Tensor  # (n,) int64, their places in the trajectory
+    tokens: Tensor  # (n,) int64, places in the row
+    names: Tensor  # (s, 2) int64, group and member of each sequence
+    sequences: Tensor  # (n,) int64, index of each token's sequence among the s
+    times: Tensor  # (n,) int64, ranks in time in the trajectory
 
 
 def _piece(row: BatchTensors) -> _Piece:
+    """Return the tokens of a row that belong to trajectories with several sequences."""
     assert row.times is not None and row.members is not None
     times = row.times[0].cpu().long()
     tokens = (times >= 0).nonzero().flatten()
@@ -94,18 +96,18 @@ def _piece(row: BatchTensors) -> _Piece:
     return _Piece(row, tokens, names, sequences, times[tokens])
 
 
-def _known_trajectories(pieces: Sequence[_Piece], ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _all_trajectories(pieces: Sequence[_Piece], ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return the names (trajectories, 2) and lengths in tokens (trajectories,) of all ranks' trajectories, sorted."""
     parts = [torch.zeros(0, 3, dtype=torch.int64)]
     for piece in pieces:
         ends = torch.zeros(len(piece.names), dtype=torch.int64)
         ends = ends.scatter_reduce(0, piece.sequences, piece.times + 1, "amax")
         parts.append(torch.cat([piece.names, ends[:, None]], dim=1))
-    own = torch.cat(parts)
-    names, lengths = _lengths(own[:, :2], own[:, 2])
-    # Ranks know different numbers of trajectories; lines of no length fill up the tables
-    (most,) = ranks.max([float(len(names))])
-    table = torch.zeros(int(most), 3, dtype=torch.float64)
+    names_and_ends = torch.cat(parts)
+    names, lengths = _lengths(names_and_ends[:, :2], names_and_ends[:, 2])
+    # Ranks hold different numbers of trajectories, so their tables are padded with rows of length 0
+    (num_rows,) = ranks.max([float(len(names))])
+    table = torch.zeros(int(num_rows), 3, dtype=torch.float64)
     table[: len(names)] = torch.cat([names, lengths[:, None]], dim=1)
     merged = ranks.gathered(table).flatten(end_dim=1).long()
     merged = merged[merged[:, 2] > 0]
@@ -113,6 +115,7 @@ def _known_trajectories(pieces: Sequence[_Piece], ranks: Ranks) -> tuple[Tensor,
 
 
 def _lengths(names: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each distinct name with its length: its largest `times` + 1."""
-    distinct, numbers = torch.unique(names, dim=0, return_inverse=True)
-    return distinct, torch.zeros(len(distinct), dtype=torch.int64).scatter_reduce(0, numbers, ends, "amax")
+    """Return the distinct names, and the length of each, which is its largest end."""
+    distinct_names, indices = torch.unique(names, dim=0, return_inverse=True)
+    lengths = torch.zeros(len(distinct_names), dtype=torch.int64)
+    return distinct_names, lengths.scatter_reduce(0, indices, ends, "amax")

@@ -1,8 +1,8 @@
-"""What can only be known of a whole step: one forward over all its micro-batches, before any gradient.
+"""Terms of a loss that depend on a whole step: one forward over all its micro-batches, before any gradient.
 
-Some terms of a loss are no sums over tokens: advantages whitened with the critic's values (GAE), importance weights
-divided by their mean, the few tokens with the largest covariance (clip_cov, kl_cov), the tokens that a group is left
-with after rejection (prompt_mean). They are the same whatever the packing; the price is that one more forward.
+Some terms are no sums over tokens: advantages whitened with the critic's values (GAE), importance weights divided by their
+mean, the few tokens with the largest covariance (clip_cov, kl_cov), and the number of tokens that remain of a group after
+rejection (prompt_mean). This module computes them independently of the packing, at the cost of one more forward.
 """
 
 import math
@@ -23,15 +23,20 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.trajectories import joined_trajectories
 
-MIXER = 1_000_003  # keeps sums of different things apart; int64 wraps around, which is no harm
+MIXER = 1_000_003  # keeps sums of different numbers distinct; int64 may wrap around
 
 
 def add_step_terms(
     policy: PolicyModel, objective: Objective, rows: Sequence[BatchTensors], ranks: Ranks, step: int
 ) -> None:
-    """Write into the rows what the objective needs of their step; a collective, with as many rows on every rank.
+    """Write the terms that the objective needs into the rows. A collective, with equally many rows on every rank.
 
-    `step` seeds the random choice of clip_cov.
+    Args:
+        policy: The policy.
+        objective: The objective of the training.
+        rows: The micro-batches of this rank.
+        ranks: The ranks of the training.
+        step: Seeds the random selection of clip_cov.
     """
     with torch.no_grad():
         for row in rows:
@@ -50,37 +55,48 @@ def add_step_terms(
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    """Estimate advantages along each trajectory in time, over its trained tokens, rejected or not; whiten over the step."""
+    """Estimate advantages along each trajectory in time, and whiten them over the step; rejected tokens count too."""
     assert objective.critic_returns is not None
-    trajectories = joined_trajectories(rows, ranks)  # before the rewards become advantages
+    # Must come first: the loop replaces the rewards, which `row.advantages` still holds
+    trajectories = joined_trajectories(rows, ranks)
     for row in rows:
         assert row.old_values is not None
         lengths = row.cu_seqlens.diff().tolist()
-        rewards, values, mask, inside = (
-            pad_sequence(list(tensor[0].split(lengths)), batch_first=True)  # (S, T)
-            for tensor in (row.advantages, row.old_values, row.mask, torch.ones_like(row.mask))
+        is_token = _by_sequence(torch.ones_like(row.mask), lengths)  # False at padding
+        advantages, returns = objective.critic_returns(
+            _by_sequence(row.advantages, lengths),
+            _by_sequence(row.old_values, lengths),
+            _by_sequence(row.mask, lengths),
         )
-        advantages, returns = objective.critic_returns(rewards, values, mask)
-        row.advantages, row.returns = advantages[inside][None], returns[inside][None]
+        row.advantages = advantages[is_token][None]
+        row.returns = returns[is_token][None]
     if trajectories is not None:
         trajectories.estimate(objective.critic_returns)
     if objective.whitens:
-        moments = merge_moments(torch.stack([whitening_moments(row.advantages, row.mask) for row in rows]))
+        moments_of_rows = [whitening_moments(row.advantages, row.mask) for row in rows]
+        moments = merge_moments(torch.stack(moments_of_rows))
         moments = merge_moments(ranks.gathered(moments)).to(moments.device)
         for row in rows:
             row.advantages = whitened(row.advantages, row.mask, moments)
 
 
+def _by_sequence(values: Tensor, lengths: list[int]) -> Tensor:
+    """Return (S, T), padded, from values (1, N) of sequences end to end."""
+    return pad_sequence(list(values[0].split(lengths)), batch_first=True)
+
+
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
-    """At every token the tokens of its group that are not rejected, over all ranks."""
+    """Set `group_tokens` of every token to the number of tokens of its group that are not rejected, over all ranks."""
     kept = torch.cat([row.group_ids[row.kept] for row in rows])
     # The groups of a step are neighbours, so a table from the first to the last is short
     bounds = [float(-kept.min()), float(kept.max())] if len(kept) else [-math.inf, -math.inf]
     lowest, highest = ranks.max(bounds)
-    if highest == -math.inf:  # every token of the step was rejected
+    if highest == -math.inf:
+        # Every token of the step was rejected
         return
     first = int(-lowest)
-    totals = ranks.gathered(torch.bincount(kept - first, minlength=int(highest) - first + 1)).sum(dim=0)
+    num_groups = int(highest) - first + 1
+    totals = ranks.gathered(torch.bincount(kept - first, minlength=num_groups)).sum(dim=0)
     for row in rows:
         places = (row.group_ids - first).clamp(0, len(totals) - 1)
         counts = totals.to(places.device)[places]
@@ -88,44 +104,48 @@ def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
 
 
 def _average_weights(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    totals, level = [], objective.config.importance_level
+    """Set `weight_mean` to the mean importance weight of the step, over all ranks."""
+    level = objective.config.importance_level
+    totals = []
     for row in rows:
         weights = objective.weights(row.logprobs, row, row.kept)
         totals.append(weight_totals(weights, row.kept, level=level, sequence_ids=row.sequence_ids))
-    total, count = ranks.sum([torch.stack(parts).sum().item() for parts in zip(*totals, strict=True)])
+    sums, counts = zip(*totals, strict=True)
+    total, count = ranks.sum([torch.stack(sums).sum().item(), torch.stack(counts).sum().item()])
     for row in rows:
         row.weight_mean = total / max(count, 1.0)
 
 
 def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, step: int) -> None:
-    """The tokens with the highest scores of all micro-batches of all ranks."""
+    """Set `selected` to the tokens with the highest scores, over the micro-batches of all ranks."""
     loss = objective.loss
     options: dict[str, Any] = loss.options | objective.loss_settings
     assert loss.scores is not None
     if "seed" in options:
         options["seed"] += step
-    inputs = []
+    batches = []
     for row in rows:
         old_logprobs = objective.ratio_denominator_logprobs(row.logprobs, row)
-        inputs.append(LossBatch(row.logprobs, old_logprobs, row.advantages, row.kept))
-    sums = torch.stack([token_sums(batch) for batch in inputs]).sum(dim=0)
+        batches.append(LossBatch(row.logprobs, old_logprobs, row.advantages, row.kept))
+    sums = torch.stack([token_sums(batch) for batch in batches]).sum(dim=0)
     sums = sums.new_tensor(ranks.sum(sums.tolist()))
-    scores = [
-        loss.scores(batch, sums, _token_keys(row), **options) for batch, row in zip(inputs, rows, strict=True)
-    ]
-    count = num_selected(options["ratio"], sums[2].item())
-    own_top = top_scores(torch.cat([score.flatten() for score in scores]), count)
-    threshold = top_scores(ranks.gathered(own_top), count)[-1]
-    for row, score in zip(rows, scores, strict=True):
-        row.selected = select(score, threshold.to(score.device))
+    scores_of_rows = []
+    for batch, row in zip(batches, rows, strict=True):
+        scores_of_rows.append(loss.scores(batch, sums, _token_keys(row), **options))
+    num_tokens = sums[2].item()
+    count = num_selected(options["ratio"], num_tokens)
+    top_of_rank = top_scores(torch.cat([scores.flatten() for scores in scores_of_rows]), count)
+    threshold = top_scores(ranks.gathered(top_of_rank), count)[-1]
+    for row, scores in zip(rows, scores_of_rows, strict=True):
+        row.selected = select(scores, threshold.to(scores.device))
 
 
 def _token_keys(row: BatchTensors) -> Tensor:
-    """(1, N) int64: a number of each token's own: of its group, place and engine log-prob."""
+    """Return (1, N) int64, a distinct number for each token, made of its group, its position and its engine log-prob."""
     ids = row.sequence_ids[0]  # ascending
-    place = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
+    position = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
-    # Members of a group may begin with the same tokens: their log-probs tell them apart
+    # Members of a group may begin with the same tokens, but the log-probs of whole sequences differ
     contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
-    contents = contents.index_add(0, ids, bits * (2 * place + 1))
-    return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + place)[None]
+    contents = contents.index_add(0, ids, bits * (2 * position + 1))
+    return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + position)[None]

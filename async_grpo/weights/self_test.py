@@ -1,4 +1,4 @@
-"""The self-test: which tensors change together in one round, by how much, and what a healthy engine may miss there."""
+"""The self-test: which tensors change together in one round, by how much, and the tolerance for a healthy engine."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,28 +10,30 @@ import torch
 from async_grpo.modeling import copies, local_shard
 from async_grpo.weights.package import canary_miss
 
-# The smallest tolerance of any comparison, nats: below it, float32 log-probs of one text differ on different machines
+# Lowest tolerance of any comparison, in nats: float32 log-probs of one text differ by as much between machines
 MIN_TOLERANCE = 5e-5
-# Engine and trainer may differ by so many times what the trainer differs by from itself when last bits of its weights flip.
-# In bfloat16, where sums are rounded once, healthy engines show at most 1.9 times that; in float32, where each of hundreds
-# of terms is, 2.6 times on a real model, and a lost tensor shows by thousands (docs/log.md, 2026-11-25)
+# Engine and trainer may differ by this multiple of the trainer's sensitivity, its own change when the last bits of its
+# weights flip. Healthy engines differ by at most 1.9 times the sensitivity in bfloat16, where sums are rounded once, and by
+# 2.6 times on a real model in float32, where each of hundreds of terms is rounded. A lost tensor makes a difference of
+# thousands of times (docs/log.md, 2026-11-25)
 SENSITIVITIES = {torch.float32: 48.0, torch.bfloat16: 3.0}
-# Or, in a self-test, by so many times what they differed by before anything was changed: an engine with other kernels, or
-# with quantised weights, differs by more than rounding
+# In a self-test they may also differ by this multiple of their difference before the change: an engine with other kernels,
+# or with quantised weights, differs by more than rounding
 UNCHANGED_DIFFERENCES = 1.5
 
-# Main memory that all ranks together may fill with originals while tensors are changed. 70 billion parameters in float32
-# are 280 GB, which a node need not have beside packed weights and the object store
+# Main memory that all ranks together may use for originals while tensors are changed. 70 billion parameters in float32
+# take 280 GB, which a node may not have besides packed weights and the object store
 ORIGINALS_BYTES = 8 << 30
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
 
 
 def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
-    """Group `names` by the first number in them (the layer), those without one together; every name is in one group.
+    """Group names by the first number in them, the layer; names without a number form one group.
 
-    Were every tensor changed at once, a key bias of one layer in 48 would move the canary less than bfloat16 rounds it;
-    it makes 4 % and more of what all tensors of its own layer do, and rounding 1.6 % at most (docs/log.md, 2026-11-22).
+    If every tensor changed at once, the loss of a key bias in one of 48 layers would change the canary less than bfloat16
+    rounding. If only its own layer changes, its part of the change is at least 4 %, and rounding at most 1.6 %
+    (docs/log.md, 2026-11-22).
 
     >>> [sorted(group) for group in self_test_groups(["embed", "layers.0.q", "layers.0.k", "layers.1.q", "head"])]
     [['embed', 'head'], ['layers.0.k', 'layers.0.q'], ['layers.1.q']]
@@ -46,8 +48,8 @@ def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
 def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list[frozenset[str]]:
     """Join the groups of `self_test_groups`, in order, while the originals of all ranks fit into `limit_bytes`.
 
-    Every tensor is in exactly one of them. A group that is larger than the limit stands alone: an engine that fuses
-    tensors of a layer loads them together. The bytes are those of whole tensors, so that every rank joins alike.
+    Every tensor is in exactly one group. A group that exceeds the limit stays whole, because an engine that fuses tensors
+    of a layer loads them together. The size is that of whole tensors, so that every rank forms the same groups.
 
     >>> weights = {f"layers.{number}.{kind}": torch.zeros(4) for number in range(3) for kind in "qk"}  # 16 bytes each
     >>> [sorted(group) for group in groups_within(weights, 64)]
@@ -67,16 +69,17 @@ def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list
 
 
 def _bytes_on_all_ranks(weight: torch.Tensor) -> int:
+    """Return the bytes that all ranks together use for a weight."""
     return weight.numel() * weight.element_size() * copies(weight)
 
 
 @contextmanager
 @torch.no_grad()
 def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Add noise to each of `weights` (shards included) while the block runs.
+    """Add noise to each of the weights (shards included) while the block runs.
 
-    An engine that loses one of the tensors then holds, and computes, something visibly different, whatever the learning
-    rate would have hidden. The originals are kept in main memory meanwhile (`groups_within`).
+    An engine that loses one of the tensors then computes a visibly different result; the change of a training step might be
+    too small to see. The originals are kept in main memory meanwhile (see `groups_within`).
     """
     shards = [local_shard(weight) for weight in weights.values()]
     originals = [shard.detach().to("cpu", copy=True) for shard in shards]
@@ -92,15 +95,16 @@ def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def noise_scale(shard: torch.Tensor) -> float:
-    """Standard deviation of a tensor's noise: half its own root mean square, and enough for the sum to be seen.
+    """Return the standard deviation of a tensor's noise: half its root mean square, or more if the sum would be too small.
 
-    With the noise a vector is of size 1.5 (biases are zero in a fresh model), and a matrix so large that it makes
-    1.25 of a state of size 1: in a narrow fresh model queries and keys are so small that every token is attended to
-    alike, and nothing about them could be seen. A rank goes by the size of its shard.
+    With the noise, the values of a vector have a root mean square of at least 1.5 (biases are zero in a fresh model), and a
+    matrix maps states of size 1 to states of size at least 1.25: in a narrow fresh model queries and keys are so small that
+    all tokens get the same attention, and a change of them would have no effect. A rank uses the size of its shard.
     """
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
-    wanted = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
-    return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)
+    min_size = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
+    missing_size = max(0.0, min_size**2 - size**2) ** 0.5
+    return max(0.5 * size, missing_size)
 
 
 def round_tolerance(
@@ -109,16 +113,16 @@ def round_tolerance(
     unchanged_difference: float,
     wire_dtype: torch.dtype,
 ) -> float:
-    """Return what a healthy engine may miss the canary by in a round of the self-test, `canary_miss` in nats.
+    """Return the tolerance (`canary_miss`, in nats) for a healthy engine in a round of the self-test.
 
-    An engine that rounds more coarsely than the wire, such as one with weights in fp8, does so in the changed model, too:
-    what it differed by before grows as much as the trainer's own sensitivity does.
+    An engine that rounds more coarsely than the wire, such as one with weights in fp8, also does so in the changed
+    model: its difference before the change grows as much as the trainer's own sensitivity does.
 
     Args:
         sensitivity: Of the changed model, see `measure_sensitivity`.
-        unchanged_sensitivity: The same before anything was changed.
-        unchanged_difference: What engine and trainer differed by then.
-        wire_dtype: The engines' dtype.
+        unchanged_sensitivity: Of the model before the change; 0 if not measured.
+        unchanged_difference: Difference of engine and trainer before the change.
+        wire_dtype: The dtype of the engines.
 
     >>> round_tolerance(0.02, 0.001, 0.002, torch.bfloat16)  # rounds as the wire does: 3 times 0.02
     0.06
@@ -137,16 +141,16 @@ def measure_sensitivity(
     weights: Mapping[str, torch.Tensor],
     wire_dtype: torch.dtype,
 ) -> float:
-    """Return how far log-probs move (`canary_miss`, nats) when the last bits of half of the weights flip.
+    """Return how far log-probs move (`canary_miss`, in nats) when the last bits of half of the weights flip.
 
-    This is what rounding makes of the model as it is: an engine that evaluates the same sums in another order rounds about
-    as often. It takes no other model as the rule, and sees how much a deep or wildly changed model amplifies.
+    This measures the effect of rounding on the current model, because an engine that evaluates the same sums in another
+    order rounds about as often. It includes how much a deep or a perturbed model amplifies rounding.
 
     Args:
-        logprobs: Computes the log-probs (N,) of fixed texts by the weights as they are.
-        expected: What it returns before the bits flip.
-        weights: All weights of the model (shards included); unchanged afterwards, to the bit.
-        wire_dtype: The dtype whose last bits flip: the engines'.
+        logprobs: Computes the log-probs (N,) of fixed texts with the current weights.
+        expected: The log-probs before the bits flip.
+        weights: All weights of the model (shards included); afterwards they are unchanged, to the bit.
+        wire_dtype: The dtype of the engines, whose last bits flip.
     """
     with last_bits_flipped(weights.values(), wire_dtype):
         return canary_miss(logprobs() - expected)
@@ -155,9 +159,9 @@ def measure_sensitivity(
 @contextmanager
 @torch.no_grad()
 def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype) -> Iterator[None]:
-    """Flip the last bit, as `wire_dtype` sees it, of every second value of `weights` while the block runs.
+    """Flip the last bit in `wire_dtype` of every second value of the weights while the block runs.
 
-    Flipping again restores them: no copy is kept, which a trainer's memory might not hold beside gradients and moments.
+    A second flip restores them, so that no copy is needed, for which a trainer may not have the memory.
     """
     shards = [local_shard(weight).detach() for weight in weights]
     for shard in shards:
@@ -170,11 +174,11 @@ def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype
 
 
 def _flip_last_bits(shard: torch.Tensor, wire_dtype: torch.dtype) -> None:
-    """Flip the bits in place.
+    """Flip the last bit in `wire_dtype` of every second value in place.
 
-    A float32 master has bits beyond a bfloat16 wire's: there the wire's last bit is flipped.
+    A float32 weight has more bits than bfloat16; its bits below bfloat16's last one stay.
     """
     unit = torch.finfo(wire_dtype).eps / torch.finfo(shard.dtype).eps
-    bit = max(1, int(unit))
-    bits = torch.atleast_1d(shard.view(_INTEGERS[shard.element_size()]))
-    bits[..., ::2].bitwise_xor_(bit)
+    flipped_bit = max(1, int(unit))
+    integers = torch.atleast_1d(shard.view(_INTEGERS[shard.element_size()]))
+    integers[..., ::2].bitwise_xor_(flipped_bit)
