@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
-def train(config: RunConfig, prepared: Prepared | None) -> None:
+def train_as_rank(config: RunConfig, prepared: Prepared | None) -> None:
     """Run this rank to the end of the run. `prepared`: its inputs, on rank 0, of which the others get the settings.
 
     AsyncGrpoError: whatever ended the run before its time.

@@ -97,6 +97,13 @@ def _lock(folder: Path) -> None:
         _held.append(lock)
 
 
+def release(folder: Path) -> None:
+    """Let other processes claim the folder again, though this one goes on. Harmless where it is not claimed."""
+    for lock in [lock for lock in _held if Path(lock.name) == folder / LOCK_FILE]:
+        lock.close()
+        _held.remove(lock)
+
+
 def holder(folder: Path) -> int | None:
     """The process that holds the run's lock, if it lives here (of a run on another machine nothing is known)."""
     try:

@@ -173,11 +173,20 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
         elif isinstance(value, bool):
             arguments.append(f"--{'' if value else 'no-'}{dashed(name)}")
         elif value is not None:
-            if isinstance(value, dict):
-                value = [f"{each}={one}" for each, one in value.items()]
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            text = option_text(value)
             arguments.append(text if known[name].metadata["argument"] else f"--{dashed(name)}={text}")
     return arguments
+
+
+def option_text(value: Any) -> str:
+    """Return a list or a table as the text of an option.
+
+    >>> option_text(["a", "b"]), option_text({"a": 0.5, "b": 2})
+    ('a,b', 'a=0.5,b=2')
+    """
+    if isinstance(value, dict):
+        value = [f"{name}={item}" for name, item in value.items()]
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:

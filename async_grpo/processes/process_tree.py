@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Collection
 
 from async_grpo.errors import ConfigurationError
 
@@ -48,38 +49,76 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
         sys.exit(f"the parent process {owner_pid} is gone")
 
 
-def descendants(root: int) -> list[int]:
-    """The ids of all processes below one, zombies included."""
+def children(pid: int) -> list[int]:
+    """The ids of a process's children, zombies included; [] if it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # a process that has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
+    """The ids of all processes below one, zombies included; without the `spared` ones and what is below them."""
     family = [root]
     for pid in family:  # it grows meanwhile
-        with contextlib.suppress(OSError):  # a process that has ended
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children") as file:
-                    family += map(int, file.read().split())
+        family += [child for child in children(pid) if child not in spared]
     return family[1:]
 
 
-def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[int, int]:
+def end_descendants(
+    grace_s: float = 0.0, deadline_s: float = math.inf, spared: Collection[int] = ()
+) -> dict[int, int]:
     """End every process below this one with SIGKILL, and with SIGTERM `grace_s` before, unless that is 0.
 
-    Returns the exit codes of its children by their ids, negative for signals. TimeoutError names what survives
-    SIGKILL for `deadline_s`.
+    Args:
+        grace_s: seconds from SIGTERM to SIGKILL.
+        deadline_s: longest wait for the end of a process after SIGKILL.
+        spared: processes that are left alone, and so is all that descends from them.
+
+    Returns:
+        The exit codes of its children by their ids, negative for signals.
+
+    Raises:
+        TimeoutError: names what survives SIGKILL for `deadline_s`.
     """
     codes: dict[int, int] = {}
     if grace_s > 0:
-        _signal_all(signal.SIGTERM)
+        _signal_all(signal.SIGTERM, spared)
     kill_at = time.monotonic() + grace_s
     with contextlib.suppress(ChildProcessError):  # nothing is left: each descends from a child or is one
-        while True:
-            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        while _collect_ended(codes, spared):
             late_s = time.monotonic() - kill_at
             if late_s >= 0:
-                _signal_all(signal.SIGKILL)  # again and again: they may have started others
+                _signal_all(signal.SIGKILL, spared)  # again and again: they may have started others
             if late_s > deadline_s:
-                raise TimeoutError(f"processes {sorted(descendants(os.getpid()))} survive SIGKILL")
+                raise TimeoutError(f"processes {sorted(descendants(os.getpid(), spared))} survive SIGKILL")
             time.sleep(0.001)
     return codes
+
+
+def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
+    """Put the exit codes of children that have ended into `codes`. Returns whether there are others to end.
+
+    ChildProcessError: this process has no children any more.
+    """
+    if not spared:
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        return True
+    # Only ours by their ids: the exit code of a spared child belongs to whoever started it
+    are_left = False
+    for pid in children(os.getpid()):
+        if pid in spared:
+            continue
+        with contextlib.suppress(ChildProcessError):  # the code that started it has collected it meanwhile
+            ended = os.waitpid(pid, os.WNOHANG)
+            if ended == (0, 0):
+                are_left = True
+            else:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+    return are_left
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:
@@ -130,7 +169,7 @@ def _watch(guarded_pid: int, max_processes: int) -> bool:
             return True
 
 
-def _signal_all(number: int) -> None:
-    for pid in descendants(os.getpid()):
+def _signal_all(number: int, spared: Collection[int]) -> None:
+    for pid in descendants(os.getpid(), spared):
         with contextlib.suppress(OSError):  # it has ended, or became another user's
             os.kill(pid, number)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.end_on_signal import SIGNALS
-from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants
+from async_grpo.processes.process_tree import adopt_orphans, descendants, die_with, end_descendants
 
 TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
@@ -27,13 +28,20 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """As long as the block lasts, these signals have `handler` called."""
+    """As long as the block lasts, these signals have `handler` called. Outside of the main thread nothing changes.
+
+    Python lets the main thread alone set handlers, and calls them there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
         for number, earlier in previous.items():
-            signal.signal(number, earlier)
+            # None: the handler was not set by Python, which cannot set it again
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
 @dataclass
@@ -51,10 +59,14 @@ class Program:
 
 
 class Supervisor:
-    """Starts programs, watches them, and ends them all. Their output goes to files in `folder`."""
+    """Starts programs, watches them, and ends them all. Their output goes to files in `folder`.
+
+    What this process has started before is left alone: a notebook, or a script, may have children of its own.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._spared = frozenset(descendants(os.getpid()))
         self._programs: list[Program] = []  # in order of start
         folder.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
@@ -117,14 +129,14 @@ class Supervisor:
             raise (ConfigurationError if refused else WorkerLost)(message)
 
     def stop(self) -> None:
-        """End the last started program, then the others, then whatever descends from this process."""
+        """End the last started program, then the others, then whatever else has come to descend from this process."""
         with handling(signal.SIG_IGN, *SIGNALS):  # a second Ctrl-C must not leave half of it running
             for programs in (self._programs[-1:], self._programs[:-1]):
                 for program in programs:
                     program.process.terminate()
                 self.wait_all(programs, TERM_GRACE_S)
             try:
-                end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S)
+                end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S, spared=self._spared)
             except TimeoutError as error:  # the rest of the end must still be done
                 log.error("%s", error)
             adopt_orphans(False)  # of processes that are started after this, others collect them

@@ -112,8 +112,20 @@ finally:
 
 
 def test_what_survives_sigkill_is_named(monkeypatch):
-    monkeypatch.setattr(process_tree, "_signal_all", lambda number: None)
+    monkeypatch.setattr(process_tree, "_signal_all", lambda number, spared: None)
     with subprocess.Popen(python("import time; time.sleep(5)")) as started:
         with pytest.raises(TimeoutError, match=rf"processes \[{started.pid}\] survive SIGKILL"):
             process_tree.end_descendants(deadline_s=0.05)
         started.kill()
+
+
+def test_children_that_were_there_before_are_left_alone():
+    with subprocess.Popen(python("import time; time.sleep(600)")) as earlier:
+        spared = frozenset(process_tree.descendants(os.getpid()))
+        later = subprocess.Popen(python("import time; time.sleep(600)"))
+        try:
+            codes = process_tree.end_descendants(deadline_s=10.0, spared=spared)
+            assert codes == {later.pid: -signal.SIGKILL} and earlier.poll() is None
+        finally:
+            later.kill()
+            earlier.kill()
