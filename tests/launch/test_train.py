@@ -290,9 +290,9 @@ def test_the_file_of_rewards_is_private_and_a_changed_pickle_is_not_loaded(tmp_p
     file = Path(name.rpartition(":")[0])
     assert file.stat().st_mode & 0o777 == 0o600
     text = file.read_text()
-    line = next(line for line in text.splitlines() if line.strip().startswith('"'))
+    line = next(line for line in text.splitlines() if line.startswith('    "'))
     other = Path(reward_names(lambda sample: os.abort(), tmp_path, None).rpartition(":")[0]).read_text()
-    foreign = next(line for line in other.splitlines() if line.strip().startswith('"'))
+    foreign = next(line for line in other.splitlines() if line.startswith('    "'))
     file.write_text(text.replace(line, foreign))
     with pytest.raises(
         ConfigurationError, match="a pickled reward is not the one that async_grpo.train has written"
