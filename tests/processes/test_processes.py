@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,3 +130,26 @@ def test_children_that_were_there_before_are_left_alone():
         finally:
             later.kill()
             earlier.kill()
+
+
+def test_a_supervisor_ends_what_it_started_and_spares_what_was_there_before(tmp_path):
+    with subprocess.Popen(python("import time; time.sleep(600)")) as earlier:
+        supervisor = Supervisor(tmp_path)
+        program = supervisor.start("sleeper", python("import time; time.sleep(600)"), os.environ)
+        supervisor.stop()
+        assert program.process.poll() is not None and earlier.poll() is None
+        earlier.kill()
+
+
+def test_signals_are_handled_in_the_main_thread_alone():
+    before, seen = signal.getsignal(signal.SIGUSR1), []
+
+    def look() -> None:
+        with supervisor_module.handling(signal.SIG_IGN, signal.SIGUSR1):
+            seen.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(10)
+    look()
+    assert seen == [before, signal.SIG_IGN] and signal.getsignal(signal.SIGUSR1) == before
