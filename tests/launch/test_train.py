@@ -237,15 +237,15 @@ def test_a_reward_with_the_signature_of_trl_gets_lists_and_columns(tmp_path):
     assert scores(names, seen) == [[1.0, 0.0], ["abstained: the reward is None"] * 2]
 
 
-def test_a_conversation_is_given_as_messages(tmp_path):
-    def roles(prompts, completions, completion_ids, **columns):
-        ((message,),) = completions
-        return [float(prompts == [MESSAGES] and message["role"] == "assistant") + len(completion_ids[0])]
+def test_a_conversation_is_given_as_messages_where_the_column_is_named_as_in_trl(tmp_path):
+    def form(prompts, completions, completion_ids, **columns):
+        is_conversation = prompts == [MESSAGES] and completions == [[{"role": "assistant", "content": "abc"}]]
+        is_text = isinstance(prompts[0], str) and completions == ["abc"]
+        return [1.0 * is_conversation + 2.0 * is_text + len(completion_ids[0])]
 
-    names = reward_names(roles, tmp_path, None)
-    assert scores(names, [sample("abc", prompt=MESSAGES), sample("abc", messages=MESSAGES), sample("abc")])[
-        0
-    ][:2] == [4, 4]
+    names = reward_names(form, tmp_path, None)
+    beside = sample("abc", messages=MESSAGES)  # as the shipped countdown rows have it beside their text
+    assert scores(names, [sample("abc", prompt=MESSAGES), sample("abc"), beside]) == [[4.0, 5.0, 5.0]]
 
 
 def test_an_async_reward_and_a_batch_with_the_signature_of_trl_are_what_they_say(tmp_path):

@@ -72,7 +72,8 @@ def test_closures_and_functions_in_the_form_of_trl_are_trained_on_and_a_run_goes
     """Also: children of the program outlive the run, and the same call goes on with other functions of the same names."""
     rows = [json.loads(line) for line in COUNTDOWN_TRAIN.read_text().splitlines()[:16]]
     for row in rows:
-        row.pop("input_token_ids"), row.pop("input")
+        row["prompt"] = row.pop("messages")
+        del row["input_token_ids"], row["input"]
 
     def rewards(weight: float) -> list:
         def length(sample):

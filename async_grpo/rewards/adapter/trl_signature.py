@@ -50,7 +50,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     called with whatever samples wait, or `@post_process`, which shows all completions of one prompt together
     (`async_grpo.rewards.adapter.decorators`). `None` leaves the sample without this reward, as in TRL.
 
-    Completions are texts; where the prompt is a list of messages, each completion is a list of one message. TRL's
+    Completions are texts; where the column `prompt` is a list of messages, each completion is a list of one message. TRL's
     `trainer_state`, `log_extra` and `log_metric` do not exist here.
 
     >>> def brevity(completions, **columns):
@@ -109,12 +109,13 @@ def _parameters(reward: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _prompt(sample: Sample) -> Any:
-    """Return the prompt as the data set had it: a text, or a list of messages."""
-    for column in ("messages", "prompt"):
-        if isinstance(sample.get(column), list):
-            return sample[column]
+    """Return the column `prompt`, a text or a list of messages; without it the prompt's text.
+
+    The column `messages` does not decide: a row may have it beside the text or the tokens that are its prompt, and a
+    function that expects texts would find nothing in messages, and pay 0.
+    """
     prompt = sample.get("prompt")
-    return prompt if isinstance(prompt, str) else sample.get("input", "")
+    return prompt if isinstance(prompt, str | list) else sample.get("input", "")
 
 
 def _completion(sample: Sample) -> Any:
