@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
     from async_grpo.experience.worker_registry import WorkerRegistry as WorkerRegistry
     from async_grpo.inference.generation_worker import GenerationWorker as GenerationWorker
     from async_grpo.inference.logprob_worker import LogprobWorker as LogprobWorker
+    from async_grpo.launch.from_python import TrainResult as TrainResult
+    from async_grpo.launch.from_python import train as train
     from async_grpo.launch.local_config import LocalConfig as LocalConfig
     from async_grpo.launch.local_run import run_locally as run_locally
     from async_grpo.rewards.pool import VerifierPool as VerifierPool
@@ -51,6 +53,7 @@ _MODULES = {
     "experience.batcher": ("ExperienceBatcher",),
     "experience.worker_registry": ("WorkerRegistry",),
     "inference.generation_worker": ("GenerationWorker",),
+    "launch.from_python": ("TrainResult", "train"),
     "launch.local_config": ("LocalConfig",),
     "launch.local_run": ("run_locally",),
     "inference.logprob_worker": ("LogprobWorker",),

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
-def train(config: RunConfig, prepared: Prepared | None) -> None:
+def train_as_rank(config: RunConfig, prepared: Prepared | None) -> None:
     """Run this rank to the end of the run.
 
     Args:

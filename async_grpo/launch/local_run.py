@@ -27,7 +27,7 @@ from async_grpo.options.fields import dashed, refuse
 from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import request_look
 from async_grpo.processes.private_folder import compile_cache, private_folder
-from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
+from async_grpo.processes.supervisor import Program, Supervisor, handling, log_excerpt
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 if TYPE_CHECKING:
@@ -131,17 +131,25 @@ def _run(
     variables |= process_variables.torchrun_environment(scratch)
     variables |= process_variables.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start(name, command, variables, console=True)
-    signal.signal(signal.SIGUSR1, lambda *_: request_look(trainer.process.pid))
-    if ray is not None:  # the others import their libraries meanwhile
-        with show_waiting("waiting for Ray"):
-            supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
-        ray_is_up.touch()
+    with handling(lambda *_: request_look(trainer.process.pid), signal.SIGUSR1):
+        if ray is not None:  # the others import their libraries meanwhile
+            with show_waiting("waiting for Ray"):
+                supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
+            ray_is_up.touch()
+        _await_end(config, supervisor, trainer, can_save=not instead)
+        log.info("done; waiting for the workers to end")
+        supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
+
+
+def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *, can_save: bool) -> None:
+    """Wait for the trainer to end. `can_save`: on an interrupt it is given the time for a checkpoint."""
     begun, what = time.time(), "waiting for their libraries to load"
+    name = trainer.name
     try:
         with show_waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
             code = supervisor.wait(trainer)
     except KeyboardInterrupt as interrupt:
-        if instead:
+        if not can_save:
             raise
         what = "the trainer saves a checkpoint first, for at most %.0f s (--grace-s); again to end at once"
         log.warning(f"%s: {what}", str(interrupt) or "Ctrl-C", config.grace_s)
@@ -154,8 +162,6 @@ def _run(
         words = log_excerpt(trainer)
         refuse(code == EXIT_USAGE or bool(REFUSED.search(words)), words.strip())
         raise RunFailed(f"{trainer.describe_exit()}{words}")
-    log.info("done; waiting for the workers to end")
-    supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
 
 
 def _tell_if_saved(config: LocalConfig, since: float) -> None:

@@ -56,11 +56,11 @@ def _train(config: RunConfig, rank: int) -> None:
     if rank == 0:  # data and registry file are read on one node alone
         prepared = prepare(config)
         claim(config.output_path, again=goes_on(config))
-    from async_grpo.cluster.trainer_rank import train
+    from async_grpo.cluster.trainer_rank import train_as_rank
 
     if rank:  # importing Ray has set a handler that writes a page when torchrun ends this rank for another one's fault
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    train(config, prepared)
+    train_as_rank(config, prepared)
 
 
 main = partial(run_program, "train")

@@ -117,6 +117,14 @@ def _lock(folder: Path) -> None:
         _lock_files.append(lock)
 
 
+def release(folder: Path) -> None:
+    """Let other processes claim the folder again, though this one goes on. Harmless where it is not claimed."""
+    for lock in list(_lock_files):
+        if Path(lock.name) == folder / LOCK_FILE:
+            lock.close()
+            _lock_files.remove(lock)
+
+
 def holder(folder: Path) -> int | None:
     """Return the process id of the run that writes to the folder; None if no such process runs on this machine."""
     try:

@@ -261,16 +261,20 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
             arguments.append(f"--{'' if value else 'no-'}{dashed(name)}")
         elif value is not None:
             is_argument = field_by_name[name].metadata["argument"]
-            text = _as_option_text(value)
+            text = option_text(value)
             arguments.append(text if is_argument else f"--{dashed(name)}={text}")
     return arguments
 
 
-def _as_option_text(value: Any) -> str:
-    """Return a value of a file as the command line takes it: `a,b` for a list, `name=value,...` for a table."""
+def option_text(value: Any) -> str:
+    """Return a value as the command line takes it: `a,b` for a list, `name=value,...` for a table.
+
+    >>> option_text(["a", "b"]), option_text({"a": 0.5, "b": 2})
+    ('a,b', 'a=0.5,b=2')
+    """
     if isinstance(value, dict):
         value = [f"{name}={item}" for name, item in value.items()]
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return str(value)
 

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Collection
 
 from async_grpo.errors import ConfigurationError
 
@@ -63,25 +64,35 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
         sys.exit(f"the parent process {owner_pid} is gone")
 
 
-def descendants(root: int) -> list[int]:
-    """Return the ids of all descendants of a process, zombies included."""
+def children(pid: int) -> list[int]:
+    """Return the ids of a process's children, zombies included; [] if the process has ended."""
+    pids: list[int] = []
+    # The process may have ended
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                pids += map(int, file.read().split())
+    return pids
+
+
+def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
+    """Return the ids of all descendants of a process, zombies included; without the `spared` ones and theirs."""
     pids = [root]
     # The list grows while it is iterated
     for pid in pids:
-        # The process may have ended
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children") as file:
-                    pids += map(int, file.read().split())
+        pids += [child for child in children(pid) if child not in spared]
     return pids[1:]
 
 
-def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[int, int]:
+def end_descendants(
+    grace_s: float = 0.0, deadline_s: float = math.inf, spared: Collection[int] = ()
+) -> dict[int, int]:
     """End every descendant of this process.
 
     Args:
         grace_s: Seconds between SIGTERM and SIGKILL; 0 sends only SIGKILL.
         deadline_s: Seconds to wait for the end after SIGKILL.
+        spared: Processes that are left alone, with all of their descendants.
 
     Returns:
         The exit codes of this process's children by their ids, negative for signals.
@@ -91,24 +102,46 @@ def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[
     """
     codes: dict[int, int] = {}
     if grace_s > 0:
-        _signal_all(signal.SIGTERM)
+        _signal_all(signal.SIGTERM, spared)
     kill_at = time.monotonic() + grace_s
     # The error says that there is no child any more, and so no descendant
     with contextlib.suppress(ChildProcessError):
-        while True:
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                codes[pid] = os.waitstatus_to_exitcode(status)
+        while _collect_ended(codes, spared):
             late_s = time.monotonic() - kill_at
             if late_s >= 0:
                 # Repeatedly, because they may have started others
-                _signal_all(signal.SIGKILL)
+                _signal_all(signal.SIGKILL, spared)
             if late_s > deadline_s:
-                raise TimeoutError(f"processes {sorted(descendants(os.getpid()))} survive SIGKILL")
+                raise TimeoutError(f"processes {sorted(descendants(os.getpid(), spared))} survive SIGKILL")
             time.sleep(0.001)
     return codes
+
+
+def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
+    """Put the exit codes of children that have ended into `codes`, and return whether there are others to end.
+
+    Raises:
+        ChildProcessError: This process has no children any more.
+    """
+    if not spared:
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return True
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    # One by one, because the exit code of a spared child belongs to the code that started it
+    are_left = False
+    for child in children(os.getpid()):
+        if child in spared:
+            continue
+        # The code that started the child may have collected it meanwhile
+        with contextlib.suppress(ChildProcessError):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid == 0:
+                are_left = True
+            else:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+    return are_left
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:
@@ -166,8 +199,8 @@ def _watch(guarded_pid: int, max_processes: int) -> bool:
             return True
 
 
-def _signal_all(number: int) -> None:
-    for pid in descendants(os.getpid()):
+def _signal_all(number: int, spared: Collection[int]) -> None:
+    for pid in descendants(os.getpid(), spared):
         # The process may have ended, or may be another user's by now
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.end_on_signal import SIGNALS
-from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants
+from async_grpo.processes.process_tree import adopt_orphans, descendants, die_with, end_descendants
 
 TERM_GRACE_S = 8.0  # for a program to end after SIGTERM
 KILL_GRACE_S = 5.0  # for descendants to end after SIGTERM, and after SIGKILL
@@ -31,13 +32,20 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """Have these signals call a handler while the block runs."""
+    """Have these signals call a handler while the block runs. Outside of the main thread nothing changes.
+
+    Python lets only the main thread set handlers, and calls them there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous_handlers = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
         for number, previous_handler in previous_handlers.items():
-            signal.signal(number, previous_handler)
+            # Python cannot set a handler again that it had not set, which it calls None
+            signal.signal(number, signal.SIG_DFL if previous_handler is None else previous_handler)
 
 
 @dataclass
@@ -59,12 +67,15 @@ class Program:
 class Supervisor:
     """Starts programs, watches them, and ends them all.
 
+    What this process had started before is left alone: a notebook, or a script, may have children of its own.
+
     Args:
         folder: Folder for files with the programs' output.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._spared = frozenset(descendants(os.getpid()))
         self._programs: list[Program] = []  # in the order of their start
         folder.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
@@ -160,7 +171,7 @@ class Supervisor:
         raise WorkerLost(message)
 
     def stop(self) -> None:
-        """End the program that was started last, then the others, and then all descendants of this process."""
+        """End the program that was started last, then the others, and then all further descendants of this process."""
         # A second Ctrl-C must not leave some of them running
         with handling(signal.SIG_IGN, *SIGNALS):
             for programs in (self._programs[-1:], self._programs[:-1]):
@@ -168,7 +179,7 @@ class Supervisor:
                     program.process.terminate()
                 self.wait_all(programs, TERM_GRACE_S)
             try:
-                end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S)
+                end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S, spared=self._spared)
             except TimeoutError as error:
                 # What remains to be done at the end must not be left out
                 log.error("%s", error)

@@ -163,6 +163,14 @@ def test_the_pages_name_options_that_there_are_and_files_that_exist(page):
         assert (ROOT / file).exists(), file
 
 
+def test_the_names_beside_those_of_other_libraries_are_options():
+    table = [line for line in (DOCS / "coming-from.md").read_text().splitlines() if line.startswith("| ")]
+    ours = [line.split(" | ")[-1] for line in table[1:]]
+    named = {name for cell in ours for name in re.findall(r"--([a-z-]+)", cell)}
+    assert len(named) > 30
+    assert named <= {field.name.replace("_", "-") for field in dataclasses.fields(config_class("run"))}
+
+
 def test_the_metrics_to_watch_are_written():
     sources = "".join(path.read_text() for path in (ROOT / "async_grpo").rglob("*.py"))
     tables = GPU_PAGE.split("## What to watch")[1]

@@ -25,7 +25,7 @@ ALLOWED = {
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .inference.char_ends .config.compatibility .config.rewards "
         ".launch.plan .launch.doctor .launch.evaluate .metrics.console .options.redaction .training.checkpoint_folder "
-        ".launch.verify .launch.cache .launch.local_run .launch.demo .data . reward_registry"
+        ".launch.verify .launch.cache .launch.local_run .launch.from_python .launch.demo .data . reward_registry"
     ),
     ("typer",): (
         ".options.command_line .__main__ .launch.trainer .launch.worker .observe.plot "

@@ -11,6 +11,7 @@ PUBLISHED = {
     *("RewardType", "REWARD_ADAPTERS", "VerifierPool", "ExperienceBatcher", "GenerationWorker", "LogprobWorker"),
     *("WorkerRegistry", "ADVANTAGE_ESTIMATORS", "POLICY_LOSSES", "aggregate_loss", "kl_penalty"),
     *("importance_weights", "rejection_mask", "RunConfig", "WorkerConfig", "LocalConfig", "run_locally"),
+    *("train", "TrainResult"),
 }  # fmt: skip
 
 

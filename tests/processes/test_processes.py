@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,8 +113,43 @@ finally:
 
 
 def test_what_survives_sigkill_is_named(monkeypatch):
-    monkeypatch.setattr(process_tree, "_signal_all", lambda number: None)
+    monkeypatch.setattr(process_tree, "_signal_all", lambda number, spared: None)
     with subprocess.Popen(python("import time; time.sleep(5)")) as started:
         with pytest.raises(TimeoutError, match=rf"processes \[{started.pid}\] survive SIGKILL"):
             process_tree.end_descendants(deadline_s=0.05)
         started.kill()
+
+
+def test_children_that_were_there_before_are_left_alone():
+    with subprocess.Popen(python("import time; time.sleep(600)")) as earlier:
+        spared = frozenset(process_tree.descendants(os.getpid()))
+        later = subprocess.Popen(python("import time; time.sleep(600)"))
+        try:
+            codes = process_tree.end_descendants(deadline_s=10.0, spared=spared)
+            assert codes == {later.pid: -signal.SIGKILL} and earlier.poll() is None
+        finally:
+            later.kill()
+            earlier.kill()
+
+
+def test_a_supervisor_ends_what_it_started_and_spares_what_was_there_before(tmp_path):
+    with subprocess.Popen(python("import time; time.sleep(600)")) as earlier:
+        supervisor = Supervisor(tmp_path)
+        program = supervisor.start("sleeper", python("import time; time.sleep(600)"), os.environ)
+        supervisor.stop()
+        assert program.process.poll() is not None and earlier.poll() is None
+        earlier.kill()
+
+
+def test_signals_are_handled_in_the_main_thread_alone():
+    before, seen = signal.getsignal(signal.SIGUSR1), []
+
+    def look() -> None:
+        with supervisor_module.handling(signal.SIG_IGN, signal.SIGUSR1):
+            seen.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(10)
+    look()
+    assert seen == [before, signal.SIG_IGN] and signal.getsignal(signal.SIGUSR1) == before

@@ -1,0 +1,262 @@
+"""`async_grpo.train`: a whole run on this machine, started from a Python program or a notebook."""
+
+import dataclasses
+import enum
+import logging
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from async_grpo.config.resume import goes_on
+from async_grpo.errors import ConfigurationError, RunInterrupted
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_run import run_locally
+from async_grpo.launch.python_files import folder_of_program
+from async_grpo.launch.python_rewards import reward_names
+from async_grpo.launch.python_rows import row_file
+from async_grpo.metrics.tail import last_records
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim, release
+from async_grpo.options.command_line import field_name, fields_in_order, option_text, set_up_logging
+from async_grpo.options.fields import dashed, nearest, refuse
+from async_grpo.training.checkpoint_folder import checkpoints_of
+
+Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
+Field = dataclasses.Field[Any]
+# Options that have an argument of another name
+ARGUMENTS = {"model_name_or_path": "model", "data_path": "dataset", "eval_data_path": "eval_dataset"}
+DEFAULT_PICTURE = "training.svg"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run has left in its output folder."""
+
+    output_dir: Path
+    metrics: list[dict[str, Any]] = dataclasses.field(repr=False)  # one dict per step
+    evaluations: list[dict[str, Any]] = dataclasses.field(
+        repr=False
+    )  # one per evaluation and file, keys `eval_...`
+    checkpoints: list[Path]  # to resume from, the oldest first
+    model: Path | None  # the newest exported model, a Hugging Face folder; None if there is none
+
+    @classmethod
+    def read(cls, output_dir: str | Path) -> "TrainResult":
+        """Read the folder of a run, also of one that still goes on or was started by `async-grpo run`."""
+        folder = Path(output_dir)
+        models = [path for path in (folder / "hf_format").glob("samples_*") if path.name[8:].isdecimal()]
+        return cls(
+            output_dir=folder,
+            metrics=last_records(folder / METRICS_FILE, sys.maxsize),
+            evaluations=last_records(folder / EVAL_FILE, sys.maxsize),
+            checkpoints=checkpoints_of(folder)[::-1],
+            model=max(models, key=lambda path: int(path.name[8:]), default=None),
+        )
+
+    def plot(self, path: str | Path | None = None, keys: Sequence[str] = ()) -> Path:
+        """Draw metrics over the samples trained on, as `async-grpo plot` does.
+
+        Args:
+            path: The picture (.svg, .png, .pdf, .html); default: `training.svg` in the output folder.
+            keys: Keys of `metrics`, a subplot each; default: reward, best reward of each group, tokens, KL.
+
+        Returns:
+            The picture's path.
+
+        Raises:
+            ConfigurationError: no step has such numbers, or the file cannot be written.
+        """
+        from async_grpo.observe.plot import plot  # typer
+
+        picture = self.output_dir / DEFAULT_PICTURE if path is None else Path(path)
+        plot([self.output_dir / METRICS_FILE], list(keys), smooth=True, output=picture)
+        return picture
+
+
+def train(
+    model: str | os.PathLike[str],
+    dataset: Any,
+    reward_fns: Rewards | None = None,
+    *,
+    eval_dataset: Any = None,
+    output_dir: str | os.PathLike[str] = "outputs/train",
+    **options: Any,
+) -> TrainResult:
+    """Train a model with asynchronous GRPO on this machine, and return what the run has left.
+
+    The run is that of `async-grpo run` with the same options. Ray, engines and trainer are programs of their own, so the
+    caller needs no `if __name__ == "__main__"`, and may be a notebook. A run in `output_dir` goes on, if there is one
+    (`resume="never"` refuses that). Ctrl-C, or the notebook's stop, ends the run in order.
+
+        def brevity(sample):
+            return -len(sample["completion"]) / 1000
+
+        result = async_grpo.train("Qwen2.5-0.5B-Instruct", rows, [brevity, "math_verify"], reward_combine="sum")
+        print(result.metrics[-1]["avg_reward"], result.model)
+
+    Args:
+        model: A Hugging Face folder.
+        dataset: The questions: the path of a JSONL file, or anything that yields dicts (a list, a `datasets.Dataset`), each
+            with `prompt` as a text or a list of messages, and whatever the rewards read. "environment": rows that the
+            environment makes.
+        reward_fns: Names of the registry ("math_verify"), `FILE.py:NAME`, and functions. A function takes one sample, a
+            dict, and returns a number or a dict (docs/rewards.md). One that names `completions` is called as TRL would,
+            with one sample at a time (see `rewards.adapter.trl_signature`). Functions are pickled, closures and lambdas
+            included, and run in processes of their own. A run that goes on takes them from this call.
+        eval_dataset: Held-out questions, as `dataset`; or several, by name.
+        output_dir: Folder of metrics, logs, checkpoints and models.
+        options: Every option of `async-grpo run`, with underscores; lists and dicts as in a TOML file. `ray_address`
+            joins a cluster.
+
+    Raises:
+        ConfigurationError: a setting or an input cannot work; nothing was started.
+        RunFailed, WorkerLost: a program of the run ended before its time; says which and why.
+        RunInterrupted: `max_hours` are over, and a checkpoint is saved: the same call goes on.
+        KeyboardInterrupt: the run was interrupted; says whether a checkpoint was saved.
+    """
+    values = _option_values(options)
+    with _console_of_a_command(str(values.get("logging_level", "INFO"))):
+        config = _claimed_config(
+            _as_path(model, "model"), dataset, reward_fns, eval_dataset, Path(output_dir), values
+        )
+        try:
+            run_locally(config)
+        except RunInterrupted as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt(str(error)) from error
+            raise
+        finally:
+            release(config.output_path)
+    return TrainResult.read(config.output_path)
+
+
+def _claimed_config(
+    model: str, dataset: Any, reward_fns: Any, eval_dataset: Any, output_dir: Path, values: dict[str, Any]
+) -> LocalConfig:
+    """Return the configuration of a run whose output folder is this process's, and holds its inputs."""
+    # What stands here for the inputs is replaced below: a wrong option must be refused before anything is written
+    values = {**values, "model_name_or_path": model, "data_path": "dataset", "output_dir": str(output_dir)}
+    first_look = {**values, "reward_fns": "countdown"}
+    if eval_dataset is not None:
+        first_look["eval_data_path"] = "eval_dataset"
+    config = _config(first_look)
+    claim(config.output_path, again=goes_on(config))
+    try:
+        folder = folder_of_program(config.output_path)
+        rows = row_file(dataset, folder, "dataset")
+        values["data_path"] = rows.path
+        if eval_dataset is not None:
+            values["eval_data_path"] = _held_out(eval_dataset, folder)
+        values["reward_fns"] = reward_names(reward_fns, folder, rows.columns)
+        return _config(values)
+    except BaseException:
+        release(config.output_path)
+        raise
+
+
+def _held_out(eval_dataset: Any, folder: Path) -> str:
+    if not isinstance(eval_dataset, Mapping):
+        return row_file(eval_dataset, folder, "eval_dataset").path
+    files = {name: row_file(rows, folder, f"eval_dataset_{name}").path for name, rows in eval_dataset.items()}
+    return option_text(files)
+
+
+def _as_path(value: Any, name: str) -> str:
+    is_path = isinstance(value, str | os.PathLike)
+    way_out = "write it by save_pretrained, tokenizer included, and give the folder"
+    refuse(
+        not is_path, f"{name} is a {type(value).__name__}, not the path of a Hugging Face folder: {way_out}"
+    )
+    return os.fspath(value)
+
+
+def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by the names of their fields, with values of the fields' types.
+
+    Raises:
+        ConfigurationError: an option is unknown, stands twice, or has a value of another kind.
+    """
+    fields = fields_in_order(LocalConfig)
+    by_name = {field.name: field for field in fields}
+    values: dict[str, Any] = {}
+    for spelling, value in options.items():
+        name = field_name(spelling, fields)
+        if name in ARGUMENTS:
+            raise ConfigurationError(
+                f"{spelling} is given as the argument {ARGUMENTS[name]} of async_grpo.train"
+            )
+        if name not in by_name:
+            raise ConfigurationError(
+                f"{spelling} is no option{nearest(spelling, sorted({*by_name} - {*ARGUMENTS}))}"
+            )
+        refuse(name in values, f"{name} is given twice, once as {spelling}")
+        values[name] = _converted(by_name[name], value)
+    return values
+
+
+def _converted(field: Field, value: Any) -> Any:
+    """Return a value as the command line would make it, from its text or from a Python value."""
+    kind, *others = get_args(field.type) or (field.type,)
+    if value is None and others:
+        return None
+    if isinstance(value, enum.Enum):
+        value = value.value
+    try:
+        if kind is bool:
+            return _truth(value)
+        if kind is str:
+            return _text(value)
+        if isinstance(value, bool):
+            raise TypeError
+        if kind is int and not isinstance(value, str):
+            return operator.index(value)  # takes numpy's integers, and no fractions
+        return kind(value)
+    except (TypeError, ValueError):
+        form = {
+            bool: "True or False",
+            str: "a text, a list or a dict",
+            int: "a whole number",
+            float: "a number",
+        }[kind]
+        raise ConfigurationError(f"--{dashed(field.name)} {value!r}: {form} is needed") from None
+
+
+def _truth(value: Any) -> bool:
+    if type(value).__name__ not in ("bool", "bool_"):  # the latter is numpy's
+        raise TypeError
+    return bool(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return option_text(dict(value))
+    if isinstance(value, list | tuple):
+        return option_text(value)
+    raise TypeError
+
+
+def _config(values: Mapping[str, Any]) -> LocalConfig:
+    defaults = {field.name: field.default for field in dataclasses.fields(LocalConfig)}
+    return LocalConfig.from_options({**defaults, **values}, values.keys())
+
+
+@contextmanager
+def _console_of_a_command(level: str) -> Iterator[None]:
+    """Show the library's log as its commands do, and hide secrets in it; afterwards the program has its own log again."""
+    log = logging.getLogger("async_grpo")
+    handlers, propagate, earlier_level = log.handlers, log.propagate, log.level
+    make_record, report, report_thread = logging.getLogRecordFactory(), sys.excepthook, threading.excepthook
+    set_up_logging(level)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(earlier_level)
+        logging.setLogRecordFactory(make_record)
+        sys.excepthook, threading.excepthook = report, report_thread

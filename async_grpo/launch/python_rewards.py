@@ -1,0 +1,121 @@
+"""The rewards of a Python program: functions become a file of rewards that the run reads as any other `FILE.py:NAME`."""
+
+import keyword
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.launch.python_files import write_private_file
+from async_grpo.options.fields import refuse
+from async_grpo.rewards.adapter.decorators import traits_of
+from async_grpo.rewards.adapter.pickled import pickle_digest, pickled
+from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.rewards.adapter.trl_signature import has_trl_signature, unknown_arguments
+
+REWARDS_FILE = "train_rewards.py"
+HEAD = '''"""The rewards of a call of async_grpo.train, which wrote this file; the next call for this folder replaces it."""
+
+from async_grpo.rewards.adapter.pickled import unpickled
+from async_grpo.rewards.adapter.trl_signature import trl_reward
+'''
+
+
+def reward_names(reward_fns: Any, folder: Path, columns: Collection[str] | None) -> str:
+    """Return the rewards as the option `--reward-fns`, with the functions among them written to a file.
+
+    Args:
+        reward_fns: A name of the registry, `FILE.py:NAME`, a function, or a list of these; None: no rewards.
+        folder: Where the file of functions is written. It is private: what lies there is executed.
+        columns: Columns of the data set, against which a function's arguments are checked; None: they are not known.
+
+    Raises:
+        ConfigurationError: a reward is neither a name nor a function, cannot be pickled, or needs unknown arguments.
+    """
+    names: list[str] = []
+    functions: dict[str, Any] = {}
+    for position, reward in enumerate(_listed(reward_fns), start=1):
+        if isinstance(reward, str):
+            names += parse_names(reward)
+            continue
+        name = _free_name(_name_of(reward, position), functions)
+        _check(reward, name, columns)
+        functions[name] = reward
+        names.append(f"{folder / REWARDS_FILE}:{name}")
+    if functions:
+        parts = [HEAD, *(_definition(name, reward) for name, reward in functions.items())]
+        write_private_file(folder, REWARDS_FILE, ["\n".join(parts).encode()])
+    return ",".join(names)
+
+
+def _listed(reward_fns: Any) -> list[Any]:
+    if reward_fns is None:
+        return []
+    is_one = isinstance(reward_fns, str) or _is_reward(reward_fns) or not isinstance(reward_fns, Iterable)
+    return [reward_fns] if is_one else list(reward_fns)
+
+
+def _is_reward(value: Any) -> bool:
+    return callable(value) or callable(getattr(value, "score", None))  # the latter is a judge's
+
+
+def _name_of(reward: Any, position: int) -> str:
+    """Return the name by which metrics call a function; a lambda has none of its own."""
+    while hasattr(reward, "func") and not hasattr(reward, "__name__"):  # functools.partial
+        reward = reward.func
+    name = getattr(reward, "__name__", type(reward).__name__)
+    is_plain = (
+        isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    )
+    # The file of rewards defines two names of its own
+    return name if is_plain and name not in ("unpickled", "trl_reward") else f"reward_{position}"
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """Return the name, with a number behind it where another function has it: closures of one maker share their name."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+def _check(reward: Any, name: str, columns: Collection[str] | None) -> None:
+    way_out = "a name of the registry, FILE.py:NAME, or a function such as `lambda sample: len(sample['completion'])`"
+    refuse(not _is_reward(reward), f"the reward {reward!r:.80} is a {type(reward).__name__}: give {way_out}")
+    traits_of(reward)  # raises for what cannot be called
+    if not _is_trl_reward(reward):
+        return
+    refuse(
+        isinstance(reward, type),
+        f"the reward {name} is a class with TRL's signature: give an object of it, {name}()",
+    )
+    unknown = unknown_arguments(reward, columns) if columns is not None else []
+    if unknown:
+        known = ", ".join(sorted(columns or ()))
+        raise ConfigurationError(
+            f"the reward {name} needs {', '.join(unknown)}, which is no column of every row: the columns are {known}; give "
+            "the argument a default, or add the column"
+        )
+
+
+def _is_trl_reward(reward: Any) -> bool:
+    try:
+        return _is_function(reward) and has_trl_signature(reward)
+    except ValueError:  # a builtin without a signature that Python knows
+        return False
+
+
+def _is_function(reward: Any) -> bool:
+    return callable(reward) and not callable(
+        getattr(reward, "endpoint", None)
+    )  # a judge has `endpoint` and `score`
+
+
+def _definition(name: str, reward: Any) -> str:
+    """Return the lines that define a reward in the file."""
+    text = pickled(reward, name)
+    loaded = f'unpickled(\n    "{text}",\n    sha256="{pickle_digest(text)}",\n)'
+    if _is_trl_reward(reward):
+        loaded = f"trl_reward({loaded})"
+    return f"\n{name} = {loaded}\n"

@@ -1,0 +1,135 @@
+"""The data set of a Python program as a JSONL file, in the format of docs/your-data.md."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.dataset import PROMPT_COLUMNS
+from async_grpo.launch.python_files import write_private_file
+from async_grpo.options.fields import refuse
+
+TOKENS = "input_token_ids"
+SHOWN_COLUMNS = 12  # of a row whose prompt is missing
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A data set on the disk. `columns`: those that every row has; None for a file that was given as a path."""
+
+    path: str
+    columns: frozenset[str] | None
+
+
+def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
+    """Return the file of a data set.
+
+    Args:
+        dataset: The path of a JSONL file, or rows: anything that yields dicts, such as a list or a `datasets.Dataset`.
+            Each dict has `prompt` (a text, or a list of messages), `messages`, `input` or `input_token_ids`; all its
+            columns go to the rewards.
+        folder: Where rows are written, under a name with their digest: the rows of an earlier run stay as they are.
+        name: What messages and the file call it.
+
+    Raises:
+        ConfigurationError: names the first row that cannot be used, and why.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return RowFile(os.fspath(dataset), None)
+    _refuse_what_holds_no_rows(dataset, name)
+    columns: set[str] = set()
+
+    def lines() -> Iterator[bytes]:
+        number = -1
+        for number, row in enumerate(dataset):
+            where = f"{name}, row {number}"
+            checked = _checked_row(row, where)
+            if number == 0:
+                columns.update(checked)
+            columns.intersection_update(checked)
+            yield _as_json(checked, where).encode() + b"\n"
+        refuse(number < 0, f"{name} holds no rows")
+
+    path = write_private_file(folder, f"{name}-{{digest}}.jsonl", lines())
+    return RowFile(str(path), frozenset(columns))
+
+
+def _refuse_what_holds_no_rows(dataset: Any, name: str) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, list(dataset)[:SHOWN_COLUMNS]))
+        raise ConfigurationError(
+            f"{name} is a {kind} of {names}: give one of its splits, or rows, a dict for each question"
+        )
+    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame yields its columns' names
+        raise ConfigurationError(
+            f'{name} is a {kind}: give {name}.to_dict("records"), a dict for each question'
+        )
+    is_rows = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
+    refuse(not is_rows, f"{name} is a {kind}: give the path of a JSONL file, or a list of dicts")
+
+
+def _checked_row(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ConfigurationError(
+            f'{where} is a {type(row).__name__}, not a dict such as {{"prompt": "3 + 4 = ?"}}'
+        )
+    checked = dict(row)
+    for column in (TOKENS, *PROMPT_COLUMNS):
+        if checked.get(column, ...) is None:  # `datasets` fills columns that a row does not have
+            del checked[column]
+    present = [column for column in (TOKENS, *PROMPT_COLUMNS) if column in checked]
+    if not present:
+        names = ", ".join(map(str, list(row)[:SHOWN_COLUMNS])) or "none"
+        raise ConfigurationError(
+            f"{where} has no prompt: its columns are {names}. Name the question `prompt`, as a text or as a list of "
+            'messages: {"role": "user", "content": "..."}'
+        )
+    for column in present:
+        _check_prompt(column, checked[column], where)
+    return checked
+
+
+def _check_prompt(column: str, value: Any, where: str) -> None:
+    if column == TOKENS:
+        return
+    is_text = isinstance(value, str) and column != "messages"
+    are_messages = isinstance(value, list | tuple) and column != "input" and _are_messages(value)
+    form = {"input": "a text", "messages": "a list of messages"}.get(column, "a text or a list of messages")
+    refuse(
+        not (is_text or are_messages),
+        f"{where}: {column} must be {form}"
+        + ("" if column == "input" else ', each a dict such as {"role": "user", "content": "3 + 4 = ?"}')
+        + f", not {value!r:.80}",
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    return bool(value) and all(isinstance(message, Mapping) and "content" in message for message in value)
+
+
+def _as_json(row: dict[str, Any], where: str) -> str:
+    try:
+        return json.dumps(row, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as whole:
+        for column, value in row.items():
+            try:
+                json.dumps({column: value}, allow_nan=False, default=_plain)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigurationError(
+                    f"{where}: the column {column} cannot be written as JSON ({error}): make it of texts, finite numbers, "
+                    "lists and dicts, or leave the column out"
+                ) from error
+        raise ConfigurationError(f"{where} cannot be written as JSON ({whole})") from whole
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has for a number or an array of numpy or torch."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__}")

@@ -1,0 +1,138 @@
+"""Reward functions with the signature of TRL, as rewards of this library.
+
+TRL's form is `f(completions, prompts=..., completion_ids=..., **columns) -> [1.0, None, ...]`: all arguments are keywords
+and lists with one entry for each completion. Ours is `f(sample) -> 1.0`.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from async_grpo.rewards.adapter.decorators import function_of
+
+Sample = dict[str, Any]
+GENERATED = ("prompts", "completions", "completion_ids")  # the arguments that are no columns
+# Columns of TRL's data sets that it does not hand to reward functions
+NO_ARGUMENTS = ("prompt", "completion", "completion_ids")
+# What a sample holds beside the columns of its row
+OF_EVERY_SAMPLE = ("input", "sample_text", "completion_token_ids", "truncated", "group_id")
+# Marks of `decorators` that mean the same for both signatures
+KEPT_MARKS = ("batching", "cacheable", "best_reward", "post_process_scores")
+
+
+def has_trl_signature(reward: Any) -> bool:
+    """Whether a reward is called in TRL's way: it names `completions`, or takes keywords alone.
+
+    >>> has_trl_signature(lambda completions, **columns: [0.0]), has_trl_signature(lambda sample: 0.0)
+    (True, False)
+    """
+    parameters = _parameters(reward)
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "completions" in parameters or kinds == {inspect.Parameter.VAR_KEYWORD}
+
+
+def unknown_arguments(reward: Any, columns: Collection[str]) -> list[str]:
+    """Return the arguments that a reward with TRL's signature needs, and that no sample with these columns has."""
+    known = {*GENERATED, *OF_EVERY_SAMPLE, *columns} - {"prompt", "completion"}
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [
+        name
+        for name, parameter in _parameters(reward).items()
+        if parameter.default is parameter.empty and parameter.kind not in variable and name not in known
+    ]
+
+
+def trl_reward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward of this library that calls `function` with TRL's keywords.
+
+    It is called with one sample at a time, that is with lists of length one: a sample is scored as soon as it is
+    generated. A function that compares the completions of one call with each other needs `@batch`, by which it is
+    called with whatever samples wait, or `@post_process`, which shows all completions of one prompt together
+    (`async_grpo.rewards.adapter.decorators`). `None` leaves the sample without this reward, as in TRL.
+
+    Completions are texts; where the column `prompt` is a list of messages, each completion is a list of one message. TRL's
+    `trainer_state`, `log_extra` and `log_metric` do not exist here.
+
+    >>> def brevity(completions, **columns):
+    ...     return [-len(text) / 10 for text in completions]
+    >>> trl_reward(brevity)({"prompt": "3+4?", "completion": "It is 7.", "input": "3+4?"})
+    -0.8
+    """
+    takes_batches = hasattr(function, "batching")
+
+    def answer(returned: Any, num_samples: int) -> Any:
+        answers = _answers(returned, num_samples)
+        return answers if takes_batches else answers[0]
+
+    def as_list(samples: Any) -> list[Sample]:
+        return samples if takes_batches else [samples]
+
+    def reward(samples: Any) -> Any:
+        listed = as_list(samples)
+        return answer(function(**trl_arguments(function, listed)), len(listed))
+
+    async def async_reward(samples: Any) -> Any:
+        listed = as_list(samples)
+        return answer(await function(**trl_arguments(function, listed)), len(listed))
+
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    made: Callable[..., Any] = async_reward if is_async else reward
+    for mark in KEPT_MARKS:
+        if hasattr(function, mark):
+            setattr(made, mark, getattr(function, mark))
+    return made
+
+
+def trl_arguments(function: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Return the keywords by which TRL would call the function for these samples, of which it gets those that it names."""
+    arguments: dict[str, list[Any]] = {
+        name: [sample.get(name) for sample in samples]
+        for name in samples[0]
+        if name not in NO_ARGUMENTS and name not in GENERATED
+    }
+    arguments["prompts"] = [_prompt(sample) for sample in samples]
+    arguments["completions"] = [_completion(sample) for sample in samples]
+    arguments["completion_ids"] = [sample.get("completion_token_ids", []) for sample in samples]
+    parameters = _parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: values for name, values in arguments.items() if name in parameters}
+
+
+def _parameters(reward: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a reward's function; those of a method without `self`."""
+    function = function_of(reward)
+    parameters = dict(inspect.signature(function).parameters)
+    if isinstance(reward, type):
+        parameters.pop(next(iter(parameters)), None)
+    return parameters
+
+
+def _prompt(sample: Sample) -> Any:
+    """Return the column `prompt`, a text or a list of messages; without it the prompt's text.
+
+    The column `messages` does not decide: a row may have it beside the text or the tokens that are its prompt, and a
+    function that expects texts would find nothing in messages, and pay 0.
+    """
+    prompt = sample.get("prompt")
+    return prompt if isinstance(prompt, str | list) else sample.get("input", "")
+
+
+def _completion(sample: Sample) -> Any:
+    text = sample["completion"]
+    if isinstance(_prompt(sample), list):
+        return [{"role": "assistant", "content": text}]
+    return text
+
+
+def _answers(returned: Any, num_samples: int) -> list[Any]:
+    """Return the answer of each sample, in this library's form."""
+    if hasattr(returned, "tolist"):  # an array, or a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple) or len(returned) != num_samples:
+        count = f"{len(returned)} entries" if isinstance(returned, list | tuple) else "none"
+        raise ValueError(
+            f"a reward with TRL's signature must return a list with a number for each of the {num_samples} completions, "
+            f"not a {type(returned).__name__} ({count})"
+        )
+    return [{"abstain": "the reward is None"} if value is None else value for value in returned]
