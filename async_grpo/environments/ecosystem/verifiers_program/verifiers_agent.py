@@ -151,7 +151,7 @@ async def post(http: httpx.AsyncClient, path: str, key: str, body: Any = None) -
     return await http.post(url, json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-def data_row_of(task: Any, split: str) -> dict[str, Any]:
+def task_row(task: Any, split: str) -> dict[str, Any]:
     """Return the data set's row of a task."""
     row = {"input": task.data.prompt_text, "task": task.data.idx, "hash": task.hash, "split": split}
     answer = getattr(task.data, "answer", None)
@@ -174,7 +174,7 @@ def main(mode: str, name: str, options_json: str, split: str = "") -> None:
             asyncio.run(play_all(name, options))
         _, tasks = load(name, options, split)
         for task in tasks.values():
-            print(json.dumps(data_row_of(task, split), default=str), file=rows_file)
+            print(json.dumps(task_row(task, split), default=str), file=rows_file)
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())
         hint = f": {sys.executable} -m pip install its package" if isinstance(error, ImportError) else ""
