@@ -69,27 +69,12 @@ def make_trainer(
     policy = _policy(config, settings, ranks)
     accumulator = _accumulator(config, settings, policy, ranks)
     checkpointer = _checkpointer(config, ranks, policy, accumulator, save_experience, digests_read)
-    step = 0
-    samples = 0
-    if settings.checkpoint:
-        manifest = read(Path(settings.checkpoint))
-        checkpointer.load(Path(settings.checkpoint))
-        step = manifest.step
-        samples = manifest.samples
-        log.info("resumed after step %d, from %s", step, settings.checkpoint)
+    step, samples = _restore(checkpointer, settings)
     accumulator.steps = step
     if config.record:
         recorder = Recorder(source, config.output_path, ranks.world_size, as_options(config))
         accumulator.on_logprobs = recorder.keep_logprobs
         source = recorder
-
-    def may_overlap(steps_done: int) -> bool:
-        waits_for_evaluation = config.eval_pinned and _is_evaluated(config, steps_done)
-        return config.max_staleness > 0 and steps_done < config.num_steps and not waits_for_evaluation
-
-    def may_become_best(steps_done: int) -> bool:
-        return config.keep_best is not None and _is_evaluated(config, steps_done)
-
     return Trainer(
         policy=policy,
         accumulator=accumulator,
@@ -102,9 +87,31 @@ def make_trainer(
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
-        overlaps=may_overlap,
-        saves_after=may_become_best,
+        overlaps=partial(_may_overlap, config),
+        saves_after=partial(_may_become_best, config),
     )
+
+
+def _restore(checkpointer: Checkpointer, settings: SharedRunSettings) -> tuple[int, int]:
+    """Load the checkpoint of a resumed run, and return the numbers of steps and samples that it has done."""
+    if not settings.checkpoint:
+        return 0, 0
+    folder = Path(settings.checkpoint)
+    manifest = read(folder)
+    checkpointer.load(folder)
+    log.info("resumed after step %d, from %s", manifest.step, settings.checkpoint)
+    return manifest.step, manifest.samples
+
+
+def _may_overlap(config: RunConfig, steps_done: int) -> bool:
+    """Return whether the next step may be accumulated while the weights of this one travel."""
+    waits_for_evaluation = config.eval_pinned and _is_evaluated(config, steps_done)
+    return config.max_staleness > 0 and steps_done < config.num_steps and not waits_for_evaluation
+
+
+def _may_become_best(config: RunConfig, steps_done: int) -> bool:
+    """Return whether the policy after that step is evaluated, and may turn out to be the best checkpoint."""
+    return config.keep_best is not None and _is_evaluated(config, steps_done)
 
 
 def _is_evaluated(config: RunConfig, step: int) -> bool:
