@@ -135,9 +135,8 @@ class Estimator:
                 `step_mask` (B, T).
 
         Raises:
-            ValueError: An option is unknown or missing, a shape does not fit, several rewards are passed to an estimator
-                that takes one, a valid row has a reward, baseline or value that is not finite or beyond 1e100, or an
-                advantage is beyond the range of the dtype.
+            ValueError: An option is unknown or missing, a shape or the number of rewards does not fit, a valid row has a
+                reward, baseline or value that is not finite or beyond 1e100, or an advantage is beyond the dtype.
 
         >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
@@ -151,18 +150,15 @@ class Estimator:
 
         num_tokens = mask  # per entry; 1 unless a column stands for several tokens
         mask = mask.bool()
-        candidates = mask.any(dim=1)
-        if valid is not None:
-            candidates = candidates & valid.bool()
+        candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
         groups = Groups.of(group_ids, candidates)
         readable = mask & candidates[:, None]
         used = mask & groups.participates
 
-        reward_masks = {}
+        reward_masks = _reward_masks(options, rewards_by_name, readable)
         finite_rewards = {}
-        for name, reward_mask in _reward_masks(options, rewards_by_name, mask).items():
-            reward_masks[name] = readable & reward_mask
-            finite_rewards[name] = _finite(name, rewards_by_name[name], reward_masks[name])
+        for name, values in rewards_by_name.items():
+            finite_rewards[name] = _finite(name, values, reward_masks[name])
         options |= self._finite_inputs(options, readable)
         if "step_mask" in options:
             options["step_mask"] = reward_masks.get(SINGLE_REWARD)
@@ -245,9 +241,9 @@ class Estimator:
 
 
 def _reward_masks(
-    options: Mapping[str, Any], rewards_by_name: Mapping[str, Tensor], mask: Tensor
+    options: Mapping[str, Any], rewards_by_name: Mapping[str, Tensor], readable: Tensor
 ) -> dict[str, Tensor]:
-    """Return where each reward counts: the caller's `step_mask` or `masks`, or else the mask.
+    """Return where each reward counts: at the readable tokens, restricted to the caller's `step_mask` or `masks`.
 
     Raises:
         ValueError: A mask has the wrong shape, or belongs to no reward.
@@ -257,9 +253,9 @@ def _reward_masks(
         caller_masks = {SINGLE_REWARD: caller_masks}
     _refuse_unknown("masks", caller_masks, rewards_by_name)
     for name, reward_mask in caller_masks.items():
-        if reward_mask.shape != mask.shape:
-            raise ValueError(f"the mask of {name} {tuple(reward_mask.shape)} must be {tuple(mask.shape)}")
-    return {name: caller_masks.get(name, mask).bool() for name in rewards_by_name}
+        if reward_mask.shape != readable.shape:
+            raise ValueError(f"the mask of {name} {tuple(reward_mask.shape)} must be {tuple(readable.shape)}")
+    return {name: readable & caller_masks.get(name, readable).bool() for name in rewards_by_name}
 
 
 def _refuse_unknown(option: str, names: Iterable[str], rewards_by_name: Mapping[str, Tensor]) -> None:

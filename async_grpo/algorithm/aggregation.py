@@ -52,11 +52,17 @@ class Aggregation:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
+    # sum / tokens (Yu et al. 2025, "DAPO")
     "token_mean": Aggregation("tokens"),
+    # sum
     "token_sum": Aggregation(None),
+    # sum / sequences
     "sequence_mean_token_sum": Aggregation("sequences"),
+    # mean over sequences of their token mean (Shao et al. 2024, "GRPO")
     "sequence_mean_token_mean": Aggregation("sequences", per="sequence"),
+    # sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO")
     "constant_length": Aggregation("sequences", per="scale"),
+    # mean over groups of their token mean (Khatri et al. 2025, "ScaleRL")
     "prompt_mean": Aggregation("groups", per="group"),
 }
 
@@ -146,15 +152,6 @@ def aggregate_loss(
     scale: float | None = None,
 ) -> Tensor:
     """Return the loss of a minibatch, or the contribution of a part of it, as a 0-dim tensor.
-
-    Modes:
-
-    - token_mean: sum / tokens (Yu et al. 2025, "DAPO").
-    - token_sum: sum.
-    - sequence_mean_token_sum: sum / sequences.
-    - sequence_mean_token_mean: mean over sequences of their token mean (Shao et al. 2024, "GRPO").
-    - constant_length: sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO").
-    - prompt_mean: mean over groups of their token mean (Khatri et al. 2025, "ScaleRL").
 
     Only unmasked tokens count, and only sequences and groups that have one; without any, the loss is 0. Parts made of
     whole sequences add up to the loss of the whole minibatch if they are evaluated with the global counts. For

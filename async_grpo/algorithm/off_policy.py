@@ -89,13 +89,7 @@ def importance_weights(
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3), level="sequence").tolist()
     [[1.5, 1.5, 1.5]]
     """
-    for name, value, known in (("level", level, LEVELS), ("mode", mode, MODES)):
-        refuse(value not in known, f"unknown importance {name} {value!r}; choose one of {', '.join(known)}")
-    lowest = 0 if low is None else low
-    refuse(
-        high is None or not (high > 0 and 0 <= lowest <= high),
-        f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high and a positive high: 2, or inf",
-    )
+    _check_weight_options(level, mode, low, high)
     mask = mask.bool()
     x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask))
     if level == "sequence":
@@ -105,7 +99,7 @@ def importance_weights(
     if mode == "truncate":
         weights = weights.clamp(low, high)
     else:
-        weights = weights.masked_fill((weights > high) | (weights < lowest), 0)
+        weights = weights.masked_fill((weights > high) | (weights < (low or 0)), 0)
     weights = torch.where(mask, weights, 0)
     if mean is None and normalize:
         total, count = weight_totals(weights, mask, level=level, sequence_ids=sequence_ids)
@@ -114,6 +108,17 @@ def importance_weights(
         mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
         weights = weights / torch.where(mean == 0, 1, mean)
     return weights.to(logprobs.dtype)
+
+
+def _check_weight_options(level: str, mode: str, low: float | None, high: float) -> None:
+    """Raise ConfigurationError if the level or the mode is unknown, or the bounds leave no weights."""
+    for name, value, known in (("level", level, LEVELS), ("mode", mode, MODES)):
+        refuse(value not in known, f"unknown importance {name} {value!r}; choose one of {', '.join(known)}")
+    lowest = low or 0
+    refuse(
+        high is None or not (high > 0 and 0 <= lowest <= high),
+        f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high and a positive high: 2, or inf",
+    )
 
 
 def weight_totals(
@@ -184,8 +189,14 @@ def rejection_mask(
         f"rejection by {statistic} cannot keep [{low}, {high}]; give 0 <= low <= high, at least one of them, and high > 0",
     )
     mask = mask.bool()
-    scope, kind = REJECTION_STATISTICS[statistic]
     x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask))
+    values = _rejection_values(x, mask, statistic, sequence_ids)
+    return mask & ~((values < lowest) | (values > highest))
+
+
+def _rejection_values(x: Tensor, mask: Tensor, statistic: str, sequence_ids: Tensor | None) -> Tensor:
+    """Return (B, T), at every token the value of a rejection statistic of the log ratios x (B, T)."""
+    scope, kind = REJECTION_STATISTICS[statistic]
     values = x if kind == "k1" else KL_KINDS[kind](-x)
     if scope != "token":
         ids = compact_ids(sequence_ids, mask)
@@ -199,7 +210,7 @@ def rejection_mask(
         values = sums[ids]
     if kind == "k1":
         values = values.exp()  # the ratio of a long sequence may be inf, which is above every bound
-    return mask & ~((values < lowest) | (values > highest))
+    return values
 
 
 def mismatch_sums(
