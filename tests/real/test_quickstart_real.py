@@ -28,7 +28,6 @@ SMALL = {
     "num_warmup_steps": 0,
     "enforce_eager": True,
     "verifiers_per_reward": 1,
-    "evaluation_verifiers": 1,
     "start_timeout_s": 240,
 }
 
