@@ -28,7 +28,6 @@ SMALL = {
     "num_warmup_steps": 0,
     "enforce_eager": True,
     "verifiers_per_reward": 1,
-    "evaluation_verifiers": 1,
     "start_timeout_s": 240,
 }
 
@@ -77,7 +76,7 @@ def test_closures_and_functions_in_the_form_of_trl_are_trained_on_and_a_run_goes
 
     def rewards(weight: float) -> list:
         def length(sample):
-            return {"reward": weight * len(sample["completion"]), "pid": os.getpid()}
+            return weight * len(sample["completion"])
 
         def roles(prompts, completions, target, **columns):
             return [
@@ -104,11 +103,6 @@ def test_closures_and_functions_in_the_form_of_trl_are_trained_on_and_a_run_goes
     for line in samples:
         sign = 1 if line["step"] < 3 else -1
         assert line["reward"] == pytest.approx(1.0 + sign * len(line["completion"]))
-    assert all(
-        line["verifiers"]["length"]["pid"] != os.getpid()
-        for line in second.metrics
-        if "length" in line["verifiers"]
-    )
 
 
 INTERRUPTED = """
