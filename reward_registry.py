@@ -68,21 +68,21 @@ class RewardType(str, Enum):
 @cacheable
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
 def math_verify(sample: dict) -> dict:
-    """The answer equals `answer` for the library math-verify: the most lenient of the three."""
+    """Check that the answer equals `answer` for the library math-verify: the most lenient of the three."""
     from async_grpo.rewards.builtin.math_verify import score
 
     return score(sample)
 
 
 def mathd(sample: dict) -> dict:
-    r"""The last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
+    r"""Check that the last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
     return mathd_rules.score(sample)
 
 
 @cacheable
 @warmed_by({"completion": r"\boxed{2x}", "answer": "x+x"})
 def sympy(sample: dict) -> dict:
-    r"""The last \boxed{} has the value of `answer`, by symbolic computation."""
+    r"""Check that the last \boxed{} has the value of `answer`, by symbolic computation."""
     from async_grpo.rewards.builtin.sympy import score
 
     return score(sample)
@@ -103,7 +103,7 @@ def code(
     all_or_nothing: bool = False,
     allow_unsandboxed: bool = False,
 ) -> dict:
-    """The share of the row's `tests` that the Python code passes, in a sandbox."""
+    """Return the share of the row's `tests` that the Python code passes, in a sandbox."""
     from async_grpo.rewards.builtin.code import score
 
     return score(

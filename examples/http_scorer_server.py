@@ -17,7 +17,7 @@ MAX_BODY_BYTES = 16 * 2**20
 
 
 def score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
-    """A reward of your own, and any further numbers; here, whether the completion ends with the answer.
+    """Compute a reward of your own, and any further numbers; here, whether the completion ends with the answer.
 
     >>> score({"prompt": "3+4?", "completion": "It is 7.", "answer": 7}, [])
     {'reward': 1.0, 'length': 8}
@@ -30,7 +30,7 @@ def score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
 
 
 def reply_to(request: Any) -> dict[str, Any]:
-    """The reply to one request, one score per sample.
+    """Return the reply to one request, one score per sample.
 
     Raises:
         ValueError: it is no request of this protocol.

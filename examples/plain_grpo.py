@@ -1,6 +1,6 @@
-"""GRPO in one file of torch and transformers, to be read before the library that does the same on many machines.
+r"""GRPO in one file of torch and transformers, to be read before the library that does the same on many machines.
 
-    python examples/plain_grpo.py --model sample-data/tiny-model --output plain_grpo.jsonl \\
+    python examples/plain_grpo.py --model sample-data/tiny-model --output plain_grpo.jsonl \
         --train sample-data/countdown_train.jsonl --heldout sample-data/countdown_heldout.jsonl
 
 A step, in the order of this file:
@@ -137,9 +137,9 @@ def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
 
 
 def score(completion: str, row: Row) -> tuple[float, float]:
-    """(correct, well-formed), each 0.0 or 1.0, of the response "<think>" + completion.
+    r"""Return (correct, well-formed), each 0.0 or 1.0, of the response "<think>" + completion.
 
-    >>> score("</think>\\n<answer>3*4+1</answer>", {"nums": [1, 3, 4], "target": 13})
+    >>> score("</think>\n<answer>3*4+1</answer>", {"nums": [1, 3, 4], "target": 13})
     (1.0, 1.0)
     """
     response = "<think>" + completion

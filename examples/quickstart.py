@@ -1,4 +1,4 @@
-"""A tiny model learns countdown tasks in about two minutes, without a GPU: python examples/quickstart.py"""
+"""A tiny model learns countdown tasks in about two minutes, without a GPU: python examples/quickstart.py."""
 
 import os
 

@@ -42,8 +42,11 @@ def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str
 
 
 def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
-    """Endless countdown tasks. In so large a share the calculator is asked, up to four times, and an expression that it
-    finds right is the answer; the others are answered at once, with any expression."""
+    """Yield countdown tasks without end.
+
+    In the share `thoughtful` of them the calculator is asked, up to four times, and an expression that it finds right is
+    the answer. The others are answered at once, with any expression.
+    """
     problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
     while True:
         problem = rng.choice(problems)

@@ -71,7 +71,7 @@ def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2ForCausalLM:
-    """A Qwen2 with random float32 weights, tied embeddings, and both end tokens in its generation config.
+    """Return a Qwen2 with random float32 weights, tied embeddings, and both end tokens in its generation config.
 
     Raises:
         ValueError: a head size that vLLM's CPU attention refuses.
@@ -134,7 +134,7 @@ def all_expressions(sorted_nums: tuple[int, ...], operators: str) -> dict[str, F
 
 
 def choose_expression(problem: Problem, operators: str, correct: bool, rng: random.Random) -> str:
-    """A random expression over the problem's numbers, or a random one among those that reach the target.
+    """Return a random expression over the problem's numbers, or a random one among those that reach the target.
 
     Raises:
         ValueError: a correct one is asked for, and these operators have none.
@@ -207,7 +207,7 @@ def warm_up(
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """The `nums` and `target` of each JSONL row. Raises ValueError for a missing file."""
+    """Return the `nums` and `target` of each JSONL row. Raises ValueError for a missing file."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; make it with create_count_down.py, or use --warmup-steps 0")
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())

@@ -19,7 +19,7 @@ own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_w
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     return HEAD + "".join(_section(name) for name, command in COMMANDS.items() if command.config)
 
 

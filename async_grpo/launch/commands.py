@@ -74,13 +74,13 @@ def run_program(name: str, argv: list[str] | None = None) -> None:
 
 
 def config_class(name: str) -> Any:
-    """The dataclass that the command's options are made from."""
+    """Return the dataclass that the options of the command are made from."""
     command = COMMANDS[name]
     return getattr(_imported(command.module), str(command.config))
 
 
 def foreign_keys() -> set[str]:
-    """What a configuration file may hold for other programs than the one that reads it."""
+    """Return the names that a configuration file may hold for other programs than the one that reads it."""
     found = {*FACTS}
     for field in (field for name in ("run", "worker") for field in fields(config_class(name))):
         found |= {field.name, field.metadata["also"]}
@@ -88,7 +88,7 @@ def foreign_keys() -> set[str]:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module; exits with the cause in one line where a library below it is missing or broken."""
+    """Import the module, or exit with the cause in one line where a library that it needs is missing or broken."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -98,7 +98,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """What it finds; an error if it raises, or does not come to an end: its thread is then left to itself."""
+    """Return the findings of a check; an error if it raises or does not end, and then its thread is left alone."""
     found, name = list[Finding](), look.__name__.replace("_", " ")
 
     def run() -> None:
@@ -116,7 +116,7 @@ def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Find
 
 
 def packages() -> Iterator[Finding]:
-    """What is installed against what the library asks for."""
+    """Compare the installed packages with those that the library needs."""
     wrong = [] if find_spec("vllm") else ["vllm is missing: async-grpo[gpu] or async-grpo[cpu]"]
     for one in map(Requirement, requires("async-grpo") or []):
         try:
@@ -145,7 +145,7 @@ def machine() -> Iterator[Finding]:
 
 
 def all_reduce() -> Iterator[Finding]:
-    """A sum over a process for each GPU (NCCL), or two on the CPU (gloo)."""
+    """Sum a number over one process per GPU (NCCL), or over two on the CPU (gloo)."""
     count, began = len(process_variables.gpus()), time.monotonic()
     ranks, device = (count, "cuda") if count > 1 else (2, "cpu")
     with private_folder() as scratch:
@@ -186,7 +186,7 @@ def output_folder(config: LocalConfig) -> Iterator[Finding]:
 
 
 def cluster(config: LocalConfig) -> Iterator[Finding]:
-    """The cluster of `--ray-address`, and whether it has room for the workers."""
+    """Check that the cluster of `--ray-address` answers and has room for the workers."""
     if config.ray_address:
         process_variables.check_reachable(config.ray_address)
         said = _python(["-c", CLUSTER], config.nproc_per_node, config.ray_address)
@@ -204,7 +204,7 @@ def inputs(config: LocalConfig, prepared: "list[Prepared]") -> Iterator[Finding]
 
 
 def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """That texts survive it, that it is the data's, and that what ends a turn of its template ends a completion."""
+    """Check the tokenizer: texts survive it, it fits the data, and the end of a turn ends a completion."""
     from async_grpo.modeling.load import load_tokenizer
 
     tokens = load_tokenizer(config.model_name_or_path)

@@ -66,7 +66,7 @@ class LocalJudge(RewardConfig):
 
 
 def broken_judge(c: LocalJudge, visible: Sequence[str]) -> Broken:
-    """What can never work; `visible`: ids of the GPUs that this process may use."""
+    """Yield what can never work; `visible` holds the ids of the GPUs that this process may use."""
     if c.judge_model is None:
         flags = "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization"
         yield from idle(c, flags, "without --judge-model")
@@ -88,7 +88,7 @@ def broken_judge(c: LocalJudge, visible: Sequence[str]) -> Broken:
 
 @contextmanager
 def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
-    """The judge's servers, if there are to be any; yields the options by which the run's judges find them.
+    """Start the judge's servers if there are to be any, and yield the options by which the run's judges find them.
 
     ConfigurationError: the servers cannot work so. WorkerLost, DeadlineExceeded: one of them did not start.
     """

@@ -82,8 +82,15 @@ def check(config: LocalConfig) -> "Prepared":
 
 
 def start(config: LocalConfig, instead: Sequence[str] = ()) -> None:
-    """The run itself, in a folder that `claim` has made; raises what `run_locally` does. `instead`: of the trainer, the
-    command of a program that has nothing to save."""
+    """Run everything in a folder that `claim` has made.
+
+    Args:
+        config: The run's options.
+        instead: Command of a program that takes the trainer's place and has nothing to save.
+
+    Raises:
+        AsyncGrpoError: As `run_locally` does.
+    """
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
     supervisor = Supervisor(logs)
@@ -172,7 +179,7 @@ def _tell_if_saved(config: LocalConfig, since: float) -> None:
 
 
 def worker_commands(config: LocalConfig) -> list[list[str]]:
-    """The command lines of all workers: each reads its own options of the run's parameters."""
+    """Return the command lines of all workers, each of which reads its options from the run's parameters."""
     node = ("gpu" if gpus() else "any") if config.ray_address else "here"  # the GPUs here are the trainer's
     worker = [sys.executable, "-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
     engines = [[*worker, "--mode=generation"]] * config.generation_workers
@@ -187,5 +194,5 @@ def trainer_command(config: LocalConfig, scratch: Path) -> list[str]:
 
 
 def parameters(config: LocalConfig) -> str:
-    """The option by which a program of the run reads its own ones."""
+    """Return the option that names the file of the run's parameters."""
     return f"--config={(config.output_path / PARAMS_FILE).resolve()}"

@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def show(findings: Iterable[Finding]) -> None:
-    """A line each."""
+    """Print one line per finding."""
     for name, level, found, cure in findings:
         said = f"{name:<18} {found}" + (f". Cure: {cure}" if cure and level != OK else "")
         said = repr(said)[1:-1]  # it may hold anything
@@ -50,7 +50,7 @@ def show(findings: Iterable[Finding]) -> None:
 
 
 def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
-    """What `run` looks at, too. ConfigurationError: the model's weights are not whole."""
+    """Check limits, disk and memory, as `run` does. ConfigurationError: the model's weights are not whole."""
     total = parameters_of(Path(config.model_name_or_path))
     return [*limits(2 * total), disk(config, total), *memory(config, prepared, total)]
 
@@ -91,12 +91,14 @@ def disk(config: LocalConfig, total: int) -> Finding:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the first above it that exists."""
+    """Return the folder itself, or the first folder above it that exists."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
 def cards() -> list[list[str]]:
-    """Name, MiB in all, MiB free and driver of each visible GPU. (CUDA itself would take memory on them.)
+    """Return name, MiB in all, MiB free and driver of each visible GPU, as nvidia-smi says.
+
+    CUDA itself would take memory on them.
 
     Raises one of NO_CARDS: there is no nvidia-smi, or it fails.
     """
@@ -157,7 +159,7 @@ def memory(config: LocalConfig, prepared: "Prepared", total: int) -> Iterator[Fi
 
 
 def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """What `run` would do."""
+    """Return what `run` would do."""
     settings, step = prepared.settings, prepared.resumed.step if prepared.resumed else 0
     size, left, alive = config.samples_per_step, config.num_steps - step, settings.samples_in_flight
     begins = f"goes on after step {step}" if step else "begins"

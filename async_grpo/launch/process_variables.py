@@ -81,8 +81,11 @@ def torchrun_environment(scratch: Path) -> dict[str, str]:
 
 
 def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: Path) -> dict[str, str]:
-    """The environment of every program; without an address, that of a private cluster on the loopback interface, which
-    programs await: it is there when the file `ray_is_up` is. Its actors write into the folder `logs`."""
+    """Return the variables of every program of a run.
+
+    Without an address, they name a private cluster on the loopback interface. Programs wait for it: it is up when the file
+    `ray_is_up` exists. Its actors write into the folder `logs`.
+    """
     private = {
         "RAY_ADDRESS": ray_address or f"{LOOPBACK}:{free_port()}",
         "GLOO_SOCKET_IFNAME": "lo",

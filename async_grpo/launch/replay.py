@@ -131,7 +131,7 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 
 def _changed(config: ReplayConfig, recorded: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs from the run, or in it: it may have gone on with other options."""
+    """Return what differs from the run, or within it, because it may have continued with other options."""
     now = as_options(config)
     of_machine = {one.name for one in fields(RunConfig) if not one.metadata["portable"]} - {
         "model_name_or_path"

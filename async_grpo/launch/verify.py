@@ -131,7 +131,7 @@ def verify(config: VerifyConfig) -> None:
 
 
 def modules_beside(path: str, text: str) -> list[str]:
-    """The modules that a file of this text imports, wherever in it, and that lie in its own folder."""
+    """Return the modules that a file of this text imports, anywhere in it, and that lie in its own folder."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError):  # the process that imports the file will say so

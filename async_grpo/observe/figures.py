@@ -33,7 +33,7 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{}</
 
 @contextmanager
 def picture(output: Path | None) -> Iterator["Figure"]:
-    """An empty figure. Once it is filled it is written in the format that the suffix names; None: shown in a window.
+    """Yield an empty figure; once filled, it is written in the format of the suffix, or shown in a window (None).
 
     ConfigurationError: of no such format, there is no display, or the file cannot be written.
     """
@@ -72,7 +72,7 @@ def picture(output: Path | None) -> Iterator["Figure"]:
 
 
 def subplots(figure: "Figure", titles: Sequence[str], x_label: str, caption: str = "") -> "list[Axes]":
-    """A subplot for each title, in up to two columns; the figure is sized to their number."""
+    """Return a subplot for each title, in up to two columns, and size the figure to their number."""
     columns = min(2, len(titles))
     rows = math.ceil(len(titles) / columns)
     figure.set_size_inches((8.0, 4.8) if columns == 1 else (12.0, 3.6 * rows + 0.6))
@@ -98,7 +98,7 @@ def draw(
     window: int | None,
     legend: bool,
 ) -> None:
-    """A subplot for each variable, and one legend above all; of a moving average, the raw line is faded."""
+    """Draw a subplot for each variable and one legend above all; beside a moving average the raw line is faded."""
     from matplotlib.lines import Line2D
 
     colours = colours_for(len(runs))
@@ -120,7 +120,7 @@ def draw(
 
 
 def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
-    """A row for each lane of a timeline, a bar for each span, and a line where a step of the trainer ends."""
+    """Draw a row for each lane of a timeline, a bar for each span, and a line at the end of each step."""
     lanes = sorted({span["lane"] for span in spans})
     zero = min(span["begin"] for span in spans)
     figure.set_size_inches(12.0, 1.6 + 0.4 * len(lanes))
@@ -155,7 +155,8 @@ def colours_for(count: int) -> list[Any]:
 
 
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average, shape (T,), of the steps t - window//2 to t + (window-1)//2, as far as they exist.
+    """Return the centred moving average, shape (T,), over the steps t - window//2 to t + (window-1)//2 that exist.
+
     NaN stays NaN and counts in no average.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)

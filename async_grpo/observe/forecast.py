@@ -1,4 +1,6 @@
-"""Where a run is heading: the sigmoid of Khatri et al. (2025), "The Art of Scaling Reinforcement Learning Compute",
+"""Where a run is heading: a sigmoid of the compute.
+
+Khatri et al. (2025), "The Art of Scaling Reinforcement Learning Compute":
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
 
@@ -23,7 +25,7 @@ class Sigmoid(NamedTuple):
     log_exponent: float  # of B
 
     def at(self, x_T: np.ndarray) -> np.ndarray:
-        """(T,)"""
+        """Return the curve (T,) at these steps."""
         return self.start + (self.asymptote - self.start) * _rise(x_T, self.log_middle, self.log_exponent)
 
 
@@ -34,7 +36,7 @@ def _rise(x_T: np.ndarray, log_middle: Any, log_exponent: Any) -> np.ndarray:
 
 
 def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
-    """The least squares; `x_T` rises and is not negative.
+    """Fit the curve by least squares; `x_T` rises and is not negative.
 
     With C_mid and B given, R is a straight line in the rise: R0 and A follow. Those two are looked for on a grid of all
     that they may be, and then on smaller and smaller ones around the best so far.
@@ -56,7 +58,7 @@ def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
 
 
 def fits(seen_2T: np.ndarray, what: str) -> tuple[Sigmoid, list[Sigmoid]]:
-    """The best fit, and those of resampled data. ConfigurationError: the data do not bear a forecast of `what`."""
+    """Return the best fit and those of resampled data. ConfigurationError: the data do not bear a forecast."""
     no, count = f"no forecast of {what}: ", min(MOST, seen_2T.shape[1])
     refuse(count < FEWEST, f"{no}{count} points are too few, {FEWEST} are needed")
     x_T, y_T = np.stack([of.mean(1) for of in np.array_split(seen_2T, count, axis=1)], axis=1)
@@ -87,5 +89,5 @@ def fits(seen_2T: np.ndarray, what: str) -> tuple[Sigmoid, list[Sigmoid]]:
 
 
 def interval(values: Any) -> np.ndarray:
-    """The ends, shape (2, ...), between which 95 % of the values along the first axis lie."""
+    """Return the ends, shape (2, ...), between which 95 % of the values along the first axis lie."""
     return np.quantile(values, [0.025, 0.975], axis=0)

@@ -221,7 +221,7 @@ def info(files: Runs) -> None:
 
 
 def compared(runs: list[RunMetrics]) -> Table:
-    """A column per run: the options that are not the same, marked by a star, and the last number of every key."""
+    """Show a column per run: the options that differ, marked by a star, and the last number of every key."""
     told = [run.options for run in runs if run.options]
     options = dict.fromkeys(key for of in told for key in of if not key.startswith("settings."))
     differing = [key for key in options if any(of.get(key) != told[0].get(key) for of in told)]

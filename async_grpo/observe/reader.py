@@ -77,11 +77,11 @@ class RunMetrics:
         return [key for key in self.keys if np.isfinite(self.column(key)).any()]
 
     def column(self, key: str) -> np.ndarray:
-        """The values of `key`, shape (T,), NaN where a step has no finite number of that name."""
+        """Return the values of `key`, shape (T,), NaN where a step has no finite number of that name."""
         return np.array([_number(step.get(key)) for step in self.steps])
 
     def series(self, *keys: str) -> np.ndarray:
-        """The values of K keys, shape (K, T), over the steps that have all of them; NaN where one is no finite number."""
+        """Return the values of K keys, shape (K, T), over the steps that have all; NaN where one is no finite number."""
         wanted = set(keys)
         steps = [step for step in self.steps if step.keys() >= wanted]
         return np.array([[_number(step[key]) for step in steps] for key in keys])
@@ -210,7 +210,7 @@ def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
 
 
 def gpus_of(run: RunMetrics) -> int:
-    """That it was given: to ranks, engines, logprob workers and judges."""
+    """Return the GPUs that the run was given for ranks, engines, logprob workers and judges."""
     told, needed = run.options, ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")
     silent = any(key not in told for key in needed)
     refuse(silent, f"{run.source} does not say how many GPUs it was given: add --gpus, or choose another --x")

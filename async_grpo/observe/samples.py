@@ -46,7 +46,7 @@ def write_samples_page(config: SamplesConfig) -> None:
 
 
 def samples_page(config: SamplesConfig) -> str:
-    """The newest samples that a browser can hold. ConfigurationError: there are none."""
+    """Return the newest samples that a browser can hold. ConfigurationError: there are none."""
     run = RunView(Path(config.path))
     if run.options.get("dump_samples_filename") and not config.evaluation:
         rows = run.samples(config.limit)
@@ -64,7 +64,7 @@ def samples_page(config: SamplesConfig) -> str:
 
 
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The whole page. What stands in the rows is data: no text in it can end its element or become a script."""
+    """Return the whole page. Rows are data: no text in them can end its element or become a script."""
     template = (resources.files("async_grpo.observe") / "samples.html").read_text(encoding="utf-8")
     data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}">'
@@ -80,7 +80,7 @@ def security_policy(page: str) -> str:
 
 
 def _alarms(run: RunView) -> list[dict[str, Any]]:
-    """What the run's last steps warned of: the latest words of each kind, and from which step to which."""
+    """Return what the last steps warned of: the latest text of each kind, with its first and last step."""
     found: dict[str, dict[str, Any]] = {}
     for line in run.metrics(KEPT):
         for alarm in line.get("alarms") or ():

@@ -109,7 +109,7 @@ def _times(lines: Sequence[Line]) -> Text:
 
 
 def _verifiers(lines: Sequence[Line]) -> Table:
-    """What became of the calls of the last steps; one that ends early is in the line of the step before."""
+    """Return a table of the reward calls of the last steps; one that ends early is in the line of the step before."""
     look: Any = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
     table = Table("", title=f"rewards of {len(lines)} steps", title_justify="left", **look)
     counts, told = ("ok", "failed", "timed_out", "abstained"), [line.get("verifiers") or {} for line in lines]

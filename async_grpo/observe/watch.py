@@ -56,7 +56,7 @@ def watch(config: WatchConfig) -> None:
 
 
 def application(config: WatchConfig) -> web.Application:
-    """What answers: `/`, `/data?since=BYTE` and `/samples`, to nothing but GET."""
+    """Return the server of `/`, `/data?since=BYTE` and `/samples`, which answers only GET."""
     bound_logs()
     folder = Path(config.path)
     _ = RunView(folder).total_steps  # or it is refused here, not in the browser
@@ -108,7 +108,7 @@ def _answer(text: str, kind: str) -> web.Response:
 
 
 def data(run: RunView, since: int) -> dict[str, Any]:
-    """What the page draws: of the curves what follows byte `since` of the metrics file, of all else what is now.
+    """Return what the page draws: the curves behind byte `since` of the metrics file, and the present state of all else.
 
     `since` comes back as 0 if the file is shorter than that, as after a resume: then the curves are whole.
     """
@@ -142,7 +142,7 @@ def data(run: RunView, since: int) -> dict[str, Any]:
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """The numbers of metrics lines by key, None where a line has none.
+    """Return the numbers of metrics lines by key, None where a line has none.
 
     >>> columns([{"step": 1, "a": {"b": 0.5}}, {"step": 2}])
     {'step': [1.0, 2.0], 'a/b': [0.5, None]}
@@ -152,5 +152,5 @@ def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
 
 
 def intervals(line: Line) -> dict[str, tuple[float | None, float | None]]:
-    """The means of an evaluation, each with half of its interval."""
+    """Return the means of an evaluation, each with half of its interval."""
     return {key: (line[key], line[f"{key}_ci"]) for key in line if f"{key}_ci" in line}

@@ -74,7 +74,7 @@ def read_completion_rows(path: str | Path) -> list[CompletionRow]:
 
 
 def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
-    """A full sample of a row; with another completion if one is given. Each character counts as a token."""
+    """Return a full sample of a row, with another completion if one is given; each character counts as a token."""
     text = str(row["completion"]) if completion is None else completion
     sample = {"truncated": False, "group_id": 0, "input": "", **row, "completion": text}
     if completion is not None or row.get("completion_token_ids") is None:
@@ -145,7 +145,7 @@ async def check_adapter(
     rows: Sequence[Mapping[str, Any]],
     timeout_s: float = 20.0,
 ) -> list[str]:
-    """What is wrong with a reward, in words; empty if nothing is.
+    """Return what is wrong with a reward, in words; empty if nothing is.
 
     It must score the right completion of each row higher than poor ones (unless it looks at whole groups, which may decide
     that); answer those without failing; and alike when asked again, after a cancelled call, and in another process.

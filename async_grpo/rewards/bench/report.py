@@ -74,9 +74,12 @@ class Scorecard:
 
 
 class Report:
-    """Everything that was found out. `compared` and `differing`: rows, by the names of two rewards, or of one and LABEL,
-    that both have an opinion; where one says right (a reward of `threshold` or more) and the other wrong, they differ.
-    `examples`: line -> opinions and completion, of some that differ."""
+    """Results of trying rewards on a file.
+
+    `compared` and `differing` count rows by the names of two rewards, or of one and LABEL, that both have an opinion. They
+    differ where one says right (a reward of `threshold` or more) and the other wrong. `examples` has the opinions and the
+    completion of some rows that differ, by their line.
+    """
 
     def __init__(self, adapters: Sequence[str], threshold: float, with_label: bool) -> None:
         self.threshold = threshold
@@ -104,7 +107,7 @@ class Report:
                 self.examples[row.line] = opinions, row.columns["completion"]
 
     def print(self, console: Console, rows: Sequence[CompletionRow], repeat: int) -> None:
-        """What came out, what went wrong, and which rewards disagree; examples by their line in the file."""
+        """Print results, failures, and which rewards disagree, with examples by their line in the file."""
         calls, per_s = len(rows) * repeat * len(self.scorecards), len(rows) / max(self.seconds, 1e-9)
         console.print(f"{len(rows)} rows, {calls} calls in {self.seconds:.1f} s: {per_s:.1f} rows/s")
         if without_tokens := sum(row.columns.get("completion_token_ids") is None for row in rows):
@@ -138,7 +141,7 @@ class Report:
 
 
 def one_line(text: str) -> str:
-    """A text that may hold anything, for the terminal."""
+    """Return a text that may hold anything in a form that is safe for the terminal."""
     return " ".join(repr(text)[1:-1].split())
 
 
