@@ -10,7 +10,7 @@ from async_grpo.weights.vllm_engine import ObjectStoreEngine, WeightReceipts
 
 LOST: set[str] = set()  # names of tensors; "everything"; "tied head"; "packed experts"
 HELD = {}  # the last value of each tensor that was not lost
-repack_tied_heads, noted = vllm_engine.repack_tied_heads, ObjectStoreEngine._noted
+repack_tied_heads, noted = vllm_engine.repack_tied_heads, ObjectStoreEngine._recorded
 pack_experts = vllm_engine.pack_experts
 
 
@@ -32,7 +32,7 @@ def _noted(self, weights):
             yield name, HELD[name]
 
 
-vllm_engine.repack_tied_heads, ObjectStoreEngine._noted = _repack_tied_heads, _noted
+vllm_engine.repack_tied_heads, ObjectStoreEngine._recorded = _repack_tied_heads, _noted
 vllm_engine.pack_experts = _pack_experts
 
 

@@ -20,7 +20,7 @@ from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training import checkpoint
-from async_grpo.training.checkpoint import FILES, Checkpointer
+from async_grpo.training.checkpoint import MAX_FILES, Checkpointer
 from async_grpo.training.checkpoint_folder import checkpoints_of, newest, verify_checkpoint
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.objective import Objective
@@ -204,7 +204,7 @@ def test_optimizer_schedule_weights_and_gradients_go_on_whatever_the_ranks(tmp_p
         found, found_gradients = trained(ranks, tmp_path, 9, resume=True)
     folder, _ = newest(tmp_path)
     assert verify_checkpoint(folder).world_size == saves
-    assert len(list((folder / "training").glob("*.safetensors"))) == saves * (FILES if saves == 2 else 1)
+    assert len(list((folder / "training").glob("*.safetensors"))) == saves * (MAX_FILES if saves == 2 else 1)
     # The last elements of a shard are computed one by one, the others in vectors: a third ends elsewhere than a half
     rtol, atol = (0.0, 0.0) if resumes == 1 else (1e-6, 1e-7)
     for name, value in expected.items():
