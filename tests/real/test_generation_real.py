@@ -361,7 +361,7 @@ def test_what_an_engine_received_and_does_not_compute_with_is_named_however_litt
             return {name for name, one in send(lossy, tensors, version)[0].items() if not one.in_use}
 
         key = "model.layers.1.self_attn.k_proj.weight"
-        assert not_in_use(0) == set() and not lossy.worker._unreadable
+        assert not_in_use(0) == set() and not lossy.worker._read_back._unreadable
         # On a processor without instructions for bfloat16, vLLM has no kernel that packs weights of that dtype: the head
         # then computes with the very numbers of the embedding, and there is no copy that could stay behind
         (has_packed_head,) = lossy.run(lossy.worker.engine.collective_rpc("has_packed_head"))
