@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 TEST_DEADLINE_S = 60
+
+# By default an example that takes more than 200 ms fails its test, which depends on the speed of the machine
+hypothesis.settings.register_profile("without_deadline", deadline=None)
+hypothesis.settings.load_profile("without_deadline")
 
 
 @pytest.hookimpl(tryfirst=True)
