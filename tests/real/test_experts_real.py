@@ -71,7 +71,9 @@ def test_experts_and_their_router_compute_with_the_weights_of_every_update(
         for version in range(3):
             difference, unused = update(version)
             assert difference < 1e-4 and not unused
-        assert engine.worker._read_back._unreadable == {f"model.layers.{layer}.mlp.experts" for layer in range(2)}
+        assert engine.worker._read_back._unreadable == {
+            f"model.layers.{layer}.mlp.experts" for layer in range(2)
+        }
         router = "model.layers.1.mlp.gate.weight"
         assert update(3, router)[1] == {router}
         assert update(4)[0] < 1e-4
