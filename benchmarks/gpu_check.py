@@ -373,6 +373,9 @@ def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Fi
     policy = PolicyModel(trained).eval()
     ours, theirs = dict(trained.named_parameters()), dict(engine.named_parameters())
     unchanged = canary_logprobs(policy, ids)
+    unchanged_sensitivity = measure_sensitivity(
+        lambda: canary_logprobs(policy, ids), unchanged, ours, torch.bfloat16
+    )
     rounding = canary_miss(eager_logprobs(engine, ids) - unchanged)
     refused, unseen, worst = [], [], 0.0
     for group in self_test_groups(ours):
@@ -382,7 +385,7 @@ def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Fi
             sensitivity = measure_sensitivity(
                 lambda: canary_logprobs(policy, ids), expected, ours, torch.bfloat16
             )
-            allowed = round_tolerance(sensitivity, rounding, torch.bfloat16)
+            allowed = round_tolerance(sensitivity, unchanged_sensitivity, rounding, torch.bfloat16)
             with perturbed({n: w for n, w in theirs.items() if n in group}):
                 missed = canary_miss(eager_logprobs(engine, ids) - expected)
                 worst = max(worst, missed / allowed)
