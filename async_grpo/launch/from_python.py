@@ -38,9 +38,8 @@ class TrainResult:
 
     output_dir: Path
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)  # one dict per step
-    evaluations: list[dict[str, Any]] = dataclasses.field(
-        repr=False
-    )  # one per evaluation and file, keys `eval_...`
+    # One per evaluation and file, with keys `eval_...`
+    evaluations: list[dict[str, Any]] = dataclasses.field(repr=False)
     checkpoints: list[Path]  # to resume from, the oldest first
     model: Path | None  # the newest exported model, a Hugging Face folder; None if there is none
 

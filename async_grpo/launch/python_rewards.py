@@ -107,9 +107,8 @@ def _is_trl_reward(reward: Any) -> bool:
 
 
 def _is_function(reward: Any) -> bool:
-    return callable(reward) and not callable(
-        getattr(reward, "endpoint", None)
-    )  # a judge has `endpoint` and `score`
+    is_judge = callable(getattr(reward, "endpoint", None))
+    return callable(reward) and not is_judge
 
 
 def _definition(name: str, reward: Any) -> str:

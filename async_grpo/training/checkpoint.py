@@ -42,9 +42,8 @@ FILE_BYTES = 64 << 20  # approximate size of a file, up to MAX_FILES of them
 # Errors of safetensors and torch for shards with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
-SaveExperience = Callable[
-    [Path, int], Callable[[], Any]
-]  # (folder, step) -> a function that waits until it is written
+# (folder, step) -> a function that waits until it is written
+SaveExperience = Callable[[Path, int], Callable[[], Any]]
 
 dcp: Any = torch_checkpoint  # its public names are in no __all__
 log = logging.getLogger(__name__)

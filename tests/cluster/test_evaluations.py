@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,17 @@ class TestOnRay:
         assert found["eval_step"] == 1 and found["eval_seconds"] == 8.0  # with those of the start
         assert found["eval_easy_avg_reward"] == 0.5 == found["eval_hard_avg_reward"]
         assert (tmp_path / "eval_samples_1_hard.jsonl").read_text() == '{"completion": "x"}\n'
+
+    def test_training_waits_for_the_evaluation_at_the_start_although_it_waits_for_no_other(
+        self, controller, tmp_path
+    ):
+        one = experience(controller, tmp_path, "held")
+        letting_go = threading.Timer(1.0, lambda: ray.get(controller.let_go.remote(), timeout=20))
+        letting_go.start()
+        one.start()
+        (line,) = (tmp_path / "eval_metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["step"] == 0
+        letting_go.join(20)
 
     def test_the_seconds_of_an_evaluation_at_the_start_are_in_the_first_step(self, controller, tmp_path):
         ray.get(controller.let_go.remote(), timeout=20)
