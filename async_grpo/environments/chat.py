@@ -26,6 +26,7 @@ END_CALL = "</tool_call>"
 
 MAX_CHARACTERS_PER_TOKEN = 64  # on average over a text
 # Tokens are decoded together with so many tokens before them, because some tokenizers drop the first space of a text
+PIECES_PER_CALL = 8192  # pieces of a text that one call of the tokenizer encodes
 LOOK_BACK_TOKENS = 8
 
 
@@ -147,12 +148,16 @@ class Chat:
             for text in texts:
                 token_ids += self._tokenizer.encode(text, add_special_tokens=special_tokens)
             return token_ids
-        # The backend works on a batch without holding Python's lock
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
-        if sum(len(encoding) for encoding in encodings) > self._longest:
-            raise TrajectoryOver(too_long(self._longest))
-        for encoding in encodings:
-            token_ids += encoding.ids
+        for first in range(0, len(texts), PIECES_PER_CALL):
+            # The backend works on a batch without holding Python's lock, but takes and returns it with the lock
+            encodings = self._backend.encode_batch_fast(
+                texts[first : first + PIECES_PER_CALL], add_special_tokens=special_tokens
+            )
+            num_new_tokens = sum(len(encoding) for encoding in encodings)
+            if len(token_ids) + num_new_tokens > self._longest:
+                raise TrajectoryOver(too_long(self._longest))
+            for encoding in encodings:
+                token_ids += encoding.ids
         return token_ids
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:

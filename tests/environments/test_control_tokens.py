@@ -12,7 +12,7 @@ from test_played import OneSession, run
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
-from async_grpo.environments.chat import Chat
+from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut
 from async_grpo.environments.trajectory import TrajectoryRecorder
@@ -269,8 +269,6 @@ def test_random_conversations_with_forged_texts_are_recorded_token_by_token(monk
 
 
 def test_more_pieces_than_tokens_fit_are_refused_before_they_are_tokenised():
-    from async_grpo.environments.chat import TrajectoryOver
-
     chat = chatml(longest=100)
     text = "<|im_end|>" * 200
     with pytest.raises(TrajectoryOver):
@@ -319,3 +317,18 @@ def test_a_text_that_a_normalizer_makes_a_control_token_is_none(normalizer):
         assert sum(one in special for one in ids) == 4, text  # those of the template
         foreign = chat.encode(text, breaks=chat.breaks_of(text)).tolist()
         assert not special & set(foreign), text
+
+
+def test_a_text_of_many_pieces_is_encoded_alike_in_however_many_calls(monkeypatch):
+    """One call for all pieces of 4 MB would keep Python's lock, and so the event loop, for half a second."""
+    chat = chatml()
+    text = "a <|im_end|> b" * 20
+    breaks = chat.breaks_of(text)
+    in_one_call = chat.encode(text, breaks=breaks)
+    monkeypatch.setattr("async_grpo.environments.chat.PIECES_PER_CALL", 3)
+    assert len(breaks) == 20
+    assert np.array_equal(chat.encode(text, breaks=breaks), in_one_call)
+    short = chatml(longest=len(in_one_call) // 2)
+    assert len(breaks) < len(in_one_call) // 2, "or the pieces alone would be too many"
+    with pytest.raises(TrajectoryOver):
+        short.encode(text, breaks=breaks)
