@@ -104,13 +104,27 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     """
     config = load_config(path)
     try:
+        _refuse_more_parameters_than_files(config, model_folder(path))
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except ConfigurationError:
+        raise
     except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"no causal language model can be made of {path}: {error}") from error
     model.tie_weights()  # every use of a tied weight has a parameter of its own so far
-    refuse_more_parameters(model_folder(path), sum(weight.numel() for weight in model.parameters()))
     return model
+
+
+def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -> None:
+    """Raise ConfigurationError if the configuration describes far more parameters than the folder's files contain.
+
+    It is found without any memory. `init_empty_weights` would not do: it allocates each weight before it drops it, and
+    with `torch.use_deterministic_algorithms` PyTorch fills what it allocates.
+    """
+    with torch.device("meta"):
+        described = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described.tie_weights()
+    refuse_more_parameters(folder, sum(weight.numel() for weight in described.parameters()))
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
