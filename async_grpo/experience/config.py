@@ -30,13 +30,19 @@ class BatchConfig(AlgorithmConfig):
 
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
     samples_per_question: int = _batches(
-        32, "Completions per question, which is the group size.", range=GROUP_SIZE
+        32,
+        "Completions per question, which is the group size.",
+        range=GROUP_SIZE,
+        also=("num_generations",),
     )
     train_minibatch_size: int | None = _batches(
         None, "Samples per optimizer step. By default one step trains the whole batch.", range=POSITIVE
     )
     num_training_batches: int = _batches(
-        1_000_000, "Iterations of the whole run, over which learning rate schedules extend.", range=POSITIVE
+        1_000_000,
+        "Iterations of the whole run, over which learning rate schedules extend.",
+        range=POSITIVE,
+        also=("max_steps",),
     )
     max_tokens_per_gpu: int = _batches(
         36_000, "Maximum tokens of one micro-batch on one rank.", range=POSITIVE
@@ -68,7 +74,11 @@ class BatchConfig(AlgorithmConfig):
         own=True,
     )
     infinite_sampler_seed: int = option(
-        37, "Seed of the order of questions and of everything else that is random.", "Batches", portable=True
+        37,
+        "Seed of the order of questions and of everything else that is random.",
+        "Batches",
+        portable=True,
+        also=("seed",),
     )
     dump_samples_filename: str | None = option(
         None,

@@ -81,7 +81,7 @@ def limits(package: int = 0) -> Iterator[Finding]:
 def disk(config: LocalConfig, total: int) -> Finding:
     """Room for the checkpoints that are kept, one in the making, and the models."""
     place, checkpoint, model = nearest_folder(config.output_path), 12 * total, 2 * total
-    models = math.ceil(config.num_steps * config.samples_per_step / config.min_samples_per_checkpoint)
+    models = math.ceil(config.num_steps * config.samples_per_step / config.samples_between_models)
     free, models = shutil.disk_usage(place).free, config.keep_models or models
     checkpoints = max(1, config.keep_checkpoints + 1 - len(checkpoints_of(config.output_path)))
     need = checkpoints * checkpoint + models * model

@@ -6,15 +6,16 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.lines import duration
 from async_grpo.metrics.writer import TIMELINE_FILE
 from async_grpo.observe import figures
@@ -22,6 +23,7 @@ from async_grpo.observe.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.observe.forecast import fits, interval
 from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, RunMetrics, curve, load_runs, read_run
 from async_grpo.observe.run_view import RunView
+from async_grpo.options.command_line import run_app
 from async_grpo.options.fields import refuse
 
 DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
@@ -31,9 +33,25 @@ TIMES = (1, 2, 4)  # how far a forecast looks, in multiples of what was seen
 LAST_STEPS, LAST_LINES = 10, 5000  # of a timeline, where no steps are named
 
 log = logging.getLogger(__name__)
+
+
+class PlotCommands(TyperGroup):
+    """The commands. Without the name of one, the arguments are files to plot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, of which the first may be the name of a command."""
+        logging.basicConfig(format="note: %(message)s")
+        is_named = bool(args) and args[0] in ("--help", *self.commands)
+        # A shell completes the name of a command
+        is_name_open = not args and ctx.resilient_parsing
+        return super().parse_args(ctx, args if is_named or is_name_open else ["plot", *args])
+
+
 app = typer.Typer(
+    cls=PlotCommands,
     help="Draw or tabulate training metrics (JSONL, one object per step). Without a command: plot.",
     add_completion=False,
+    pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 Output = Annotated[
@@ -242,18 +260,9 @@ def _shown(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"
 
 
-def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
-    """Run the command line `argv` (default: the program's own). Without a command's name: plot."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in ("--help", *typer.main.get_group(app).commands):
-        arguments.insert(0, "plot")
-    logging.basicConfig(format="note: %(message)s")
-    try:
-        sys.exit(app(args=arguments, prog_name=program, standalone_mode=False))
-    except (typer.TyperException, AsyncGrpoError) as error:
-        told = str(error) if isinstance(error, AsyncGrpoError) else f"{error.format_message()} (see --help)"
-        print(f"error: {told}", file=sys.stderr)
-        sys.exit(error.exit_code)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the program's own), and exit."""
+    run_app(typer.main.get_command(app), argv, None)
 
 
 if __name__ == "__main__":
