@@ -6,9 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import typer
-
-from async_grpo.options.command_line import options_command, run_app
+from async_grpo.options.command_line import group_of, options_command, run_app
 from async_grpo.options.log_setup import set_up_logging
 
 RUN, LOOK, CHECK = "Train", "Look at a run", "Check, evaluate, export"  # panels of `async-grpo --help`
@@ -138,9 +136,7 @@ def typer_command(name: str) -> Any:
     command = COMMANDS[name]
     module = _imported(command.module)
     if not command.config:
-        group = typer.main.get_group(module.app)
-        group.name = name
-        return group
+        return group_of(module.app, name)
 
     def run(config: Any) -> None:
         set_up_logging(getattr(config, "logging_level", "INFO"))

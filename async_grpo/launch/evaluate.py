@@ -25,7 +25,6 @@ from async_grpo.launch.local_run import check, parameters, start
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
-from async_grpo.options.command_line import run_command
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -227,5 +226,6 @@ def ask_and_score(config: EvaluatorConfig) -> None:
 
 if __name__ == "__main__":
     from async_grpo.launch.commands import foreign_keys
+    from async_grpo.options.command_line import run_command
 
     run_command(EvaluatorConfig, ask_and_score, help="See `async-grpo eval`.", foreign=foreign_keys)

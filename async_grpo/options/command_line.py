@@ -39,7 +39,7 @@ EXIT_BY_SIGINT = 130
 SET_BY_USER = ("COMMANDLINE", "DEFAULT_MAP")
 
 
-class Program(NamedTuple):
+class ParsedCommand(NamedTuple):
     """A program and the configuration that its command line describes. It has not started yet."""
 
     run: Callable[[Any], None]
@@ -75,7 +75,7 @@ def options_command(
     retired: Mapping[str, str] | None = None,
     foreign: Callable[[], Collection[str]] = tuple,
 ) -> OptionsCommand:
-    """Return a command with one option for each field of a dataclass. It returns a `Program`.
+    """Return a command with one option for each field of a dataclass. It returns a `ParsedCommand`.
 
     Args:
         config_class: Dataclass whose fields are the options.
@@ -88,7 +88,7 @@ def options_command(
     fields = fields_in_order(config_class)
     defaults = {field.name: field.default for field in fields}
 
-    def parsed(context: typer.Context, config: Any, **values: Any) -> Program:
+    def parsed(context: typer.Context, config: Any, **values: Any) -> ParsedCommand:
         set_by_user = set()
         for field in fields:
             source = context.get_parameter_source(field.name)
@@ -96,8 +96,8 @@ def options_command(
                 set_by_user.add(field.name)
         options = {**defaults, **values}
         if hasattr(config_class, "from_options"):
-            return Program(run, config_class.from_options(options, set_by_user))
-        return Program(run, config_class(**options))
+            return ParsedCommand(run, config_class.from_options(options, set_by_user))
+        return ParsedCommand(run, config_class(**options))
 
     def read_files(context: typer.Context, files: list[str] | None) -> list[str] | None:
         if not context.resilient_parsing:
@@ -111,26 +111,10 @@ def options_command(
             context.obj = file_by_name
         return files
 
-    # Typer makes its parameters from the signature of the function
-    signature = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    config_option = typer.Option(
-        "--config",
-        metavar="FILE",
-        help=CONFIG_HELP,
-        is_eager=True,
-        callback=read_files,
-    )
-    signature.append(
-        inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[list[str] | None, config_option],
-        )
-    )
-    signature.extend(_parameter(field) for field in fields)
-    parsed.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
-    parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    # Typer makes the options from the signature of the function
+    signature = _signature(fields, read_files)
+    parsed.__signature__ = signature  # type: ignore[attr-defined]
+    parsed.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     settings = {"token_normalize_func": dashed}
@@ -140,6 +124,25 @@ def options_command(
     command.fields = fields
     command.retired = retired or {}
     return command
+
+
+def _signature(fields: Fields, read_files: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function that takes Typer's context, the files of options, and all options."""
+    config_option = typer.Option(
+        "--config",
+        metavar="FILE",
+        help=CONFIG_HELP,
+        is_eager=True,
+        callback=read_files,
+    )
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    config = inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[list[str] | None, config_option],
+    )
+    return inspect.Signature([context, config, *(_parameter(field) for field in fields)])
 
 
 def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
@@ -169,10 +172,10 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
     )
 
 
-def _value_type(field: "dataclasses.Field[Any]") -> type:
+def _value_type(field: "dataclasses.Field[Any]") -> Any:
     """Return `float` of a field of type `float` or `float | None`."""
-    value_type: type = next(iter(get_args(field.type)), field.type)
-    return value_type
+    types = get_args(field.type)
+    return types[0] if types else field.type
 
 
 def _number_parser(field: "dataclasses.Field[Any]") -> Callable[[str], Any] | None:
@@ -206,6 +209,13 @@ def run_command(
     run_app(command, argv, program)
 
 
+def group_of(app: typer.Typer, name: str) -> Any:
+    """Return the commands of a Typer app as one group of that name."""
+    group = typer.main.get_group(app)
+    group.name = name
+    return group
+
+
 def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> None:
     """Run a command of Typer, and exit.
 
@@ -219,7 +229,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
-        if isinstance(result, Program):
+        if isinstance(result, ParsedCommand):
             # Not within the command, because Typer would take a broken pipe of the program for one of its own
             result.run(result.config)
     except AsyncGrpoError as error:
@@ -230,8 +240,9 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
         if not message:
             # The help has been shown instead
             raise SystemExit(error.exit_code) from error
-        way_out = f" See: {context.command_path} --help" if context is not None else ""
-        _end_with_error(message + way_out, error.exit_code, error)
+        if context is not None:
+            message = f"{message.rstrip('.')}; see {context.command_path} --help"
+        _end_with_error(message, error.exit_code, error)
     except (KeyboardInterrupt, typer.Abort) as interrupt:
         raise SystemExit(EXIT_BY_SIGINT) from interrupt
     raise SystemExit(result if isinstance(result, int) else 0)
