@@ -86,15 +86,13 @@ def options_command(
         foreign: Returns keys of other programs that a `--config` file may hold, too; they are ignored.
     """
     fields = fields_in_order(config_class)
-    defaults = {field.name: field.default for field in fields}
 
-    def parsed(context: typer.Context, config: Any, **values: Any) -> ParsedCommand:
+    def parsed(context: typer.Context, config: Any, **options: Any) -> ParsedCommand:
         set_by_user = set()
         for field in fields:
             source = context.get_parameter_source(field.name)
             if source is not None and source.name in SET_BY_USER:
                 set_by_user.add(field.name)
-        options = {**defaults, **values}
         if hasattr(config_class, "from_options"):
             return ParsedCommand(run, config_class.from_options(options, set_by_user))
         return ParsedCommand(run, config_class(**options))
