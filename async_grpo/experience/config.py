@@ -17,6 +17,8 @@ from async_grpo.options.fields import (
 )
 from async_grpo.types import Sampling
 
+SAMPLES_FILE = "samples.jsonl"
+
 GROUP_SIZE = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
 OVERLONG = "overlong"  # name of the length penalty, for estimators that take several rewards
 OUTCOME = "outcome"  # name of the best outcome reward, for estimators that take it apart from process rewards
@@ -82,8 +84,14 @@ class BatchConfig(AlgorithmConfig):
     )
     dump_samples_filename: str | None = option(
         None,
-        "File in --output-dir that all samples are written to as JSONL. By default none is written.",
+        "File in --output-dir that all samples are written to as JSONL. By default --keep-sample-groups decides.",
         "Output",
+    )
+    keep_sample_groups: int = option(
+        2,
+        "Groups of each step whose samples are written to samples.jsonl in --output-dir; 0 writes none.",
+        "Output",
+        range=NOT_NEGATIVE,
     )
     experience_timeout_s: float = option(
         1800.0,
@@ -137,6 +145,13 @@ class BatchConfig(AlgorithmConfig):
     failure_alarm: float = option(
         0.1, "Warn if more than this share of a reward's calls fails.", "Rewards", range=SHARE
     )
+
+    @property
+    def samples_filename(self) -> str | None:
+        """Return the name of the file that samples of the training are written to; None if none are written."""
+        if self.dump_samples_filename:
+            return self.dump_samples_filename
+        return SAMPLES_FILE if self.keep_sample_groups else None
 
     @property
     def samples_per_step(self) -> int:

@@ -36,6 +36,7 @@ IDLE = {
     *(
         "data_path",
         "dump_samples_filename",
+        "keep_sample_groups",
         "max_resamples",
         "keep_best",
         "logging_level",

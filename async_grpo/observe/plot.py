@@ -26,7 +26,17 @@ from async_grpo.observe.run_view import RunView
 from async_grpo.options.command_line import run_app
 from async_grpo.options.fields import refuse
 
-DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
+# Drawn by default: the evaluations, one curve for each file, the reward, and what changes during a run of the others
+REWARD = "avg_reward"
+EVALUATION = re.compile(r"eval_(.+_)?pass@1")
+DEFAULT_VARIABLES = (
+    REWARD,
+    "avg_output_tokens",
+    "perc_truncated_samples",
+    "mismatch_kl",
+    "staleness_mean",
+    "avg_kl_div",
+)
 BANDS = "bands: of two runs from one to the other, of more the 95 % t interval of their mean"
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
 TIMES = (1, 2, 4)  # how far a forecast looks, in multiples of what was seen
@@ -69,7 +79,11 @@ def plot(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Metrics files, one per run.")],
     variables: Annotated[
         list[str] | None,
-        typer.Option("-v", "--variable", help=f"Key of a subplot. Default: {', '.join(DEFAULT_VARIABLES)}."),
+        typer.Option(
+            "-v",
+            "--variable",
+            help=f"Key of a subplot. By default eval_pass@1, {', '.join(DEFAULT_VARIABLES)}, where they change.",
+        ),
     ] = None,
     x_key: Annotated[str, typer.Option("-x", "--x_key", help="Key of the x axis.")] = DEFAULT_X_KEY,
     smooth: Annotated[bool, typer.Option("-s", "--smooth", help="Add a centred moving average.")] = False,
@@ -87,9 +101,7 @@ def plot(
     runs = load_runs(files, names, remote)
     plottable = {key for run in runs for key in run.plottable_keys}
     if not variables:
-        variables = [key for key in DEFAULT_VARIABLES if key in plottable] or list(DEFAULT_VARIABLES)
-        if skipped := [key for key in DEFAULT_VARIABLES if key not in variables]:
-            log.warning("skipped, not in any file: %s", ", ".join(skipped))
+        variables = _default_variables(runs)
     variables, known = list(dict.fromkeys(variables)), ", ".join(sorted(plottable)) or "none"
     for key in variables:
         without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
@@ -100,6 +112,26 @@ def plot(
     with figures.picture(output) as figure:
         legend = len(runs) > 1 or bool(names)
         figures.draw(figure, runs, variables, x_key, smooth_window if smooth else None, legend)
+
+
+def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
+    """Return the keys that say most about the runs, and log which others are left out."""
+    evaluations = {key for run in runs for key in run.plottable_keys if EVALUATION.fullmatch(key)}
+    variables, constant, missing = [], [], []
+    for key in [*sorted(evaluations), *DEFAULT_VARIABLES]:
+        values = np.unique(np.concatenate([run.column(key) for run in runs]))
+        values = values[np.isfinite(values)]
+        if values.size == 0:
+            missing.append(key)
+        elif values.size == 1 and key != REWARD and key not in evaluations:
+            constant.append(key)
+        else:
+            variables.append(key)
+    if missing:
+        log.warning("skipped, not in any file: %s", ", ".join(missing))
+    if constant:
+        log.warning("skipped, as they never change: %s", ", ".join(constant))
+    return variables or constant or [REWARD]
 
 
 @app.command()

@@ -48,15 +48,15 @@ def write_samples_page(config: SamplesConfig) -> None:
 def samples_page(config: SamplesConfig) -> str:
     """Return the newest samples that a browser can hold. ConfigurationError: there are none."""
     run = RunView(Path(config.path))
-    if run.options.get("dump_samples_filename") and not config.evaluation:
-        rows = run.samples(config.limit)
+    rows = [] if config.evaluation else run.samples(config.limit)
+    if rows:
         try:
             _add_tokens(rows, run)
         except UNREADABLE as error:
             log.warning("%s: the page shows no tokens, as the record cannot be read: %s", run.folder, error)
     else:
         rows = run.evaluation_samples(config.limit)
-    what = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
+    what = "they are written after the first step (--keep-sample-groups) or evaluation (--eval-data-path)"
     refuse(not rows, f"{run.folder}: there are no samples to look at: {what}")
     sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
     rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
