@@ -28,7 +28,6 @@ from async_grpo.options.fields import refuse
 
 # Drawn by default: the evaluations, one curve for each file, the reward, and what changes during a run of the others
 REWARD = "avg_reward"
-EVALUATION = re.compile(r"eval_(.+_)?pass@1")
 DEFAULT_VARIABLES = (
     REWARD,
     "avg_output_tokens",
@@ -116,7 +115,12 @@ def plot(
 
 def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
     """Return the keys that say most about the runs, and log which others are left out."""
-    evaluations = {key for run in runs for key in run.plottable_keys if EVALUATION.fullmatch(key)}
+    evaluations = set()
+    for run in runs:
+        for key in run.plottable_keys:
+            # eval_pass@1, or eval_NAME_pass@1 of one of several files
+            if key.startswith("eval_") and key.endswith("pass@1"):
+                evaluations.add(key)
     variables, constant, missing = [], [], []
     for key in [*sorted(evaluations), *DEFAULT_VARIABLES]:
         values = np.unique(np.concatenate([run.column(key) for run in runs]))
