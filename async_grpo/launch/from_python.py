@@ -174,6 +174,14 @@ def _as_path(value: Any, name: str) -> str:
     return os.fspath(value)
 
 
+def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, and those of the defaults that are not among them, in any spelling."""
+    fields = fields_in_order(LocalConfig)
+    names = {field_name(spelling, fields) for spelling in options}
+    missing = {name: value for name, value in defaults.items() if name not in names}
+    return {**missing, **options}
+
+
 def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options by the names of their fields, with values of the fields' types.
 
