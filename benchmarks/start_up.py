@@ -24,9 +24,9 @@ from async_grpo.processes.process_tree import descendants
 ROOT = Path(__file__).resolve().parent.parent
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 KINDS = {  # the first pattern that a command line holds names the process
-    "trainer rank": r"async_grpo\.programs\.trainer(?!.*torch\.distributed)",
+    "trainer rank": r"async_grpo\.launch\.trainer(?!.*torch\.distributed)",
     "torchrun": r"torch\.distributed\.run|torchrun",
-    "dispatcher": r"async_grpo\.programs\.worker",
+    "dispatcher": r"async_grpo\.launch\.worker",
     "launcher": r"-m async_grpo ",
     "engine core": r"VLLM::Engine",
     "vLLM worker": r"VLLM::Worker",
