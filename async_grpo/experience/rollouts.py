@@ -1,6 +1,7 @@
 """`Rollouts`: from a prompt to its completions, each scored while its siblings still generate."""
 
 import asyncio
+import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -180,17 +181,30 @@ class Rollouts:
         """Return the samples without the numbers of agents, environments and rewards that metrics cannot take."""
         bounded_samples = []
         for sample in samples:
-            completion, verdict = sample.completion, sample.verdict
-            if completion.outcome is not None:
-                numbers = self._free_numbers.bounded(ENVIRONMENT, completion.outcome.numbers)
-                completion = replace(completion, outcome=replace(completion.outcome, numbers=numbers))
-            results = []
-            for result in verdict.results:
-                extra = self._free_numbers.bounded(result.adapter, result.extra)
-                results.append(replace(result, extra=extra))
-            verdict = replace(verdict, results=tuple(results))
-            bounded_samples.append(replace(sample, completion=completion, verdict=verdict))
+            completion = self._with_bounded_outcome(sample.completion)
+            results = tuple(self._with_bounded_extra(result) for result in sample.verdict.results)
+            is_result_changed = any(map(operator.is_not, results, sample.verdict.results))
+            # To make every sample anew would be a tenth of what the control process does for one
+            if is_result_changed or completion is not sample.completion:
+                verdict = replace(sample.verdict, results=results)
+                sample = replace(sample, completion=completion, verdict=verdict)
+            bounded_samples.append(sample)
         return tuple(bounded_samples)
+
+    def _with_bounded_outcome(self, completion: Completion) -> Completion:
+        """Return the completion itself, or one without the numbers of its environment that metrics cannot take."""
+        outcome = completion.outcome
+        if outcome is None:
+            return completion
+        numbers = self._free_numbers.bounded(ENVIRONMENT, outcome.numbers)
+        if len(numbers) == len(outcome.numbers):
+            return completion
+        return replace(completion, outcome=replace(outcome, numbers=numbers))
+
+    def _with_bounded_extra(self, result: AdapterResult) -> AdapterResult:
+        """Return the result itself, or one without the numbers that metrics cannot take."""
+        extra = self._free_numbers.bounded(result.adapter, result.extra)
+        return result if len(extra) == len(result.extra) else replace(result, extra=extra)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
         if completion.failure:

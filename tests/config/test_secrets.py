@@ -8,7 +8,8 @@ import pytest
 
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.redaction import redacted, secrets
+from async_grpo.options import redaction
+from async_grpo.options.redaction import MASK, redacted, register_secrets, secrets
 
 SECRET = "sk-planted-0123456789"
 PROGRAM = """
@@ -79,3 +80,15 @@ def test_an_option_that_holds_a_secret_is_refused_before_it_is_written_anywhere(
     ) as error:
         RunConfig(model_name_or_path="m", data_path="d", judge_urls=f"https://judge/?key={SECRET}")
     assert SECRET not in str(error.value)
+
+
+def test_a_secret_that_the_environment_gets_changes_or_loses_later_is_hidden_from_then_on(monkeypatch):
+    monkeypatch.setenv("LATER_API_KEY", "first-secret-value")
+    assert redacted("first-secret-value second-secret-value") == f"{MASK} second-secret-value"
+    monkeypatch.setenv("LATER_API_KEY", "second-secret-value")
+    assert redacted("first-secret-value second-secret-value") == f"first-secret-value {MASK}"
+    monkeypatch.delenv("LATER_API_KEY")
+    assert redacted("first-secret-value second-secret-value") == "first-secret-value second-secret-value"
+    monkeypatch.setattr(redaction, "_registered", set())
+    register_secrets(["third-secret-value"])
+    assert redacted("third-secret-value") == MASK
