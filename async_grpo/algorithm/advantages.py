@@ -18,6 +18,7 @@ from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from async_grpo.algorithm import outcome_advantages as outcomes
@@ -67,11 +68,11 @@ class Estimator:
             rewards belong to single steps; elsewhere the combined verdict decides.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
             token. A column of the data row is `lambda sample: sample.prompt.row["difficulty"]`.
-        critic_returns: (rewards, values, mask, *, options) -> (advantages, returns), (B, T) each. The estimator compares
+        critic_returns: (rewards, values, mask, *, options) -> (advantages, returns). The estimator compares
             with the values of a critic, so the trainer computes it and trains the critic towards the returns.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Float[Tensor, "batch columns"]]
     group_local: bool = False
     outcome: bool = True
     process: bool = False
@@ -81,11 +82,13 @@ class Estimator:
     compares_with_batch: bool = False
     needs_all_rewards: bool = False
     inputs: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    critic_returns: Callable[..., tuple[Tensor, Tensor]] | None = None
+    critic_returns: (
+        Callable[..., tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]] | None
+    ) = None
 
     @property
     def takes_named_rewards(self) -> bool:
-        """Return whether the function takes several rewards, a dict of (B, T) by name."""
+        """Return whether the function takes several rewards, a dict by name."""
         return self.rewards != TOTAL
 
     @property
@@ -116,21 +119,21 @@ class Estimator:
     @torch.no_grad()
     def __call__(
         self,
-        rewards: Tensor | Mapping[str, Tensor],
-        mask: Tensor,
-        group_ids: Tensor,
+        rewards: Float[Tensor, "batch tokens"] | Mapping[str, Float[Tensor, "batch tokens"]],
+        mask: Shaped[Tensor, "batch tokens"],
+        group_ids: Int[Tensor, " batch"],
         *,
-        valid: Tensor | None = None,
+        valid: Shaped[Tensor, " batch"] | None = None,
         **options: Any,
-    ) -> Tensor:
-        """Return the advantages (B, T) in the dtype of the rewards.
+    ) -> Float[Tensor, "batch tokens"]:
+        """Return the advantages in the dtype of the rewards.
 
         Args:
-            rewards: (B, T), or a dict of (B, T) by name where the estimator takes several rewards.
-            mask: (B, T), True at the tokens that are trained on. A column may stand for several tokens of its row; then
-                the mask holds their number: rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths.
-            group_ids: (B,), equal for the rows of one prompt.
-            valid: (B,), False where the reward is missing; such a row may hold NaN.
+            rewards: A tensor, or a dict by name where the estimator takes several rewards.
+            mask: True at the tokens that are trained on. A column may stand for several tokens of its row; then the mask
+                holds their number: rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths.
+            group_ids: Equal for the rows of one prompt.
+            valid: False where the reward is missing; such a row may hold NaN.
             options: Scalar options of the estimator, and inputs such as `baselines` (B,), `values` (B, T) and
                 `step_mask` (B, T).
 
@@ -175,19 +178,23 @@ class Estimator:
         _refuse_rows("advantages", ~torch.isfinite(advantages), too_large)
         return advantages
 
-    def _counts(self, used: Tensor, num_tokens: Tensor) -> Tensor:
-        """Return the `used` argument of the function: (B, T) bool, or the number of tokens that each entry stands for."""
+    def _counts(
+        self, used: Bool[Tensor, "batch tokens"], num_tokens: Shaped[Tensor, "batch tokens"]
+    ) -> Shaped[Tensor, "batch tokens"]:
+        """Return the `used` argument of the function: bool, or the number of tokens that each entry stands for."""
         accepts_counts = self.per_sample or self.sums
         if accepts_counts and (num_tokens > 1).any():
             return torch.where(used, num_tokens, 0)
         return used
 
-    def _finite_inputs(self, options: Mapping[str, Any], readable: Tensor) -> dict[str, Tensor]:
-        """Return the numeric inputs among the options as float64, zero where they do not count.
+    def _finite_inputs(
+        self, options: Mapping[str, Any], readable: Bool[Tensor, "batch tokens"]
+    ) -> dict[str, Float64[Tensor, "batch ..."]]:
+        """Return the numeric inputs among the options, zero where they do not count.
 
         Args:
             options: Options and inputs by name.
-            readable: (B, T) bool, the unmasked tokens of valid rows.
+            readable: True at the unmasked tokens of valid rows.
 
         Raises:
             ValueError: An input has the wrong shape, or is not finite where it counts.
@@ -216,8 +223,12 @@ class Estimator:
             raise ValueError(f"{name} needs {missing} beside the rewards")
 
     def _rewards_by_name(
-        self, rewards: Tensor | Mapping[str, Tensor], mask: Tensor, group_ids: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
+        self,
+        rewards: Float[Tensor, "batch tokens"] | Mapping[str, Float[Tensor, "batch tokens"]],
+        mask: Shaped[Tensor, "batch tokens"],
+        group_ids: Int[Tensor, " batch"],
+        valid: Shaped[Tensor, " batch"] | None,
+    ) -> dict[str, Float[Tensor, "batch tokens"]]:
         """Return the rewards by name.
 
         Raises:
@@ -241,8 +252,10 @@ class Estimator:
 
 
 def _reward_masks(
-    options: Mapping[str, Any], rewards_by_name: Mapping[str, Tensor], readable: Tensor
-) -> dict[str, Tensor]:
+    options: Mapping[str, Any],
+    rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]],
+    readable: Bool[Tensor, "batch tokens"],
+) -> dict[str, Bool[Tensor, "batch tokens"]]:
     """Return where each reward counts: at the readable tokens, restricted to the caller's `step_mask` or `masks`.
 
     Raises:
@@ -258,15 +271,19 @@ def _reward_masks(
     return {name: readable & caller_masks.get(name, readable).bool() for name in rewards_by_name}
 
 
-def _refuse_unknown(option: str, names: Iterable[str], rewards_by_name: Mapping[str, Tensor]) -> None:
+def _refuse_unknown(
+    option: str, names: Iterable[str], rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]]
+) -> None:
     """Raise ValueError if an option has entries for names that are no rewards."""
     unknown = [name for name in names if name not in rewards_by_name]
     if unknown:
         raise ValueError(f"{option} for {unknown}, but there are rewards only for {list(rewards_by_name)}")
 
 
-def _finite(name: str, values: Tensor, *masks: Tensor) -> Tensor:
-    """Return the values as float64, zero where they do not count.
+def _finite(
+    name: str, values: Shaped[Tensor, "*shape"], *masks: Bool[Tensor, "..."]
+) -> Float64[Tensor, "*shape"]:
+    """Return the values, zero where they do not count.
 
     Args:
         name: Name of the values, for the error message.
@@ -288,8 +305,8 @@ def _finite(name: str, values: Tensor, *masks: Tensor) -> Tensor:
     return finite
 
 
-def _refuse_rows(kind: str, is_wrong: Tensor, reason: str) -> None:
-    """Raise ValueError if any entry of `is_wrong` (B, ...) is True; the message names the rows."""
+def _refuse_rows(kind: str, is_wrong: Bool[Tensor, "batch ..."], reason: str) -> None:
+    """Raise ValueError if any entry of `is_wrong` is True; the message names the rows."""
     if is_wrong.any():
         rows = is_wrong.nonzero()[:, 0].unique().tolist()
         raise ValueError(f"the {kind} of rows {rows} {reason}")

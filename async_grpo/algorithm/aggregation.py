@@ -10,6 +10,7 @@ A group, the sequences of one prompt, may be spread over several micro-batches. 
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool, Float, Int, Int64, Num, Shaped
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
@@ -29,15 +30,19 @@ class Aggregation:
     scale: float = 1.0
 
     def total(
-        self, loss: Tensor, mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None
-    ) -> Tensor:
+        self,
+        loss: Float[Tensor, "batch tokens"],
+        mask: Bool[Tensor, "batch tokens"],
+        sequence_ids: Int[Tensor, "batch tokens"],
+        group_tokens: Int[Tensor, "batch tokens"] | None = None,
+    ) -> Float[Tensor, ""]:
         """Return the sum that is still to be divided by the number of units.
 
         Args:
-            loss: (B, T), zero where masked.
-            mask: (B, T) bool.
-            sequence_ids: (B, T), integers from 0 without large gaps (see `compact_ids`).
-            group_tokens: (B, T), number of unmasked tokens in the token's group; only the unit "groups" needs it.
+            loss: Zero where masked.
+            mask: True at the tokens that count.
+            sequence_ids: Integers from 0 without large gaps (see `compact_ids`).
+            group_tokens: Number of unmasked tokens in the token's group; only the unit "groups" needs it.
         """
         if self.per == "sequence":
             lengths = sequence_sums(mask.long(), sequence_ids).clamp(min=1)
@@ -86,12 +91,14 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
     return replace(aggregation, scale=scale)
 
 
-def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
-    """Return the ids (B, T), renumbered from 0 without gaps; at masked positions they may be any of them.
+def compact_ids(
+    ids: Int[Tensor, "batch tokens"] | Int[Tensor, " batch"] | None, mask: Bool[Tensor, "batch tokens"]
+) -> Int64[Tensor, "batch tokens"]:
+    """Return the ids, renumbered from 0 without gaps; at masked positions they may be any of them.
 
     Args:
-        ids: (B, T), or (B,) with one per row, any integers; None: each row is one sequence.
-        mask: (B, T) bool.
+        ids: Any integers, one per token or one per row; None: each row is one sequence.
+        mask: True at the tokens that count.
     """
     if ids is None:
         return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
@@ -103,32 +110,40 @@ def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
     return torch.unique(ids, return_inverse=True)[1]
 
 
-def sequence_sums(values: Tensor, ids: Tensor) -> Tensor:
-    """Return (max id + 1,), the sum of the values of each id; for a mask, these are the lengths.
+def sequence_sums(
+    values: Num[Tensor, "batch tokens"], ids: Int[Tensor, "batch tokens"]
+) -> Num[Tensor, " sequences"]:
+    """Return the sum of the values of each id, 0 ... max id; for a mask, these are the lengths.
 
     Args:
-        values: (B, T), zero where masked.
-        ids: (B, T), integers from 0.
+        values: Zero where masked.
+        ids: Integers from 0.
     """
     num_sequences = int(ids.max()) + 1 if ids.numel() else 0
     return values.new_zeros(num_sequences).index_add(0, ids.flatten(), values.flatten())
 
 
-def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Return (B, T) int64, at every unmasked token the number of unmasked tokens in its group, else 0.
+def tokens_of_group(
+    mask: Bool[Tensor, "batch tokens"], group_ids: Int[Tensor, "batch tokens"] | Int[Tensor, " batch"]
+) -> Int64[Tensor, "batch tokens"]:
+    """Return, at every unmasked token, the number of unmasked tokens in its group, else 0.
 
     Args:
-        mask: (B, T) bool.
-        group_ids: (B, T), or (B,) with one per row, any integers.
+        mask: True at the tokens that count.
+        group_ids: Any integers, one per token or one per row.
     """
     ids = compact_ids(group_ids, mask)
     return torch.where(mask, sequence_sums(mask.long(), ids)[ids], 0)
 
 
-def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the number of tokens, sequences and groups with an unmasked token, 0-dim; counts of several parts add up.
+def count_units(
+    mask: Bool[Tensor, "batch tokens"],
+    sequence_ids: Int[Tensor, "batch tokens"],
+    group_tokens: Int[Tensor, "batch tokens"] | None = None,
+) -> dict[str, Num[Tensor, ""]]:
+    """Return the number of tokens, sequences and groups with an unmasked token; counts of several parts add up.
 
-    "groups" is counted only with `group_tokens` (B, T): every token counts as its share of its group.
+    "groups" is counted only with `group_tokens`: every token counts as its share of its group.
     """
     lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
@@ -139,31 +154,31 @@ def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None 
 
 
 def aggregate_loss(
-    loss: Tensor,
-    mask: Tensor,
+    loss: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
     mode: str,
     *,
-    sequence_ids: Tensor | None = None,
-    group_ids: Tensor | None = None,
-    group_tokens: Tensor | None = None,
-    global_tokens: float | Tensor | None = None,
-    global_sequences: float | Tensor | None = None,
-    global_groups: float | Tensor | None = None,
+    sequence_ids: Int[Tensor, "batch tokens"] | None = None,
+    group_ids: Int[Tensor, "batch tokens"] | Int[Tensor, " batch"] | None = None,
+    group_tokens: Int[Tensor, "batch tokens"] | None = None,
+    global_tokens: float | Num[Tensor, ""] | None = None,
+    global_sequences: float | Num[Tensor, ""] | None = None,
+    global_groups: float | Num[Tensor, ""] | None = None,
     scale: float | None = None,
-) -> Tensor:
-    """Return the loss of a minibatch, or the contribution of a part of it, as a 0-dim tensor.
+) -> Float[Tensor, ""]:
+    """Return the loss of a minibatch, or the contribution of a part of it.
 
     Only unmasked tokens count, and only sequences and groups that have one; without any, the loss is 0. Parts made of
     whole sequences add up to the loss of the whole minibatch if they are evaluated with the global counts. For
     prompt_mean the parts must be made of whole groups, unless `group_tokens` is passed.
 
     Args:
-        loss: (B, T), per token.
-        mask: (B, T).
+        loss: The loss of each token.
+        mask: True at the tokens that count.
         mode: A name of AGGREGATIONS.
-        sequence_ids: (B, T), any integers; None: each row is one sequence.
-        group_ids: (B, T), or (B,) with one per row, any integers.
-        group_tokens: (B, T), number of unmasked tokens of the token's group in the whole minibatch.
+        sequence_ids: Any integers; None: each row is one sequence.
+        group_ids: Any integers, one per token or one per row.
+        group_tokens: Number of unmasked tokens of the token's group in the whole minibatch.
         global_tokens: Number of unmasked tokens of the whole minibatch; None counts those of this part.
         global_sequences: Number of sequences, likewise.
         global_groups: Number of groups, likewise.

@@ -2,7 +2,7 @@
 
 Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning Language Models"): the entropy falls with the covariance
 (A - mean A)(log pi - mean log pi), and a few tokens carry most of it. The means, the ranking and the number of selected
-tokens are those of the whole minibatch, so `training.whole_step` selects the tokens. Without `selected`, (B, T) bool, a
+tokens are those of the whole minibatch, so `training.whole_step` selects the tokens. Without `selected`, a
 loss takes its batch for the whole minibatch.
 """
 
@@ -10,28 +10,32 @@ import math
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch, ppo_clip, ratio_metrics
 from async_grpo.options.fields import refuse
 
 
-def token_sums(batch: LossBatch) -> Tensor:
-    """Return (3,) float64, the sums of log pi and of A over unmasked tokens, and their number; sums of parts add up."""
+def token_sums(batch: LossBatch) -> Float64[Tensor, "3"]:
+    """Return the sums of log pi and of A over unmasked tokens, and their number; sums of parts add up."""
     terms = (batch.logprobs.detach(), batch.advantages, batch.mask)
     return torch.stack([torch.where(batch.mask, values, 0).double().sum() for values in terms])
 
 
-def covariances(batch: LossBatch, sums: Tensor) -> Tensor:
-    """Return (B, T) float64, (A - mean A)(log pi - mean log pi) with the means of the minibatch's `token_sums`."""
+def covariances(batch: LossBatch, sums: Float64[Tensor, "3"]) -> Float[Tensor, "batch tokens"]:
+    """Return (A - mean A)(log pi - mean log pi) with the means of the minibatch's `token_sums`."""
     mean_logprob, mean_advantage = sums[:2] / sums[2].clamp(min=1)
     return (batch.advantages - mean_advantage) * (batch.logprobs.detach() - mean_logprob)
 
 
 def kl_cov_scores(
-    batch: LossBatch, sums: Tensor, token_keys: Tensor | None = None, **other_settings: Any
-) -> Tensor:
-    """Return (B, T) float64, the covariance, or -inf where it is exactly 0.
+    batch: LossBatch,
+    sums: Float64[Tensor, "3"],
+    token_keys: Int64[Tensor, "batch tokens"] | None = None,
+    **other_settings: Any,
+) -> Float[Tensor, "batch tokens"]:
+    """Return the covariance, or -inf where it is exactly 0.
 
     Otherwise every token would tie if all advantages were equal.
     """
@@ -41,8 +45,8 @@ def kl_cov_scores(
 
 def clip_cov_scores(
     batch: LossBatch,
-    sums: Tensor,
-    token_keys: Tensor | None = None,
+    sums: Float64[Tensor, "3"],
+    token_keys: Int64[Tensor, "batch tokens"] | None = None,
     *,
     clip_low: float,
     clip_high: float,
@@ -50,15 +54,15 @@ def clip_cov_scores(
     cov_high: float,
     seed: int,
     **other_settings: Any,
-) -> Tensor:
-    """Return (B, T) float64, a random number in [0, 1) for every candidate, else -inf.
+) -> Float64[Tensor, "batch tokens"]:
+    """Return a random number in [0, 1) for every candidate, else -inf.
 
     A token is a candidate if cov_low < covariance < cov_high, and PPO's clip leaves it its gradient.
 
     Args:
         batch: The tokens.
         sums: `token_sums` of the minibatch.
-        token_keys: (B, T) int64, unique within the minibatch, so that the draws do not depend on the packing; None takes
+        token_keys: Unique within the minibatch, so that the draws do not depend on the packing; None takes
             the rank among the unmasked tokens of this tensor.
         clip_low: Bound of PPO's clip.
         clip_high: Bound of PPO's clip.
@@ -82,19 +86,19 @@ def num_selected(ratio: float, num_tokens: float) -> int:
     return max(1, int(ratio * num_tokens))
 
 
-def top_scores(scores: Tensor, count: int) -> Tensor:
-    """Return (count,) float64, the largest scores in descending order, followed by -inf if there are fewer."""
+def top_scores(scores: Float[Tensor, "*shape"], count: int) -> Float64[Tensor, " count"]:
+    """Return the `count` largest scores in descending order, followed by -inf if there are fewer."""
     top = scores.flatten().double().topk(min(count, scores.numel())).values
     return torch.nn.functional.pad(top, (0, count - len(top)), value=-math.inf)
 
 
-def select(scores: Tensor, threshold: Tensor | float) -> Tensor:
-    """Return (B, T) bool, the candidates (not -inf) at or above the threshold, including all that tie with it."""
+def select(scores: Float[Tensor, "*shape"], threshold: Float[Tensor, ""] | float) -> Bool[Tensor, "*shape"]:
+    """Return the candidates (not -inf) at or above the threshold, including all that tie with it."""
     return (scores >= threshold) & (scores > -math.inf)
 
 
-def uniform_draws(keys: Tensor, seed: int) -> Tensor:
-    """Return float64 numbers in [0, 1) for int64 keys: a hash of key and seed, the same on every device.
+def uniform_draws(keys: Int64[Tensor, "*shape"], seed: int) -> Float64[Tensor, "*shape"]:
+    """Return numbers in [0, 1) for the keys: a hash of key and seed, the same on every device.
 
     The numbers of a generator would depend on the packing. The hash is SplitMix64 (Steele et al. 2014).
     """
@@ -103,21 +107,23 @@ def uniform_draws(keys: Tensor, seed: int) -> Tensor:
     return _shifted(bits, 11).double() / 2**53
 
 
-def _mixed(z: Tensor) -> Tensor:
+def _mixed(z: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
     """Return the mixing function of SplitMix64."""
     z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
     return z ^ _shifted(z, 31)
 
 
-def _shifted(z: Tensor, places: int) -> Tensor:
+def _shifted(z: Int64[Tensor, "*shape"], places: int) -> Int64[Tensor, "*shape"]:
     """Shift right by a number of bits, with zeros from the left."""
     # torch's shift would repeat the sign bit
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 
-def _select_share(scores: Tensor, ratio: float, batch: LossBatch) -> Tensor:
-    """Return (B, T) bool, the share `ratio` of the batch's tokens with the highest scores."""
+def _select_share(
+    scores: Float[Tensor, "batch tokens"], ratio: float, batch: LossBatch
+) -> Bool[Tensor, "batch tokens"]:
+    """Return the share `ratio` of the batch's tokens with the highest scores."""
     count = num_selected(ratio, batch.mask.sum().item())
     threshold = top_scores(scores, count)[-1]
     return select(scores, threshold)
@@ -126,7 +132,7 @@ def _select_share(scores: Tensor, ratio: float, batch: LossBatch) -> Tensor:
 def clip_cov(
     batch: LossBatch,
     *,
-    selected: Tensor | None = None,
+    selected: Bool[Tensor, "batch tokens"] | None = None,
     clip_low: float = 1.0,
     clip_high: float = 1.0,
     ratio: float = 2e-4,
@@ -159,7 +165,11 @@ def clip_cov(
 
 
 def kl_cov(
-    batch: LossBatch, *, selected: Tensor | None = None, ratio: float = 2e-4, coef: float = 1.0
+    batch: LossBatch,
+    *,
+    selected: Bool[Tensor, "batch tokens"] | None = None,
+    ratio: float = 2e-4,
+    coef: float = 1.0,
 ) -> LossAndMetrics:
     """Return -A r, plus coef |log pi - log pi_old| for `ratio` of all tokens, those with the highest covariance.
 

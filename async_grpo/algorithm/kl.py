@@ -10,20 +10,21 @@ import math
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from async_grpo.options.fields import refuse
 
 
-def _k1(difference: Tensor) -> Tensor:
+def _k1(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return difference
 
 
-def _k2(difference: Tensor) -> Tensor:
+def _k2(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return difference.square() / 2
 
 
-def _k3(difference: Tensor) -> Tensor:
+def _k3(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     # exp overflows at 88.7 in float32 and at 709.8 in float64. The clamp is a tenth below, so that a sum is finite too
     log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
     return torch.expm1(log_ratio) - log_ratio
@@ -41,8 +42,14 @@ KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {  # functions of logprobs - r
 }
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: float | None = None) -> Tensor:
-    """Return the per-token KL estimate in nats, of the shape of `logprobs`.
+def kl_penalty(
+    logprobs: Float[Tensor, "*shape"],
+    ref_logprobs: Float[Tensor, "*shape"],
+    kind: str,
+    *,
+    clamp: float | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Return the per-token KL estimate in nats.
 
     With d = logprobs - ref_logprobs:
 
@@ -54,7 +61,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: floa
 
     Args:
         logprobs: Of the policy. The caller replaces masked positions before.
-        ref_logprobs: Of the reference, in the same shape.
+        ref_logprobs: Of the reference.
         kind: A name of KL_KINDS.
         clamp: Restrict the value to [-clamp, clamp]; the gradient beyond is 0, except that a `+` kind keeps the gradient
             of k2 there. None does not clamp.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from async_grpo.algorithm import covariance, policy_losses
@@ -30,7 +31,7 @@ class PolicyLoss:
     """One policy loss, and what the rest of the library must know about it.
 
     Args:
-        function: (`LossBatch`, *, settings) -> (loss, metrics), (B, T) each. Its keywords are the settings, and those of
+        function: (`LossBatch`, *, settings) -> (loss, metrics). Its keywords are the settings, and those of
             TENSOR_INPUTS that it reads.
         needs_proximal: The option `proximal_logprobs` is required, and `old_logprobs` are the behaviour policy's.
         uses_ratio: The value or the gradient contains pi / pi_old, which already corrects for the policy behind
@@ -38,7 +39,7 @@ class PolicyLoss:
             are the proximal policy's.
         sequence_level: The loss of a token depends on its whole sequence, which must not be split.
         idle_at_ratio_one: The pull to the old policy vanishes where the old policy is the current one.
-        scores: (batch, token sums, token keys, **settings) -> (B, T), the scores by which a loss selects tokens over the
+        scores: (batch, token sums, token keys, **settings) -> the scores by which a loss selects tokens over the
             whole minibatch (see `covariance`); None for a loss that selects none.
     """
 
@@ -47,7 +48,7 @@ class PolicyLoss:
     uses_ratio: bool = True
     sequence_level: bool = False
     idle_at_ratio_one: bool = False
-    scores: Callable[..., Tensor] | None = None
+    scores: Callable[..., Float[Tensor, "batch tokens"]] | None = None
 
     @property
     def needs_selection(self) -> bool:
@@ -81,24 +82,24 @@ class PolicyLoss:
 
     def __call__(
         self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
+        logprobs: Float[Tensor, "batch tokens"],
+        old_logprobs: Float[Tensor, "batch tokens"],
+        advantages: Float[Tensor, "batch tokens"],
+        mask: Shaped[Tensor, "batch tokens"],
         *,
-        importance_weights: Tensor | None = None,
-        sequence_ids: Tensor | None = None,
+        importance_weights: Float[Tensor, "batch tokens"] | None = None,
+        sequence_ids: Int[Tensor, "batch tokens"] | None = None,
         **options: Any,
     ) -> LossAndMetrics:
-        """Return (per-token loss, metrics), everything (B, T) and zero where the mask is False.
+        """Return (per-token loss, metrics), zero where the mask is False.
 
         Args:
-            logprobs: (B, T), of the policy; the only input that gets a gradient.
-            old_logprobs: (B, T), the denominator of the ratio, by default of the behaviour policy.
-            advantages: (B, T).
-            mask: (B, T), True at the tokens that are trained on.
-            importance_weights: (B, T), factors of the loss.
-            sequence_ids: (B, T), any integers in any order; None: each row is one sequence.
+            logprobs: Of the policy; the only input that gets a gradient.
+            old_logprobs: The denominator of the ratio, by default of the behaviour policy.
+            advantages: The advantage of each token.
+            mask: True at the tokens that are trained on.
+            importance_weights: Factors of the loss.
+            sequence_ids: Any integers in any order; None: each row is one sequence.
             options: Settings of the loss, and those of `proximal_logprobs` (B, T) and `selected` (B, T) bool that it reads.
 
         Returns:

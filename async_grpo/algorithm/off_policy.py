@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int, Num, Shaped
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import compact_ids, sequence_sums
@@ -41,35 +42,39 @@ _GROWTH = math.log(LOG_RATIO_LIMIT / FINEST_LOG_RATIO) / BINS_PER_SIDE
 RESOLUTION = math.expm1(_GROWTH / 2)  # relative distance from a bin's centre to its edges, 2.4 %
 
 
-def clamp_log_ratio(x: Tensor) -> Tensor:
+def clamp_log_ratio(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return log ratios, clamped to +-20."""
     return x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def log_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return x = logprobs - behaviour_logprobs, float64, without gradient or clamp, and 0 where the mask is False."""
+def log_ratio(
+    logprobs: Float[Tensor, "batch tokens"],
+    behaviour_logprobs: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+) -> Float64[Tensor, "batch tokens"]:
+    """Return x = logprobs - behaviour_logprobs without gradient or clamp, and 0 where the mask is False."""
     return torch.where(mask.bool(), logprobs.detach().double() - behaviour_logprobs.detach().double(), 0)
 
 
 def importance_weights(
-    logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    mask: Tensor,
+    logprobs: Float[Tensor, "batch tokens"],
+    behaviour_logprobs: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
     *,
     level: str = "token",
     mode: str = "truncate",
     low: float | None = None,
     high: float = 2.0,
     normalize: bool = False,
-    mean: float | Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-) -> Tensor:
-    """Return importance weights (B, T) in the dtype of `logprobs`, zero where the mask is False.
+    mean: float | Float[Tensor, ""] | None = None,
+    sequence_ids: Int[Tensor, "batch tokens"] | None = None,
+) -> Float[Tensor, "batch tokens"]:
+    """Return importance weights in the dtype of `logprobs`, zero where the mask is False.
 
     Args:
-        logprobs: (B, T), log pi.
-        behaviour_logprobs: (B, T), log mu.
-        mask: (B, T).
+        logprobs: log pi.
+        behaviour_logprobs: log mu.
+        mask: True at the tokens that are trained on.
         level: "token": w = e^x. "sequence": w = e^(sum of x over the unmasked tokens), the same for all tokens of a
             sequence. x and its sum are clamped to +-20.
         mode: "truncate": min(w, high), and max(w, low) if there is a low (Ionides 2008, "Truncated importance sampling").
@@ -78,7 +83,7 @@ def importance_weights(
         high: Upper bound of the weights.
         normalize: Divide by the mean of the bounded weights, including the zeros of "mask", over tokens or sequences.
         mean: Divide by this mean instead, if the tensors are a part of a batch (see `weight_totals`).
-        sequence_ids: (B, T), any integers; None: each row is one sequence.
+        sequence_ids: Any integers; None: each row is one sequence.
 
     Raises:
         ConfigurationError: The level or the mode is unknown, or the bounds leave no weights.
@@ -122,9 +127,13 @@ def _check_weight_options(level: str, mode: str, low: float | None, high: float)
 
 
 def weight_totals(
-    weights: Tensor, mask: Tensor, *, level: str = "token", sequence_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of weights before their normalisation, over tokens or sequences; 0-dim float64.
+    weights: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+    *,
+    level: str = "token",
+    sequence_ids: Int[Tensor, "batch tokens"] | None = None,
+) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
+    """Return (sum, count) of weights before their normalisation, over tokens or sequences.
 
     The totals of the parts of a batch add up.
     """
@@ -140,16 +149,16 @@ def weight_totals(
 
 
 def rejection_mask(
-    logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    mask: Tensor,
+    logprobs: Float[Tensor, "batch tokens"],
+    behaviour_logprobs: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
     *,
     statistic: str,
     low: float | None = None,
     high: float | None = None,
-    sequence_ids: Tensor | None = None,
-) -> Tensor:
-    """Return (B, T) bool, True at the tokens to keep; False wherever the mask is False.
+    sequence_ids: Int[Tensor, "batch tokens"] | None = None,
+) -> Bool[Tensor, "batch tokens"]:
+    """Return True at the tokens to keep, and False wherever the mask is False.
 
     A statistic is kept if low <= statistic <= high. `token_*` judges each token by itself; `sequence_sum_*`,
     `sequence_mean_*` and `sequence_max_*` judge a sequence by its unmasked tokens, and keep or drop all of them. x is
@@ -160,13 +169,13 @@ def rejection_mask(
     - k3: e^x - 1 - x, likewise.
 
     Args:
-        logprobs: (B, T), log pi.
-        behaviour_logprobs: (B, T), log mu.
-        mask: (B, T).
+        logprobs: log pi.
+        behaviour_logprobs: log mu.
+        mask: True at the tokens that are trained on.
         statistic: A name of REJECTION_STATISTICS.
         low: Lowest accepted value.
         high: Highest accepted value.
-        sequence_ids: (B, T), any integers; None: each row is one sequence.
+        sequence_ids: Any integers; None: each row is one sequence.
 
     Raises:
         ConfigurationError: The statistic is unknown, or the bounds reject nothing or everything.
@@ -194,8 +203,13 @@ def rejection_mask(
     return mask & ~((values < lowest) | (values > highest))
 
 
-def _rejection_values(x: Tensor, mask: Tensor, statistic: str, sequence_ids: Tensor | None) -> Tensor:
-    """Return (B, T), at every token the value of a rejection statistic of the log ratios x (B, T)."""
+def _rejection_values(
+    x: Float64[Tensor, "batch tokens"],
+    mask: Bool[Tensor, "batch tokens"],
+    statistic: str,
+    sequence_ids: Int[Tensor, "batch tokens"] | None,
+) -> Float64[Tensor, "batch tokens"]:
+    """Return, at every token, the value of a rejection statistic of the log ratios x."""
     scope, kind = REJECTION_STATISTICS[statistic]
     values = x if kind == "k1" else KL_KINDS[kind](-x)
     if scope != "token":
@@ -214,9 +228,13 @@ def _rejection_values(x: Tensor, mask: Tensor, statistic: str, sequence_ids: Ten
 
 
 def mismatch_sums(
-    logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return sums over the unmasked tokens, and over sequences, for `mismatch_report`; 0-dim float64 each."""
+    logprobs: Float[Tensor, "batch tokens"],
+    behaviour_logprobs: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+    *,
+    sequence_ids: Int[Tensor, "batch tokens"] | None = None,
+) -> dict[str, Float64[Tensor, ""]]:
+    """Return sums over the unmasked tokens, and over sequences, for `mismatch_report`."""
     mask = mask.bool()
     x = log_ratio(logprobs, behaviour_logprobs, mask)
     ids = compact_ids(sequence_ids, mask)
@@ -238,7 +256,9 @@ def mismatch_sums(
     return {f"mismatch_{name}_sum": values.sum() for name, values in sums.items()}
 
 
-def mismatch_report(sums: Mapping[str, Tensor | float], histogram: Tensor | None = None) -> dict[str, float]:
+def mismatch_report(
+    sums: Mapping[str, Float[Tensor, ""] | float], histogram: Num[Tensor, " bins"] | None = None
+) -> dict[str, float]:
     """Return the metrics of the mismatch; NaN without tokens.
 
     - mismatch_k1, mismatch_kl: mean of -x and of e^x - 1 - x (k1 and k3 of KL(mu || pi), in nats per token).
@@ -275,8 +295,12 @@ def mismatch_report(sums: Mapping[str, Tensor | float], histogram: Tensor | None
     return report
 
 
-def ratio_histogram(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return (NUM_BINS,) float64, the number of unmasked tokens by their x; a NaN is not counted.
+def ratio_histogram(
+    logprobs: Float[Tensor, "batch tokens"],
+    behaviour_logprobs: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+) -> Num[Tensor, " bins"]:
+    """Return the number of unmasked tokens by their x, in NUM_BINS bins; a NaN is not counted.
 
     One bin holds |x| <= 1e-4. On each side 256 bins follow, each 4.9 % wide, up to 20; larger values fall into the last
     bin.
@@ -288,13 +312,13 @@ def ratio_histogram(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) 
     return torch.bincount(bins, weights=is_counted.to(x.dtype), minlength=NUM_BINS)
 
 
-def _magnitudes(bins: Tensor) -> Tensor:
+def _magnitudes(bins: Float64[Tensor, " bins"]) -> Float64[Tensor, " bins"]:
     """Return |x| after a number of bins on one side, which may be a fraction."""
     return FINEST_LOG_RATIO * torch.exp(_GROWTH * bins)
 
 
-def histogram_quantiles(counts: Tensor, qs: list[float]) -> Tensor:
-    """Return (len(qs),) float64, quantiles of the ratio e^x from summed histograms; NaN if nothing was counted.
+def histogram_quantiles(counts: Num[Tensor, " bins"], qs: list[float]) -> Float64[Tensor, " quantiles"]:
+    """Return the quantiles `qs` of the ratio e^x from summed histograms; NaN if nothing was counted.
 
     They are linear between order statistics, as in torch.quantile. The |x| of a bin is the geometric mean of its edges.
 

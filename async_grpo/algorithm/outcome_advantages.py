@@ -3,27 +3,34 @@
 They are called through `ADVANTAGE_ESTIMATORS` of `advantages`, which keeps the rules that all estimators share. Each
 function gets
 
-- `rewards` (B, T), float64, finite, and zero where masked,
-- `used` (B, T), True at the unmasked tokens of participants, or the number of tokens that each entry stands for (see
+- `rewards`, finite, and zero where masked,
+- `used`, True at the unmasked tokens of participants, or the number of tokens that each entry stands for (see
   `Estimator.per_sample`),
 - `groups`, which rows are compared with each other,
 
-and returns advantages (B, T) or (B, 1). In the formulas n is the number of participants of the group, and T_i the number
-of unmasked tokens of sample i.
+and returns advantages, one per token or one per sample. In the formulas n is the number of participants of the group, and
+T_i the number of unmasked tokens of sample i.
 """
 
 import torch
+from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from async_grpo.algorithm.statistics import Groups, divide_or_zero, power_of_two_near, whitened
 
 
-def sample_scores(rewards: Tensor) -> Tensor:
-    """Return the score s_i of each sample, (B, 1)."""
+def sample_scores(rewards: Float64[Tensor, "batch tokens"]) -> Float64[Tensor, "batch 1"]:
+    """Return the score s_i of each sample."""
     return rewards.sum(dim=1, keepdim=True)
 
 
-def grpo(rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+def grpo(
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    groups: Groups,
+    *,
+    eps: float = 1e-6,
+) -> Float64[Tensor, "batch 1"]:
     """Return (s_i - mean) / (std + eps) over the group, std with ddof 1 (Shao et al. 2024, "DeepSeekMath", 4.1.2).
 
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # mean 1/2, std sqrt(4 * 1/4 / 3) = 0.57735
@@ -33,7 +40,9 @@ def grpo(rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6) ->
     return groups.standardised(sample_scores(rewards), groups.participates, eps)
 
 
-def dr_grpo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
+def dr_grpo(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
     """Return s_i - mean over the group, not divided by its std (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
     Its expected gradient is (n - 1)/n of the true one, because a sample is part of its own baseline.
@@ -45,7 +54,9 @@ def dr_grpo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     return groups.centred(sample_scores(rewards), groups.participates)
 
 
-def rloo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
+def rloo(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
     """Return n/(n-1) * (s_i - mean): s_i minus the mean of the other samples (Ahmadian et al. 2024, "Back to Basics").
 
     The estimator is unbiased: its expected gradient is the true one.
@@ -58,7 +69,9 @@ def rloo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     return dr_grpo(rewards, used, groups) * size / (size - 1).clamp(min=1)
 
 
-def opo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
+def opo(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
     """Return s_i - b with b = sum_j T_j s_j / sum_j T_j (Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline").
 
     The baseline has the least variance if the norm of a sample's gradient grows as the square root of its length.
@@ -72,7 +85,9 @@ def opo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     return groups.centred(sample_scores(rewards), groups.participates, lengths)
 
 
-def gpg(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
+def gpg(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
     """Return alpha * (s_i - mean), alpha = B / max(1, number of s != 0) (Chu et al. 2025, "GPG").
 
     B is the number of participants in the whole batch, and the scores s != 0 are counted over them too, so the estimator
@@ -88,8 +103,13 @@ def gpg(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 
 
 def grpo_passk(
-    rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6, normalize: bool = True
-) -> Tensor:
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    groups: Groups,
+    *,
+    eps: float = 1e-6,
+    normalize: bool = True,
+) -> Float64[Tensor, "batch 1"]:
     """Return the lead s_(1) - s_(2) of the best sample, over std + eps if `normalize`, and 0 for all other samples.
 
     This is the gradient of the best of k (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
@@ -114,8 +134,13 @@ def grpo_passk(
 
 
 def grpo_batch_std(
-    rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6, centred: bool = True
-) -> Tensor:
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    groups: Groups,
+    *,
+    eps: float = 1e-6,
+    centred: bool = True,
+) -> Float64[Tensor, "batch 1"]:
     """Return (s_i - mean of the group) / (std + eps), std over the samples of the whole batch, ddof 1. Batch-coupled.
 
     Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for LLMs" (ScaleRL): the deviation is that of
@@ -142,7 +167,9 @@ def grpo_batch_std(
     return divide_or_zero(centred_scores, (deviation + eps).expand_as(centred_scores))
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
+def reinforce_plus_plus_baseline(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch tokens"]:
     """Return s_i - mean over the group at each token, whitened over all tokens of the batch (Hu et al. 2025).
 
     "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization". Batch-coupled.
@@ -157,19 +184,19 @@ def reinforce_plus_plus_baseline(rewards: Tensor, used: Tensor, groups: Groups) 
 
 
 def gdpo(
-    rewards: dict[str, Tensor],
-    used: Tensor,
+    rewards: dict[str, Float64[Tensor, "batch tokens"]],
+    used: Shaped[Tensor, "batch tokens"],
     groups: Groups,
     *,
     eps: float = 1e-6,
     weights: dict[str, float] | None = None,
-) -> Tensor:
+) -> Float64[Tensor, "batch tokens"]:
     """Return whitened(sum over components k of w_k * grpo(component k)) (Liu et al. 2026, "GDPO", arXiv 2601.05242).
 
     The sum is whitened over the tokens of the batch, so the estimator is batch-coupled.
 
     Args:
-        rewards: (B, T) of each component, by name.
+        rewards: Those of each component, by name.
         used: As in every estimator.
         groups: As in every estimator.
         eps: Added to the deviation of each component.

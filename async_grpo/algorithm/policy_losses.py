@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import compact_ids, sequence_sums
@@ -21,56 +22,64 @@ PROBABILITY_FLOOR = (
     1e-8  # lowest value of 1 - p: log p rounds to 0 near p = 1, and the binary KL would be infinite
 )
 
-LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+LossAndMetrics = tuple[Float[Tensor, "batch tokens"], dict[str, Shaped[Tensor, "batch tokens"]]]
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Inputs of a policy loss, (B, T) each, finite, and zero where `mask` is False."""
+    """Inputs of a policy loss, finite, and zero where `mask` is False."""
 
-    logprobs: Tensor  # of the policy; the only tensor that may carry a gradient
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    sequence_ids: Tensor | None = None  # sequence of each token, any integers; None: each row is one sequence
+    logprobs: Float[Tensor, "batch tokens"]  # of the policy; the only tensor that may carry a gradient
+    old_logprobs: Float[Tensor, "batch tokens"]
+    advantages: Float[Tensor, "batch tokens"]
+    mask: Bool[Tensor, "batch tokens"]
+    # Sequence of each token, any integers; None: each row is one sequence
+    sequence_ids: Int[Tensor, "batch tokens"] | None = None
 
     @cached_property
-    def log_ratio(self) -> Tensor:
+    def log_ratio(self) -> Float[Tensor, "batch tokens"]:
         """Return log(pi / pi_old), clamped to +-20: a single distant token must not give inf or dominate the gradient."""
         return clamp_log_ratio(self.logprobs - self.old_logprobs)
 
     @cached_property
-    def ratio(self) -> Tensor:
+    def ratio(self) -> Float[Tensor, "batch tokens"]:
         """Return pi / pi_old."""
         return self.log_ratio.exp()
 
     @cached_property
-    def unit_ratio(self) -> Tensor:
+    def unit_ratio(self) -> Float[Tensor, "batch tokens"]:
         """Return pi / sg(pi), whose value is 1 and whose gradient is that of log pi."""
         return (self.logprobs - self.logprobs.detach()).exp()
 
-    def sequence_sum(self, values: Tensor) -> Tensor:
-        """Return (B, T), at every token the sum of `values` over the unmasked tokens of its sequence."""
+    def sequence_sum(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+        """Return, at every token, the sum of `values` over the unmasked tokens of its sequence."""
         # float64, because the order of the sum changes with the packing and the sign of a sum decides (topr)
         sums = sequence_sums(torch.where(self.mask, values, 0).double(), self._ids)
         return sums[self._ids].to(values.dtype)
 
-    def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return (B, T), at every token the mean of `values` over the unmasked tokens of its sequence."""
+    def sequence_mean(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+        """Return, at every token, the mean of `values` over the unmasked tokens of its sequence."""
         num_tokens = self.sequence_sum(torch.ones_like(values))
         return self.sequence_sum(values) / num_tokens.clamp(min=1)
 
     @cached_property
-    def _ids(self) -> Tensor:
+    def _ids(self) -> Int64[Tensor, "batch tokens"]:
         return compact_ids(self.sequence_ids, self.mask)
 
 
-def ratio_metrics(ratio: Tensor, prefix: str = "") -> dict[str, Tensor]:
+def ratio_metrics(
+    ratio: Float[Tensor, "batch tokens"], prefix: str = ""
+) -> dict[str, Float[Tensor, "batch tokens"]]:
     """Return the metrics of a ratio: its mean and its maximum over tokens."""
     return {f"{prefix}ratio_mean": ratio, f"{prefix}ratio_max": ratio}
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> LossAndMetrics:
+def clipped_surrogate(
+    ratio: Float[Tensor, "batch tokens"],
+    advantages: Float[Tensor, "batch tokens"],
+    clip_low: float,
+    clip_high: float,
+) -> LossAndMetrics:
     """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token (Schulman et al. 2017, "PPO", eq. 7).
 
     A token counts as clipped if the clipped branch is the larger one, that is, if its gradient is zero.
@@ -119,7 +128,7 @@ def dual_clip(
 def decoupled(
     batch: LossBatch,
     *,
-    proximal_logprobs: Tensor,
+    proximal_logprobs: Float[Tensor, "batch tokens"],
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     cap: float = 5.0,
@@ -132,7 +141,7 @@ def decoupled(
 
     Args:
         batch: Its `old_logprobs` must be those of the policy that sampled.
-        proximal_logprobs: (B, T), of the recent policy.
+        proximal_logprobs: Of the recent policy.
         clip_low: The ratio is clipped below 1 - clip_low.
         clip_high: The ratio is clipped above 1 + clip_high.
         cap: Highest weight w.
@@ -213,15 +222,19 @@ def dppo_kl(
     return _divergence_masked(batch, divergence, eps_low, eps_high, clip_c)
 
 
-def _complement(logprobs: Tensor) -> Tensor:
+def _complement(logprobs: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
     """Return 1 - p for log-probs log p, at least 1e-8."""
     return -torch.expm1(logprobs).clamp(max=-PROBABILITY_FLOOR)
 
 
 def _divergence_masked(
-    batch: LossBatch, divergence: Tensor, eps_low: float, eps_high: float, clip_c: float
+    batch: LossBatch,
+    divergence: Float[Tensor, "batch tokens"],
+    eps_low: float,
+    eps_high: float,
+    clip_c: float,
 ) -> LossAndMetrics:
-    """Return -A sg(min(r, clip_c)) log pi, without tokens whose divergence (B, T) is beyond the bounds."""
+    """Return -A sg(min(r, clip_c)) log pi, without tokens whose divergence is beyond the bounds."""
     refuse(clip_c <= 0, f"clip_c bounds the importance weight from above; it is {clip_c}, not positive")
     ratio = batch.ratio.detach()
     # An update is stopped only if it would increase the distance: r > 1 with A > 0, or r < 1 with A < 0

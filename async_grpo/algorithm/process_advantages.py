@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,7 +21,13 @@ from async_grpo.types import Sample
 NO_VARIANCE = 1e-6  # share of the mean square below which a difference of two float32 sums is rounding
 
 
-def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma: float = 1.0) -> Tensor:
+def reinforce_plus_plus(
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    groups: Groups,
+    *,
+    gamma: float = 1.0,
+) -> Float64[Tensor, "batch tokens"]:
     """Return discounted returns-to-go, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++").
 
     Batch-coupled.
@@ -33,8 +40,14 @@ def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma:
     return whitened(returns_to_go(rewards, used, gamma), used)
 
 
-def remax(rewards: Tensor, used: Tensor, groups: Groups, *, baselines: Tensor) -> Tensor:
-    """Return sum_{u>=t} r_iu - b_i, with the reward b (B,) of the greedy completion (Li et al. 2024, "ReMax").
+def remax(
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    groups: Groups,
+    *,
+    baselines: Float64[Tensor, " batch"],
+) -> Float64[Tensor, "batch tokens"]:
+    """Return sum_{u>=t} r_iu - b_i, with the reward b of the greedy completion (Li et al. 2024, "ReMax").
 
     The estimator is unbiased.
 
@@ -48,9 +61,14 @@ def remax(rewards: Tensor, used: Tensor, groups: Groups, *, baselines: Tensor) -
 
 @torch.no_grad()
 def gae_returns(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return (advantages before any whitening, returns = advantages + values), (B, T) each, zero where masked.
+    rewards: Float[Tensor, "batch tokens"],
+    values: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
+    """Return (advantages before any whitening, returns = advantages + values), zero where masked.
 
     Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row, after which the
     value is 0. A critic is trained towards the returns. Neither result has a gradient, and masked inputs are not read.
@@ -69,18 +87,18 @@ def gae_returns(
 
 
 def gae(
-    rewards: Tensor,
-    used: Tensor,
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
     groups: Groups,
     *,
-    values: Tensor,
+    values: Float64[Tensor, "batch tokens"],
     gamma: float = 1.0,
     lam: float = 1.0,
     whiten: bool = True,
-) -> Tensor:
+) -> Float64[Tensor, "batch tokens"]:
     """Return generalized advantages (`gae_returns`), whitened over all tokens of the batch. Batch-coupled.
 
-    `values` (B, T) are those of the critic. If the batch is spread over ranks, pass whiten=False, and whiten with the
+    `values` are those of the critic. If the batch is spread over ranks, pass whiten=False, and whiten with the
     merged moments of the ranks (`statistics.whitened`).
 
     >>> ADVANTAGE_ESTIMATORS["gae"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
@@ -93,12 +111,17 @@ def gae(
 
 
 def value_loss(
-    values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float = 0.5
-) -> tuple[Tensor, dict[str, Tensor]]:
+    values: Float[Tensor, "batch tokens"],
+    returns: Float[Tensor, "batch tokens"],
+    old_values: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+    *,
+    clip: float = 0.5,
+) -> tuple[Float[Tensor, "batch tokens"], dict[str, Float[Tensor, "batch tokens"]]]:
     """Return (per-token loss, metrics), with the loss 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     This is the value loss of PPO's reference implementation (OpenAI baselines, ppo2). With an infinite clip it is 1/2
-    (V - R)^2. Everything is (B, T), and 0 where the mask is False; masked inputs are not read. Only `values` gets a
+    (V - R)^2. Everything is 0 where the mask is False; masked inputs are not read. Only `values` gets a
     gradient. A token counts as clipped if the clip makes its gradient zero: V is further from V_old than the clip, and
     still nearer to R. The metrics are averaged over tokens; value_error is V - R.
     """
@@ -135,11 +158,16 @@ def explained_variance(means: Mapping[str, float]) -> float:
 
 
 def grpo_process(
-    rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6, step_mask: Tensor | None = None
-) -> Tensor:
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    groups: Groups,
+    *,
+    eps: float = 1e-6,
+    step_mask: Bool[Tensor, "batch tokens"] | None = None,
+) -> Float64[Tensor, "batch tokens"]:
     """Return sum_{u>=t} z_iu, z = (r - mean) / (std + eps) over the step rewards of the whole group, std with ddof 1.
 
-    Shao et al. 2024, "DeepSeekMath", 4.1.3. `step_mask` (B, T) is True at the tokens with a step reward; without it, at all
+    Shao et al. 2024, "DeepSeekMath", 4.1.3. `step_mask` is True at the tokens with a step reward; without it, at all
     unmasked tokens. All other tokens have z = 0 and are not part of the statistics; otherwise each would get -mean / std. A
     group with fewer than two step rewards gets zeros. If the mean is positive, additional steps lower the advantage.
 
@@ -155,13 +183,13 @@ def grpo_process(
 
 
 def prime_rloo(
-    rewards: dict[str, Tensor],
-    used: Tensor,
+    rewards: dict[str, Float64[Tensor, "batch tokens"]],
+    used: Shaped[Tensor, "batch tokens"],
     groups: Groups,
     *,
     weights: dict[str, float] | None = None,
-    masks: dict[str, Tensor] | None = None,
-) -> Tensor:
+    masks: dict[str, Bool[Tensor, "batch tokens"]] | None = None,
+) -> Float64[Tensor, "batch tokens"]:
     """Return returns-to-go of leave-one-out step rewards, summed over sources, and whitened over the batch's tokens.
 
     Cui et al. 2025, "Process Reinforcement through Implicit Rewards" (PRIME). x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1)
@@ -170,11 +198,11 @@ def prime_rloo(
     is divided by n-1, so that is not their mean.) Batch-coupled.
 
     Args:
-        rewards: (B, T) of each source (process, outcome, ...), by name.
+        rewards: Those of each source (process, outcome, ...), by name.
         used: As in every estimator.
         groups: As in every estimator.
         weights: Weight of each source, by name; 1 for a source that is not named.
-        masks: (B, T) of each source, by name, True at the tokens with a reward; None takes all unmasked tokens.
+        masks: That of each source, by name, True at the tokens with a reward; None takes all unmasked tokens.
 
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
@@ -197,16 +225,16 @@ def prime_rloo(
 
 
 def gigpo(
-    rewards: Tensor,
-    used: Tensor,
+    rewards: Float64[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
     groups: Groups,
     *,
-    turns: Tensor,
-    states: Tensor,
+    turns: Float64[Tensor, "batch tokens"],
+    states: Float64[Tensor, "batch tokens"],
     gamma: float = 0.95,
     omega: float = 1.0,
     eps: float = 1e-6,
-) -> Tensor:
+) -> Float64[Tensor, "batch tokens"]:
     """Return the advantage of the sample in its group (as `grpo`), plus omega times that of the token's turn.
 
     Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. A turn is compared with the turns of the
@@ -217,8 +245,8 @@ def gigpo(
         rewards: As in every estimator.
         used: As in every estimator.
         groups: As in every estimator.
-        turns: (B, T), the rank in time of each token's turn.
-        states: (B, T), a number for the state that the turn met; 0 if the environment names none.
+        turns: The rank in time of each token's turn.
+        states: A number for the state that the turn met; 0 if the environment names none.
         gamma: Discount per turn.
         omega: Weight of the comparison of turns.
         eps: Added to the standard deviations.
@@ -256,13 +284,13 @@ def _turn_lengths(sample: Sample) -> list[int]:
     return [turn.tokens for turn in sample.completion.turns] or [len(sample.completion)]
 
 
-def turn_numbers(sample: Sample) -> np.ndarray:
-    """Return (T,), the rank in time of the turn that each token belongs to."""
+def turn_numbers(sample: Sample) -> Int[np.ndarray, " tokens"]:
+    """Return the rank in time of the turn that each token belongs to."""
     return np.repeat(sample.completion.turn_ranks, _turn_lengths(sample))
 
 
-def turn_states(sample: Sample) -> np.ndarray:
-    """Return (T,), a number for the state that the token's turn met; 0 if the environment names none."""
+def turn_states(sample: Sample) -> Int[np.ndarray, " tokens"]:
+    """Return a number for the state that the token's turn met; 0 if the environment names none."""
     outcome = sample.completion.outcome
     if outcome is None or not outcome.states:
         return np.zeros(len(sample.completion), np.int64)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -23,67 +24,80 @@ class Groups:
     A candidate is a valid row with an unmasked token. A participant is a candidate that shares its group with another one.
     """
 
-    index: Tensor  # (B,) group of each row, 0 ... number - 1
+    index: Int64[Tensor, " batch"]  # group of each row, 0 ... number - 1
     number: int  # number of groups
-    participates: Tensor  # (B, 1) bool
+    participates: Bool[Tensor, "batch 1"]
 
     @classmethod
-    def of(cls, group_ids: Tensor, candidates: Tensor) -> "Groups":
+    def of(cls, group_ids: Int[Tensor, " batch"], candidates: Bool[Tensor, " batch"]) -> "Groups":
         """Return the groups.
 
         Args:
-            group_ids: (B,), any integers, equal within a group.
-            candidates: (B,) bool.
+            group_ids: Any integers, equal within a group.
+            candidates: The rows that may participate.
         """
         distinct, index = torch.unique(group_ids, return_inverse=True)
         sizes = torch.bincount(index[candidates], minlength=len(distinct))
         participates = candidates & (sizes[index] >= 2)
         return cls(index, len(distinct), participates[:, None])
 
-    def total(self, values: Tensor) -> Tensor:
-        """Return the sum of (B, K) values over each row's group, (B, 1); values that do not count must be zero."""
+    def total(self, values: Shaped[Tensor, "batch columns"]) -> Float64[Tensor, "batch 1"]:
+        """Return the sum of the values over each row's group; values that do not count must be zero."""
         sums = torch.zeros(self.number, dtype=torch.float64, device=values.device)
         return sums.index_add(0, self.index, values.double().sum(dim=1))[self.index, None]
 
-    def lowest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """Return the lowest of the counted (B, K) values of each row's group, (B, 1); inf if none counts."""
+    def lowest(
+        self, values: Float64[Tensor, "batch columns"], counted: Shaped[Tensor, "batch columns"]
+    ) -> Float64[Tensor, "batch 1"]:
+        """Return the lowest of the counted values of each row's group; inf if none counts."""
         lowest_of_rows = torch.where(counted, values, torch.inf).amin(dim=1)
         lowest = lowest_of_rows.new_full((self.number,), torch.inf)
         lowest = lowest.scatter_reduce(0, self.index, lowest_of_rows, "amin")
         return lowest[self.index, None]
 
-    def above_lowest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """Return the counted values (B, K) minus the lowest of their group; zero where not counted."""
+    def above_lowest(
+        self, values: Float64[Tensor, "batch columns"], counted: Shaped[Tensor, "batch columns"]
+    ) -> Float64[Tensor, "batch columns"]:
+        """Return the counted values minus the lowest of their group; zero where not counted."""
         return torch.where(counted, values - self.lowest(values, counted), 0)
 
-    def centred(self, values: Tensor, counted: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the counted values (B, K) minus their group's mean, weighted by (B, 1) weights; 0 where not counted."""
+    def centred(
+        self,
+        values: Float64[Tensor, "batch columns"],
+        counted: Shaped[Tensor, "batch columns"],
+        weights: Float64[Tensor, "batch 1"] | None = None,
+    ) -> Float64[Tensor, "batch columns"]:
+        """Return the counted values minus their group's mean, weighted by `weights`; 0 where not counted."""
         above = self.above_lowest(values, counted)
         shares = counted.double() if weights is None else counted * weights
         mean = divide_or_zero(self.total(shares * above), self.total(shares))
         return torch.where(counted, above - mean, 0)
 
-    def standardised(self, values: Tensor, counted: Tensor, eps: float) -> Tensor:
+    def standardised(
+        self, values: Float64[Tensor, "batch columns"], counted: Shaped[Tensor, "batch columns"], eps: float
+    ) -> Float64[Tensor, "batch columns"]:
         """Return (value - mean) / (std + eps) over each group, std with ddof 1; zero where a group has fewer than two."""
         above = self.above_lowest(values, counted)
         scale = self.scale(above)
         centred = self.centred(above / scale, counted)
         return divide_or_zero(centred, self.deviation(centred, counted) + eps / scale)
 
-    def deviation(self, centred: Tensor, counted: Tensor) -> Tensor:
-        """Return the standard deviation (ddof 1) of each row's group, (B, 1), of values that are centred already."""
+    def deviation(
+        self, centred: Float64[Tensor, "batch columns"], counted: Shaped[Tensor, "batch columns"]
+    ) -> Float64[Tensor, "batch 1"]:
+        """Return the standard deviation (ddof 1) of each row's group, of values that are centred already."""
         scale = self.scale(centred)
         squares = self.total((centred / scale).square())
         return scale * (squares / (self.total(counted) - 1).clamp(min=1)).sqrt()
 
-    def scale(self, values: Tensor) -> Tensor:
-        """Return `power_of_two_near` the largest magnitude of each row's group, (B, 1); uncounted values must be zero."""
+    def scale(self, values: Float64[Tensor, "batch columns"]) -> Float64[Tensor, "batch 1"]:
+        """Return `power_of_two_near` the largest magnitude of each row's group; uncounted values must be zero."""
         everything = torch.ones_like(values, dtype=torch.bool)
         largest = -self.lowest(-values.abs(), everything)
         return power_of_two_near(largest)
 
 
-def power_of_two_near(largest: Tensor) -> Tensor:
+def power_of_two_near(largest: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return a power of two near each magnitude, 1 for 0.
 
     After values are divided by it, their squares do not underflow to 0, and their mean is not rounded to the smallest
@@ -93,7 +107,9 @@ def power_of_two_near(largest: Tensor) -> Tensor:
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1)
 
 
-def divide_or_zero(values: Tensor, divisor: Tensor) -> Tensor:
+def divide_or_zero(
+    values: Float[Tensor, "batch columns"], divisor: Float[Tensor, " batch #columns"]
+) -> Float[Tensor, "batch columns"]:
     """Return values / divisor, and 0 where the divisor is 0: an empty group, or a deviation of zero without eps.
 
     A NaN divisor gives NaN, because it must not pass for a zero.
@@ -102,12 +118,14 @@ def divide_or_zero(values: Tensor, divisor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
-    """Return (count, mean, sum of squared deviations from the mean) of the used values, as a (3,) float64 tensor.
+def whitening_moments(
+    values: Float[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"]
+) -> Float64[Tensor, "3"]:
+    """Return (count, mean, sum of squared deviations from the mean) of the used values.
 
     Args:
-        values: (B, T).
-        used: (B, T), bool, or the number of tokens that each value stands for.
+        values: Values that are not used may be NaN.
+        used: Bool, or the number of tokens that each value stands for.
     """
     is_used = used.bool()
     counts = used[is_used].double()
@@ -117,8 +135,8 @@ def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def merge_moments(moments: Tensor) -> Tensor:
-    """Return the moments (3,) of the union of R pools, from their moments (R, 3): of a batch that is spread over R ranks.
+def merge_moments(moments: Float64[Tensor, "pools 3"]) -> Float64[Tensor, "3"]:
+    """Return the moments of the union of pools, such as the parts of a batch that is spread over ranks.
 
     The squared deviations are added to those of the pools' means (Chan, Golub and LeVeque 1983), so that no digits are
     lost if the mean is large compared with the deviation.
@@ -134,15 +152,19 @@ def merge_moments(moments: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Tensor:
+def whitened(
+    values: Float[Tensor, "batch tokens"],
+    used: Shaped[Tensor, "batch tokens"],
+    moments: Float64[Tensor, "3"] | None = None,
+) -> Float[Tensor, "batch tokens"]:
     """Return (value - mean) / sqrt(variance + 1e-8) of the used values, in their dtype; zero where not used.
 
     The variance has ddof 1. A pool of equal values, or of a single value, gives exact zeros.
 
     Args:
-        values: (B, T); values that are not used may be NaN.
-        used: (B, T), bool, or the number of tokens that each value stands for.
-        moments: (3,), of the whole pool (`merge_moments`) if the values are only a part of it.
+        values: Values that are not used may be NaN.
+        used: Bool, or the number of tokens that each value stands for.
+        moments: Of the whole pool (`merge_moments`) if the values are only a part of it.
     """
     if moments is None:
         moments = whitening_moments(values, used)
@@ -153,8 +175,10 @@ def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Ten
     return torch.where(used.bool(), (values.double() - mean) / deviation, 0).to(values.dtype)
 
 
-def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
-    """Return x_t = terms_t + decay_t * x_{t+1} along the tokens (B, T), with x = 0 past the end.
+def reverse_scan(
+    terms: Float[Tensor, "batch tokens"], decay: Float[Tensor, "batch tokens"]
+) -> Float[Tensor, "batch tokens"]:
+    """Return x_t = terms_t + decay_t * x_{t+1} along the tokens, with x = 0 past the end.
 
     The tokens are split into blocks of about sqrt(T). First all blocks are scanned at once, each as if nothing followed
     it; then the blocks are corrected one by one for what follows them. That takes 2 sqrt(T) operations on few tokens
@@ -174,8 +198,10 @@ def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
     return sums.view(num_rows, -1)[:, :num_tokens]
 
 
-def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
-    """Return R_t = r_t + gamma * R of the next used token, (B, T). Masked tokens add no reward and no discount.
+def returns_to_go(
+    rewards: Float[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], gamma: float = 1.0
+) -> Float[Tensor, "batch tokens"]:
+    """Return R_t = r_t + gamma * R of the next used token. Masked tokens add no reward and no discount.
 
     >>> rewards, used = torch.tensor([[1.0, 9.0, 4.0]]), torch.tensor([[True, False, True]])
     >>> returns_to_go(rewards.double(), used, gamma=0.5).tolist()  # the value of a masked token is meaningless
@@ -188,7 +214,7 @@ def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
     return reverse_scan(rewards, decay_on(used, gamma))
 
 
-def decay_on(used: Tensor, decay: float) -> Tensor:
-    """Return the decay where used and 1 elsewhere, in float64."""
+def decay_on(used: Bool[Tensor, "batch tokens"], decay: float) -> Float64[Tensor, "batch tokens"]:
+    """Return the decay where used and 1 elsewhere."""
     # where(used, decay, 1.0) of two Python floats would be float32
     return used * torch.tensor(decay, dtype=torch.float64, device=used.device) + ~used

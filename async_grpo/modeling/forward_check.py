@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
@@ -76,8 +77,8 @@ def check_forward(
         )
 
 
-def _sequences(policy: PolicyModel) -> list[Tensor]:
-    """Return fixed random tokens, each (L,) int64; the second sequence begins as the first one does."""
+def _sequences(policy: PolicyModel) -> list[Int64[Tensor, " _tokens"]]:
+    """Return fixed random tokens; the second sequence begins as the first one does."""
     vocab_size = policy.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocab_size, (length,), generator=generator) for length in LENGTHS]
@@ -85,7 +86,9 @@ def _sequences(policy: PolicyModel) -> list[Tensor]:
     return [sequence.to(policy.device) for sequence in sequences]
 
 
-def _packed_logprobs(policy: PolicyModel, sequences: Sequence[Tensor]) -> Tensor:
+def _packed_logprobs(
+    policy: PolicyModel, sequences: Sequence[Int64[Tensor, " _tokens"]]
+) -> Float32[Tensor, " tokens"]:
     """Return the log-probs of all tokens but each sequence's first, end to end, from one packed forward."""
     lengths = [len(sequence) for sequence in sequences]
     input_ids = torch.cat(list(sequences))
@@ -108,7 +111,10 @@ def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
 
 
 def _error_of_packing(
-    policy: PolicyModel, sequences: Sequence[Tensor], packed: Tensor, compute_dtype: torch.dtype
+    policy: PolicyModel,
+    sequences: Sequence[Int64[Tensor, " _tokens"]],
+    packed: Float32[Tensor, " tokens"],
+    compute_dtype: torch.dtype,
 ) -> tuple[float, float]:
     """Compare packed log-probs with transformers' own forward of each sequence alone, in evaluation mode as in an engine.
 
@@ -130,11 +136,13 @@ def _error_of_packing(
     return error, allowed
 
 
-def _plain_logprobs(policy: PolicyModel, sequences: Sequence[Tensor], attention: str) -> Tensor:
+def _plain_logprobs(
+    policy: PolicyModel, sequences: Sequence[Int64[Tensor, " _tokens"]], attention: str
+) -> Float32[Tensor, " tokens"]:
     """Return the log-probs that transformers computes for each sequence alone, end to end."""
     return torch.cat([policy.plain_logprobs(sequence, attention) for sequence in sequences])
 
 
-def _rms(differences: Tensor) -> float:
+def _rms(differences: Float[Tensor, " tokens"]) -> float:
     """Return the root mean square."""
     return float(differences.square().mean().sqrt())

@@ -7,27 +7,28 @@ a time, in the forward and again in the backward, and only a few numbers per tok
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
 def chunked_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    bias: Float[Tensor, " vocab"] | None,
+    targets: Int64[Tensor, " tokens"],
     temperature: float,
     chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Return log softmax((hidden @ weight.T + bias) / temperature)[targets], and the softmax's entropy; (M,) each.
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Return log softmax((hidden @ weight.T + bias) / temperature)[targets], and the softmax's entropy.
 
     A result that the loss does not use has no cost in the backward.
 
     Args:
-        hidden: (M, H).
-        weight: (V, H).
-        bias: (V,), or None.
-        targets: (M,) int64, token ids.
+        hidden: The state in which each token is chosen.
+        weight: Of the head.
+        bias: Of the head, if it has one.
+        targets: Token ids.
         temperature: Divisor of the logits, which are float32 (float64 for float64 input).
         chunk_tokens: Number of tokens whose logits exist at once.
 
@@ -48,13 +49,13 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
+        hidden: Float[Tensor, "tokens hidden"],
+        weight: Float[Tensor, "vocab hidden"],
+        bias: Float[Tensor, " vocab"] | None,
+        targets: Int64[Tensor, " tokens"],
         temperature: float,
         chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
         result_dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(hidden), dtype=result_dtype)
         entropies = torch.empty_like(logprobs)
@@ -75,7 +76,9 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+        ctx: Any,
+        grad_logprobs: Float[Tensor, " tokens"] | None,
+        grad_entropies: Float[Tensor, " tokens"] | None,
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         if grad_logprobs is None:
@@ -111,15 +114,20 @@ def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return the logits (M, V), divided by the temperature."""
+def _logits(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    bias: Float[Tensor, " vocab"] | None,
+    temperature: float,
+) -> Float[Tensor, "tokens vocab"]:
+    """Return the logits, divided by the temperature."""
     logits = _product(hidden, weight.T)
     if bias is not None:
         logits += bias
     return logits.div_(temperature)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Float[Tensor, "m k"], right: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
     """Return left @ right as float32; bfloat16 logits near 20 would be rounded to steps of 0.125."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right

@@ -123,7 +123,7 @@ def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> No
         )
 
 
-def random_settings(config: PreTrainedConfig | Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def random_settings(config: PreTrainedConfig | Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of each setting above 0 that makes a training forward random, also in nested configurations."""
     values = config if isinstance(config, Mapping) else vars(config)
     for name, value in values.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,11 +54,11 @@ class Packing:
     computed over all F inputs.
 
     Args:
-        input_ids: (N,).
-        cu_seqlens: (S + 1,), boundaries of the sequences, 0 ... N.
+        input_ids: The N tokens.
+        cu_seqlens: Boundaries of the sequences, 0 ... N.
     """
 
-    def __init__(self, input_ids: Tensor, cu_seqlens: Tensor) -> None:
+    def __init__(self, input_ids: Int[Tensor, " packed"], cu_seqlens: Int[Tensor, " boundaries"]) -> None:
         bounds = cu_seqlens.cpu().numpy().astype(np.int64)
         lengths = np.maximum(np.diff(bounds) - 1, 1)
         boundaries = np.cumsum([0, *lengths])
@@ -87,11 +88,11 @@ class Packing:
         self.position_ids = indices(offsets[firsts])  # (M,): position in the sequence, from 0
 
     @cached_property
-    def buckets(self) -> list[Tensor]:
-        """Return the rows of states (n, P) for each set of n sequences that share one attention call without the kernel.
+    def buckets(self) -> list[Int64[Tensor, "_sequences _width"]]:
+        """Return the rows of states for each set of sequences that share one attention call without the kernel.
 
-        P is the length rounded up to eighths of the next power of two, and at least 16: this needs few calls and little
-        padding. The padding repeats the last token; no real token attends to it, because attention is causal.
+        The width is the length rounded up to eighths of the next power of two, and at least 16: this needs few calls and
+        little padding. The padding repeats the last token; no real token attends to it, because attention is causal.
         """
         eighth = (2 ** (self.lengths.log2().ceil() - 3)).clamp(min=16).int()
         widths = (self.lengths + eighth - 1) // eighth * eighth
@@ -104,15 +105,17 @@ class Packing:
         return buckets
 
     @cached_property
-    def places(self) -> Tensor:
-        """Return (M,) int64, the first place of each row in the concatenated outputs of the buckets."""
+    def places(self) -> Int64[Tensor, " rows"]:
+        """Return the first place of each row in the concatenated outputs of the buckets."""
         rows = torch.cat([index.flatten() for index in self.buckets])
         places = torch.arange(len(rows), device=rows.device)
         return torch.empty_like(self.firsts).scatter_reduce(0, rows, places, "amin", include_self=False)
 
 
-def rows_of_beginnings(input_ids: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Return the row of each token, (N,) int64, from 0 without gaps.
+def rows_of_beginnings(
+    input_ids: Int[np.ndarray, " tokens"], cu_seqlens: Int[np.ndarray, " boundaries"]
+) -> Int64[np.ndarray, " tokens"]:
+    """Return the row of each token, from 0 without gaps.
 
     Tokens share a row if they and all tokens before them in their sequences are equal.
 
@@ -140,29 +143,29 @@ def rows_of_beginnings(input_ids: np.ndarray, cu_seqlens: np.ndarray) -> np.ndar
 
 def packed_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "1 heads rows head_dim"],
+    key: Float[Tensor, "1 kv_heads rows head_dim"],
+    value: Float[Tensor, "1 kv_heads rows head_dim"],
     attention_mask: Tensor | None,
     *,
     packing: Packing | None = None,
     scaling: float | None = None,
     **kwargs: object,
-) -> tuple[Tensor, None]:
+) -> tuple[Float[Tensor, "1 rows heads head_dim"], None]:
     """Compute causal attention within sequences.
 
     Args:
         module: The attention layer.
-        query: (1, H, M, D).
-        key: (1, K, M, D).
-        value: (1, K, M, D).
+        query: The queries of all rows.
+        key: The keys of all rows; a head of them may serve several heads of queries.
+        value: The values of all rows.
         attention_mask: Must be None.
         packing: The layout of the row.
         scaling: Factor of the products of queries and keys.
         kwargs: Further arguments of the model.
 
     Returns:
-        (1, M, H, D), and None in place of attention weights.
+        The output, and None in place of attention weights.
 
     Raises:
         ConfigurationError: The model requests anything else, which would otherwise be ignored silently.
@@ -191,8 +194,10 @@ def packed_attention(
     return torch.cat(outputs).index_select(0, packing.places)[None], None
 
 
-def _states_of_rows(states: Tensor, rows: Tensor) -> Tensor:
-    """Return (n, heads, P, D), the states (heads, M, D) of rows (n, P)."""
+def _states_of_rows(
+    states: Float[Tensor, "heads rows head_dim"], rows: Int64[Tensor, "sequences width"]
+) -> Float[Tensor, "sequences heads width head_dim"]:
+    """Return the states of the rows of each sequence."""
     return states.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
 
 
@@ -212,9 +217,13 @@ def _unsupported_requests(
 
 
 def _attend_with_kernel(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
-) -> Tensor:
-    """Return the attention of (N, heads, D) states in half precision on a GPU."""
+    query: Float[Tensor, "inputs heads head_dim"],
+    key: Float[Tensor, "inputs kv_heads head_dim"],
+    value: Float[Tensor, "inputs kv_heads head_dim"],
+    packing: Packing,
+    scaling: float | None,
+) -> Float[Tensor, "inputs heads head_dim"]:
+    """Return the attention of states in half precision on a GPU."""
     boundaries = packing.boundaries
     longest = packing.longest
     inputs = (query, key, value, boundaries, boundaries, longest, longest)

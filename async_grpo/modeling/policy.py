@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ DEFAULT_CHUNK_TOKENS = 1024  # tokens whose logits exist at once: with 152,000 l
 
 
 class ValueHead(nn.Linear):
-    """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input), initially zero.
+    """The critic: hidden states -> values, float32 (float64 for float64 input), initially zero.
 
     The product is not computed in bfloat16, where values near 1 have steps of 0.008.
     """
@@ -26,8 +27,8 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the values (M,) of hidden states (M, H)."""
+    def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
+        """Return the values of hidden states."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         values = linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
         return values[:, 0]
@@ -70,18 +71,22 @@ class PolicyModel(nn.Module):
         self.value_trunk_gradient = value_trunk_gradient
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor, temperature: float
-    ) -> tuple[Tensor, ...]:
+        self,
+        input_ids: Int64[Tensor, " packed"],
+        cu_seqlens: Int[Tensor, " boundaries"],
+        loss_mask: Bool[Tensor, " packed"],
+        temperature: float,
+    ) -> tuple[Float[Tensor, " packed"], ...]:
         """Compute the log-probs and entropies of the tokens that the mask selects.
 
         Args:
-            input_ids: (N,), packed sequences end to end.
-            cu_seqlens: (S + 1,), boundaries of the sequences.
-            loss_mask: (N,) bool.
+            input_ids: Packed sequences end to end.
+            cu_seqlens: Boundaries of the sequences.
+            loss_mask: True at the tokens whose log-probs are needed.
             temperature: Divisor of the logits.
 
         Returns:
-            (log-probs, entropies), and with a value head also the values; each (N,), and 0 where the mask is False.
+            (log-probs, entropies), and with a value head also the values; 0 where the mask is False.
             Entry i belongs to token i given the tokens before it in its own sequence, so the first token of a sequence
             has 0. The value of a token is that of the state in which it is chosen. With an empty mask the results still
             depend on the weights: a rank that has nothing to train on must run the same backward as the others.
@@ -102,16 +107,18 @@ class PolicyModel(nn.Module):
             results = (*results, self.value_head(value_states))
         return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
 
-    def plain_logprobs(self, input_ids: Tensor, attention: str) -> Tensor:
+    def plain_logprobs(
+        self, input_ids: Int64[Tensor, " tokens"], attention: str
+    ) -> Float32[Tensor, " tokens-1"]:
         """Compute log-probs as transformers does, without packing: the reference of `forward_check`.
 
         Args:
-            input_ids: (L,), one sequence.
+            input_ids: One sequence.
             attention: One of transformers' own implementations, such as "eager". The attention for packed sequences is
                 restored afterwards.
 
         Returns:
-            (L - 1,) float32, the log-probs of the tokens after the first.
+            The log-probs of the tokens after the first.
         """
         self.model.set_attn_implementation(attention)
         try:
@@ -149,7 +156,7 @@ def named_full_tensors(policy: PolicyModel, dtype: torch.dtype | None = None) ->
 
 
 def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
-    """Return `weight` (1, H) and `bias` (1,) of the value head, gathered (a collective); {} without a value head."""
+    """Return `weight` (1, hidden) and `bias` (1,) of the value head, gathered (a collective); {} without a value head."""
     if policy.value_head is None:
         return {}
     weights = policy.value_head.state_dict(keep_vars=True)

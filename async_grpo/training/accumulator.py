@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -41,9 +42,8 @@ class GradientAccumulator:
     ranks: Ranks
     config: OptimizerConfig
     steps: int = 0  # steps finished
-    on_logprobs: Callable[[Tensor], None] = lambda logprobs: (
-        None
-    )  # called with the log-probs (1, N) of each micro-batch
+    # Called with the log-probs of each micro-batch
+    on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
 
     def __post_init__(self) -> None:
         self._nonfinite_in_a_row = 0  # steps left out because their gradient was not finite
@@ -117,7 +117,7 @@ class GradientAccumulator:
             return totals[self.objective.unit]
         return 1.0 if totals["tokens"] > 0 else 0.0
 
-    def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Tensor]:
+    def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Float64[Tensor, " bins"]]:
         """Return this step's totals and the histogram of ratios over all ranks, and start anew.
 
         Among the totals are the gradient's square and the peak memory.
@@ -218,13 +218,13 @@ class GradientAccumulator:
         return peak_bytes / 1e9
 
 
-def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return (len(tensors),) float64, the squared L2 norm of this rank's shard of each tensor."""
+def _squares(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:
+    """Return the squared L2 norm of this rank's shard of each tensor."""
     norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
     return torch.stack(norms).double().square()
 
 
-def _metrics(totals: dict[str, float], histogram: Tensor, count: float) -> dict[str, float]:
+def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], count: float) -> dict[str, float]:
     """Turn token sums into token means; the losses are divided by `count`, as their gradient is."""
     totals = dict(totals)
     mismatch_totals = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Float64, Num
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import die_with
 
-Numbers = Tensor | list[float]
+Numbers = Float[Tensor, " _numbers"] | list[float]
 # Environment variable that names a file, new for each start, through which the ranks of one machine meet
 RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 
@@ -48,8 +49,10 @@ class Ranks:
         """Return the element-wise maximum over all ranks."""
         return self.sum_and_max([], values)[1].tolist()
 
-    def sum_and_max(self, sums: Numbers, maxima: Numbers) -> tuple[Tensor, Tensor]:
-        """Return the element-wise sums (A,) and maxima (B,) over all ranks, float64 on the CPU.
+    def sum_and_max(
+        self, sums: Numbers, maxima: Numbers
+    ) -> tuple[Float64[Tensor, " sums"], Float64[Tensor, " maxima"]]:
+        """Return the element-wise sums and maxima over all ranks, on the CPU.
 
         The device is synchronized only once.
         """
@@ -62,8 +65,8 @@ class Ranks:
         summed, highest = torch.cat([summed, highest]).cpu().split([len(sums), len(maxima)])
         return summed, highest
 
-    def gathered(self, own: Tensor) -> Tensor:
-        """Return (ranks, ...) float64 on the CPU, the tensor of each rank; all must have one shape."""
+    def gathered(self, own: Num[Tensor, "*shape"]) -> Float64[Tensor, " ranks *shape"]:
+        """Return the tensor of each rank, on the CPU; all must have one shape."""
         table = torch.zeros(self.world_size, *own.shape, dtype=torch.float64)
         table[self.rank] = own.cpu()
         return self.sum_and_max(table.flatten(), [])[0].view_as(table)

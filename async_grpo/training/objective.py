@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
@@ -23,20 +24,33 @@ from async_grpo.modeling.policy import PolicyModel
 
 
 class BatchTensors:
-    """A micro-batch on the trainer's device, as one packed row: (1, N) each, if nothing else is said.
+    """A micro-batch on the trainer's device, as one packed row.
 
     Where the objective needs the whole step (`whole_step`), the trainer fills the first four fields before the backward
     pass, and may replace `advantages` and `group_tokens`.
     """
 
-    returns: Tensor | None = None
-    old_values: Tensor | None = None
-    selected: Tensor | None = None  # bool, the tokens that the losses clip_cov and kl_cov choose
+    returns: Float[Tensor, "1 packed"] | None = None
+    old_values: Float[Tensor, "1 packed"] | None = None
+    selected: Bool[Tensor, "1 packed"] | None = None  # the tokens that the losses clip_cov and kl_cov choose
     weight_mean: float | None = None  # mean of the importance weights
 
     # Without gradient, under the weights that the step starts from
-    logprobs: Tensor
-    kept: Tensor  # bool, the mask without rejected tokens
+    logprobs: Float[Tensor, "1 packed"]
+    kept: Bool[Tensor, "1 packed"]  # the mask without rejected tokens
+
+    input_ids: Int64[Tensor, " packed"]
+    cu_seqlens: Int[Tensor, " boundaries"]
+    mask: Bool[Tensor, "1 packed"]
+    sequence_ids: Int64[Tensor, "1 packed"]
+    group_ids: Int64[Tensor, "1 packed"]
+    group_tokens: Int64[Tensor, "1 packed"]
+    advantages: Float[Tensor, "1 packed"]
+    behaviour_logprobs: Float[Tensor, "1 packed"]
+    ref_logprobs: Float[Tensor, "1 packed"] | None
+    proximal_logprobs: Float[Tensor, "1 packed"] | None
+    members: Int64[Tensor, "1 packed"] | None
+    times: Int[Tensor, "1 packed"] | None
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -140,12 +154,14 @@ class Objective:
                 "log-probs but the samples carry none; run a proximal logprob worker or choose another loss"
             )
 
-    def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Tensor, ...]:
-        """Return (log-probs, entropies) and, with a critic, values; (1, N) each."""
+    def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
+        """Return (log-probs, entropies) and, with a critic, values."""
         outputs = policy(batch.input_ids, batch.cu_seqlens, batch.mask[0], self.config.temperature)
         return tuple(output[None] for output in outputs)
 
-    def __call__(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, policy: PolicyModel, batch: BatchTensors
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the loss of a micro-batch by one forward pass.
 
         Returns:
@@ -189,9 +205,9 @@ class Objective:
         return loss, totals
 
     def _policy_loss(
-        self, logprobs: Tensor, batch: BatchTensors, mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the policy loss of each token (1, N), and the loss's own metrics (1, N)."""
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> tuple[Float[Tensor, "1 packed"], dict[str, Float[Tensor, "1 packed"]]]:
+        """Return the policy loss of each token, and the loss's own metrics."""
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:
             options["proximal_logprobs"] = _or_zeros(batch.proximal_logprobs, logprobs)
@@ -211,8 +227,10 @@ class Objective:
             metrics["importance_weight"] = options["importance_weights"]
         return token_losses, metrics
 
-    def _kl_to_reference(self, logprobs: Tensor, batch: BatchTensors, mask: Tensor) -> Tensor:
-        """Return the KL penalty of each token (1, N), 0 without a reference and where the mask is False."""
+    def _kl_to_reference(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> Float[Tensor, "1 packed"]:
+        """Return the KL penalty of each token, 0 without a reference and where the mask is False."""
         if batch.ref_logprobs is None:
             return torch.zeros_like(logprobs)
         return kl_penalty(
@@ -223,18 +241,20 @@ class Objective:
         )
 
     def _value_loss(
-        self, values: Tensor, batch: BatchTensors, mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the critic's loss of each token (1, N), and its metrics."""
+        self, values: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> tuple[Float[Tensor, "1 packed"], dict[str, Float[Tensor, "1 packed"]]]:
+        """Return the critic's loss of each token, and its metrics."""
         assert batch.returns is not None and batch.old_values is not None, "whole_step computes them before"
         return value_loss(values, batch.returns, batch.old_values, mask, clip=self.config.critic_clip)
 
-    def _aggregate(self, token_losses: Tensor, batch: BatchTensors, mask: Tensor) -> Tensor:
+    def _aggregate(
+        self, token_losses: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> Float[Tensor, ""]:
         """Return the sum of the micro-batch's losses, still to be divided by the count of the step's units."""
         return self._aggregation.total(token_losses, mask, batch.sequence_ids, batch.group_tokens)
 
-    def keep(self, logprobs: Tensor, batch: BatchTensors) -> Tensor:
-        """Return the mask (1, N) without the tokens that are rejected for their distance to the engine."""
+    def keep(self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors) -> Bool[Tensor, "1 packed"]:
+        """Return the mask without the tokens that are rejected for their distance to the engine."""
         if self.config.rejection_statistic is None:
             return batch.mask
         return rejection_mask(
@@ -245,8 +265,10 @@ class Objective:
             **self._rejection_options,
         )
 
-    def weights(self, logprobs: Tensor, batch: BatchTensors, mask: Tensor) -> Tensor:
-        """Return importance weights (1, N) for the engine's policy, divided by `batch.weight_mean` if it is known."""
+    def weights(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
+    ) -> Float[Tensor, "1 packed"]:
+        """Return importance weights for the engine's policy, divided by `batch.weight_mean` if it is known."""
         return importance_weights(
             _corrected_logprobs(logprobs, batch),
             batch.behaviour_logprobs,
@@ -256,8 +278,10 @@ class Objective:
             **self._importance_options,
         )
 
-    def ratio_denominator_logprobs(self, logprobs: Tensor, batch: BatchTensors) -> Tensor:
-        """Return the log-probs (1, N) of the old policy of the importance ratio.
+    def ratio_denominator_logprobs(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
+    ) -> Float[Tensor, "1 packed"]:
+        """Return the log-probs of the old policy of the importance ratio.
 
         A loss with a proximal policy of its own takes the ratio against the engine's policy.
         """
@@ -268,7 +292,7 @@ class Objective:
         return batch.behaviour_logprobs
 
 
-def _totals(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _totals(metrics: Mapping[str, Float[Tensor, "1 packed"]]) -> dict[str, Float[Tensor, ""]]:
     """Return the sum of each metric over the micro-batch, or its maximum if its name ends in `_max`."""
     totals = {}
     for name, values in metrics.items():
@@ -278,11 +302,15 @@ def _totals(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return totals
 
 
-def _or_zeros(values: Tensor | None, like: Tensor) -> Tensor:
+def _or_zeros(
+    values: Float[Tensor, "1 packed"] | None, like: Float[Tensor, "1 packed"]
+) -> Float[Tensor, "1 packed"]:
     """Return the values, or zeros for a dummy micro-batch, which carries none."""
     return torch.zeros_like(like) if values is None else values
 
 
-def _corrected_logprobs(logprobs: Tensor, batch: BatchTensors) -> Tensor:
+def _corrected_logprobs(
+    logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
+) -> Float[Tensor, "1 packed"]:
     """Return the log-probs of the policy whose distance to the engine is corrected: the proximal one if there is one."""
     return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs

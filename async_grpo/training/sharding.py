@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float32, Int
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -137,14 +138,16 @@ def release_gathered(policy: PolicyModel) -> None:
 
 
 @torch.no_grad()
-def canary_logprobs(policy: PolicyModel, *texts: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Return the log-probs (N,) float32 of the N tokens of all texts, end to end; the first token of each text has 0.
+def canary_logprobs(
+    policy: PolicyModel, *texts: Int[np.ndarray, " _tokens"], temperature: float = 1.0
+) -> Float32[np.ndarray, " packed"]:
+    """Return the log-probs of the tokens of all texts, end to end; the first token of each text has 0.
 
     A collective if the policy is sharded.
 
     Args:
         policy: The policy.
-        texts: (L,) token ids each.
+        texts: The token ids of each text.
         temperature: Divisor of the logits.
     """
     ids = torch.tensor(np.concatenate(texts), dtype=torch.int64, device=policy.device)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -21,8 +22,8 @@ class Part:
     """Places of the tokens of one row in `JoinedTrajectories.columns`."""
 
     row: BatchTensors
-    tokens: Tensor  # (n,) int64, places in the row
-    places: Tensor  # (n,) int64, places in the columns
+    tokens: Int64[Tensor, " tokens"]  # places in the row
+    places: Int64[Tensor, " tokens"]  # places in the columns
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,15 @@ class JoinedTrajectories:
 
     parts: list[Part]  # of this rank
     lengths: list[int]  # number of tokens of each trajectory
-    columns: Tensor  # (3, M) float64 on the CPU: rewards, values, and 1 where a token is trained on
+    columns: Float64[Tensor, "3 packed"]  # on the CPU: rewards, values, and 1 where a token is trained on
 
-    def estimate(self, critic_returns: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def estimate(
+        self,
+        critic_returns: Callable[
+            [Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]],
+            tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]],
+        ],
+    ) -> None:
         """Write advantages and returns into the rows; they replace those that were computed for each sequence alone."""
         rewards, values, is_trained = (self._by_trajectory(column) for column in self.columns)
         is_token = self._by_trajectory(torch.ones(sum(self.lengths), dtype=torch.bool))  # False at padding
@@ -44,8 +51,8 @@ class JoinedTrajectories:
             row.advantages[0, part.tokens] = advantages[is_token][part.places].to(row.advantages)
             row.returns[0, part.tokens] = returns[is_token][part.places].to(row.returns)
 
-    def _by_trajectory(self, column: Tensor) -> Tensor:
-        """Return (trajectories, T), padded, from a column (M,)."""
+    def _by_trajectory(self, column: Shaped[Tensor, " packed"]) -> Shaped[Tensor, "trajectories tokens"]:
+        """Return a row for each trajectory, padded, from a column."""
         return pad_sequence(list(column.split(self.lengths)), batch_first=True)
 
 
@@ -77,13 +84,13 @@ def joined_trajectories(rows: Sequence[BatchTensors], ranks: Ranks) -> JoinedTra
 
 @dataclass(frozen=True)
 class _Piece:
-    """The n tokens, in s sequences, of one row that belong to trajectories with several sequences; on the CPU."""
+    """The tokens of one row that belong to trajectories with several sequences; on the CPU."""
 
     row: BatchTensors
-    tokens: Tensor  # (n,) int64, places in the row
-    names: Tensor  # (s, 2) int64, group and member of each sequence
-    sequences: Tensor  # (n,) int64, index of each token's sequence among the s
-    times: Tensor  # (n,) int64, ranks in time in the trajectory
+    tokens: Int64[Tensor, " tokens"]  # places in the row
+    names: Int64[Tensor, "sequences 2"]  # group and member of each sequence
+    sequences: Int64[Tensor, " tokens"]  # index of each token's sequence among `names`
+    times: Int64[Tensor, " tokens"]  # ranks in time in the trajectory
 
 
 def _piece(row: BatchTensors) -> _Piece:
@@ -96,8 +103,10 @@ def _piece(row: BatchTensors) -> _Piece:
     return _Piece(row, tokens, names, sequences, times[tokens])
 
 
-def _all_trajectories(pieces: Sequence[_Piece], ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Return the names (trajectories, 2) and lengths in tokens (trajectories,) of all ranks' trajectories, sorted."""
+def _all_trajectories(
+    pieces: Sequence[_Piece], ranks: Ranks
+) -> tuple[Int64[Tensor, "trajectories 2"], Int64[Tensor, " trajectories"]]:
+    """Return the names and the lengths in tokens of all ranks' trajectories, sorted."""
     parts = [torch.zeros(0, 3, dtype=torch.int64)]
     for piece in pieces:
         ends = torch.zeros(len(piece.names), dtype=torch.int64)
@@ -114,7 +123,9 @@ def _all_trajectories(pieces: Sequence[_Piece], ranks: Ranks) -> tuple[Tensor, T
     return _lengths(merged[:, :2], merged[:, 2])
 
 
-def _lengths(names: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _lengths(
+    names: Int64[Tensor, "entries 2"], ends: Int64[Tensor, " entries"]
+) -> tuple[Int64[Tensor, "trajectories 2"], Int64[Tensor, " trajectories"]]:
     """Return the distinct names, and the length of each, which is its largest end."""
     distinct_names, indices = torch.unique(names, dim=0, return_inverse=True)
     lengths = torch.zeros(len(distinct_names), dtype=torch.int64)

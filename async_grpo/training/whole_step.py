@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -80,8 +81,10 @@ def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ran
             row.advantages = whitened(row.advantages, row.mask, moments)
 
 
-def _by_sequence(values: Tensor, lengths: list[int]) -> Tensor:
-    """Return (S, T), padded, from values (1, N) of sequences end to end."""
+def _by_sequence(
+    values: Shaped[Tensor, "1 packed"], lengths: list[int]
+) -> Shaped[Tensor, "sequences tokens"]:
+    """Return a row for each sequence, padded, from the values of sequences end to end."""
     return pad_sequence(list(values[0].split(lengths)), batch_first=True)
 
 
@@ -140,8 +143,8 @@ def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, st
         row.selected = select(scores, threshold.to(scores.device))
 
 
-def _token_keys(row: BatchTensors) -> Tensor:
-    """Return (1, N) int64, a distinct number for each token, made of its group, its position and its engine log-prob."""
+def _token_keys(row: BatchTensors) -> Int64[Tensor, "1 packed"]:
+    """Return a distinct number for each token, made of its group, its position and its engine log-prob."""
     ids = row.sequence_ids[0]  # ascending
     position = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
