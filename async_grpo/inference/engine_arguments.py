@@ -6,17 +6,13 @@ from typing import Any
 
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
+from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
-
-# Arguments that have the engine draft tokens. On the CPU they fail: `_expand_kernel_impl` fills a copy of its output there,
-# and generators lack the offset by which seeded drafts are taken back
-SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
@@ -70,9 +66,4 @@ def _problem_with(name: str, arguments: Mapping[str, Any], settings: SharedRunSe
         return f"the run sets {name} itself, from its other options; leave it out"
     if name not in engine_names:
         return f"vLLM's engine has no such argument{nearest(name, engine_names)}"
-    if name in SPECULATION and current_platform.is_cpu():
-        return (
-            f"vLLM 0.32 on the CPU divides by uninitialized memory where tokens are drafted at a temperature above 0 "
-            f"(the run's: {settings.temperature}), and ends at the first seeded request; leave it out"
-        )
-    return ""
+    return problem_with_drafts(name, settings.temperature)

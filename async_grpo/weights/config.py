@@ -20,9 +20,8 @@ class Transport:
     """One way for weights to travel, and what the rest of the library must know about it."""
 
     make_publisher: MakePublisher
-    engine_backend: str = (
-        "async_grpo_object_store"  # name of the weight transfer engine in vLLM; see `vllm_engine`
-    )
+    # Name of the weight transfer engine in vLLM; see `inference.vllm_edges.receive_weights`
+    engine_backend: str = "async_grpo_object_store"
     needs_gpu: bool = False
     sends_packages: bool = True  # False: proximal workers cannot receive the weights
     fills_object_store: bool = True

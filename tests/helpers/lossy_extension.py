@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from async_grpo.weights import vllm_engine
-from async_grpo.weights.vllm_engine import ObjectStoreEngine, WeightReceipts
+from async_grpo.inference.vllm_edges import experts, tied_heads
+from async_grpo.inference.vllm_edges.receive_weights import ObjectStoreEngine
+from async_grpo.inference.vllm_edges.worker_extension import WeightReceipts
 
 LOST: set[str] = set()  # names of tensors; "everything"; "tied head"; "packed experts"
 HELD = {}  # the last value of each tensor that was not lost
-repack_tied_heads, noted = vllm_engine.repack_tied_heads, ObjectStoreEngine._recorded
-pack_experts = vllm_engine.pack_experts
+repack_tied_heads, noted = tied_heads.repack_tied_heads, ObjectStoreEngine._recorded
+pack_experts = experts.pack_experts
 
 
 def _repack_tied_heads(model):
@@ -32,8 +33,8 @@ def _noted(self, weights):
             yield name, HELD[name]
 
 
-vllm_engine.repack_tied_heads, ObjectStoreEngine._recorded = _repack_tied_heads, _noted
-vllm_engine.pack_experts = _pack_experts
+tied_heads.repack_tied_heads, ObjectStoreEngine._recorded = _repack_tied_heads, _noted
+experts.pack_experts = _pack_experts
 
 
 class Lossy(WeightReceipts):

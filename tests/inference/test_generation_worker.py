@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import save
 from tiny_policy import SETTINGS
 
@@ -20,9 +19,10 @@ from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
-from async_grpo.inference.engine_arguments import SPECULATION, engine_arguments
+from async_grpo.inference.engine_arguments import engine_arguments
 from async_grpo.inference.generation_worker import GenerationWorker
 from async_grpo.inference.requests import EngineRequest, TokenTimeline
+from async_grpo.inference.vllm_edges.cpu_drafts import DRAFT_ARGUMENTS
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
@@ -237,7 +237,7 @@ def test_refused_options_may_say_what_vllm_does_anyway(assignment):
         EngineConfig(model_path=str(MODEL), engine_options=f"{assignment.partition('=')[0]}=true")
 
 
-@pytest.mark.parametrize("name", SPECULATION)
+@pytest.mark.parametrize("name", DRAFT_ARGUMENTS)
 def test_drafts_are_refused_on_the_cpu_alone(name, monkeypatch):
     assert name in {field.name for field in fields(AsyncEngineArgs)}
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
@@ -245,19 +245,6 @@ def test_drafts_are_refused_on_the_cpu_alone(name, monkeypatch):
         arguments(f"{name}=4", temperature=0.7)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     assert arguments("spec_tokens=4").spec_tokens == 4
-
-
-def test_drafts_at_a_temperature_are_still_wrong_in_this_vllm_on_the_cpu():
-    """The reason of the refusal: numbers that are no integers do not arrive. If they do, drafts may be allowed again."""
-    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
-
-    if not current_platform.is_cpu():
-        pytest.skip("of the CPU's kernels alone")
-    current_platform.import_kernels()
-    temperatures, ends = torch.tensor([0.7, 1.3]), torch.tensor([2, 5])
-    expanded = torch.full((5,), -1.0)
-    _expand_kernel_impl(expanded, temperatures, ends, 0, 1)
-    assert expanded.tolist() == [-1.0] * 5
 
 
 def test_the_sampling_defaults_of_a_model_folder_change_no_request():

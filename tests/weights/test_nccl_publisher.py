@@ -207,6 +207,13 @@ def test_the_source_says_beforehand_what_it_will_yield():
     assert np.all([tensor.is_contiguous() for _, tensor in source])
 
 
+def test_the_source_has_what_vllm_s_trainer_engine_asks_for():
+    """vLLM 0.33 asks for `iter_full()`, and for `metadata` as a property."""
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base")
+    assert base.WeightSource.__abstractmethods__ == {"metadata", "__iter__"}
+    assert inspect.isfunction(base.WeightSource.metadata)
+
+
 def test_the_client_is_what_vllm_s_trainer_engine_asks_for():
     base = pytest.importorskip("vllm.distributed.weight_transfer.base")
     for name in (

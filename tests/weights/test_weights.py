@@ -73,7 +73,7 @@ def test_a_receipt_is_compared_by_name_shape_dtype_and_bits():
 
 def test_shared_bytes_are_readable_by_path_and_gone_afterwards():
     pytest.importorskip("vllm")
-    from async_grpo.weights.vllm_engine import shared_bytes
+    from async_grpo.inference.vllm_edges.receive_weights import shared_bytes
 
     with shared_bytes(b"payload", "test") as path:
         assert Path(path).read_bytes() == b"payload"

@@ -1,0 +1,127 @@
+"""The engine's side of a weight update: two transports for vLLM's own interface, with a receipt.
+
+Written for vLLM 0.31 and 0.32, whose `WeightTransferEngine` is public and whose `register_engine` takes classes of others.
+Three things are not public. The receipt: `load_weights` returns nothing about what arrived, so `Receipts` stands in the
+place of the engine's model while weights are loaded, and sees every tensor. The layerwise reload, which a transport must
+call itself. And the registry, which is asked whether it has a name already.
+
+Not needed any more when vLLM says which tensors arrived in an update.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from async_grpo.inference.vllm_edges import tied_heads
+from async_grpo.protocols import TensorRecord
+from async_grpo.weights.package import record
+from async_grpo.weights.read_back import fingerprint, sampled
+
+# A round of the self-test sends one layer, and vLLM would warn about all other layers. Receipts report lost tensors.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+class Receipts:
+    """Mixin for a `WeightTransferEngine`: layerwise reload, the tied head, and the list of received tensors.
+
+    While weights are loaded, it takes the place of the engine's model, so that it sees every tensor.
+    """
+
+    model: Any
+    model_config: Any
+    fingerprints: dict[str, int]  # by tensor, of its last version that was received
+
+    def start_weight_update(self) -> None:
+        """Prepare the model for new weights."""
+        self.received: dict[str, TensorRecord] = {}
+        self.fingerprints = getattr(self, "fingerprints", {})
+        initialize_layerwise_reload(self.model)
+        self._model = self.model
+        self.model = self
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Load weights into the model, and record every tensor."""
+        return self._model.load_weights(self._recorded(weights))
+
+    def _recorded(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights, and record each."""
+        for name, tensor in weights:
+            self.received[name] = record(tensor)
+            self.fingerprints[name] = fingerprint(sampled(tensor))
+            yield name, tensor
+
+    def finish_weight_update(self) -> None:
+        """Let the model compute with the new weights."""
+        self.model = self._model
+        finalize_layerwise_reload(self.model, self.model_config)
+        tied_heads.repack_tied_heads(self.model)
+
+
+@contextmanager
+def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
+    """Yield a path under which other processes of this user can open (and mmap) the payload while the block runs.
+
+    Nothing stays in /dev/shm after a SIGKILL on either side.
+    """
+    with os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb") as memory:
+        memory.write(payload)
+        memory.flush()
+        yield f"/proc/{os.getpid()}/fd/{memory.fileno()}"
+
+
+@dataclass
+class ObjectStoreUpdate(WeightTransferUpdateInfo):
+    """One chunk: the path of a safetensors image in this machine's shared memory."""
+
+    path: str
+
+
+class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, ObjectStoreUpdate]):
+    """Receives weights through Ray's object store, on CPUs and GPUs, across nodes, for any number of engines."""
+
+    init_info_cls = WeightTransferInitInfo  # empty, because every chunk names its own path
+    update_info_cls = ObjectStoreUpdate
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Do nothing, because there is no connection to set up."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one chunk, and return when the sender may close its shared memory."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # copies from the shared memory may still run
+
+    def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
+        """Load the tensors of one chunk."""
+        with safe_open(update_info.path, framework="pt") as image:
+            # The layerwise reload may keep tensors for longer; they stay mapped when the sender closes the image
+            self.model.load_weights((name, image.get_tensor(name)) for name in list(image.keys()))
+
+    def shutdown(self) -> None:
+        """Do nothing, because there is no connection to close."""
+
+
+class NCCLEngine(Receipts, NCCLWeightTransferEngine):
+    """vLLM's own NCCL engine with a receipt."""
+
+
+def register_transports() -> None:
+    """Make the engine's side of the transports known to vLLM in this process."""
+    for name, engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
+        # The module may be imported twice in one process, and vLLM refuses a second entry of a name
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, engine)

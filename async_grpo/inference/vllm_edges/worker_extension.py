@@ -1,0 +1,51 @@
+"""Methods that are called by name in every process of an engine, and the hook that puts the replacements in place.
+
+Written for vLLM 0.31 and 0.32. vLLM imports the module of `worker_extension_cls` in each process that computes the model,
+and adds the methods of the class to its worker, where `AsyncLLM.collective_rpc` finds them. The argument and the call are
+public. What the methods read is not: `weight_transfer_engine` is an attribute of vLLM's worker. Neither is a second effect
+that this module relies on: being imported before the first request, so that it can replace parts of vLLM.
+
+Not needed any more when vLLM reports which weights arrived and which are in use, and no replacement is left.
+"""
+
+from dataclasses import astuple
+from typing import Any
+
+from async_grpo.inference.vllm_edges.continued_draws import install_continued_draws
+from async_grpo.inference.vllm_edges.cpu_generators import install_cpu_generators
+from async_grpo.inference.vllm_edges.experts import install_packing_of_experts
+from async_grpo.inference.vllm_edges.receive_weights import register_transports
+from async_grpo.inference.vllm_edges.weights_in_use import fingerprints_in_use
+from async_grpo.weights.read_back import place_of
+
+WORKER_EXTENSION = f"{__name__}.WeightReceipts"
+
+
+class WeightReceipts:
+    """Methods added to vLLM's worker class, callable through `collective_rpc`."""
+
+    weight_transfer_engine: Any  # the worker's own
+
+    def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Return the tensors that this worker received in the last update, name -> (dtype, shape, digest)."""
+        return {name: astuple(record) for name, record in self.weight_transfer_engine.received.items()}
+
+    def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the fingerprints, by place, of the weights in use here, and of all received weights (`read_back`)."""
+        used = fingerprints_in_use(self.weight_transfer_engine.model)
+        received = dict.fromkeys(used, 0)
+        for name, value in self.weight_transfer_engine.fingerprints.items():
+            # A tied head has the name of the tensor as its place
+            for place in {name, place_of(name)} & used.keys():
+                received[place] = (received[place] + value) % 2**64
+        return used, received
+
+    def leave_transfer_group(self) -> None:
+        """Leave the group of a transport (see `transfer_group`)."""
+        self.weight_transfer_engine.shutdown()
+
+
+register_transports()
+install_continued_draws()
+install_cpu_generators()
+install_packing_of_experts()
