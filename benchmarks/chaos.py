@@ -49,7 +49,7 @@ class Struck:
         self.victim, self.signal, self.moment, self.folder = victim, getattr(signal, name), moment, folder
 
     def start(self, console: IO[str]) -> subprocess.Popen[Any]:
-        from test_whole_chain import OPTIONS
+        from real_runs import OPTIONS
 
         own = {"output-dir": self.folder / "run", "run-name": self.folder.name, "num-training-batches": 1000}
         own |= {"nproc-per-node": 1, "engine-stall-s": 15, "max-generation-tokens": 200}
@@ -67,7 +67,7 @@ class Struck:
         return found
 
     def steps(self) -> list[dict[str, Any]]:
-        from test_resume_real import lines
+        from real_runs import lines
 
         return lines(self.folder / "run")
 
@@ -101,7 +101,7 @@ class Struck:
 
     def is_whole(self) -> bool:
         """Every step has its line, all its samples, and every group was trained once."""
-        from test_resume_real import lines
+        from real_runs import lines
 
         steps, groups = self.steps(), dict[int, set[int]]()
         for sample in lines(self.folder / "run", "samples.jsonl"):
@@ -116,8 +116,7 @@ class Struck:
 
 def struck(victim: str, name: str, moment: int, folder: Path) -> str:
     """What was seen, in words."""
-    from test_resume_real import wait_for_step
-    from test_whole_chain import left_behind
+    from real_runs import left_behind, wait_for_step
 
     it, console = Struck(victim, name, moment, folder), folder / "console.txt"
     with console.open("w") as out:

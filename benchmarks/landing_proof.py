@@ -256,7 +256,7 @@ class Proof:
 
 def measure(model: str, options: argparse.Namespace) -> None:
     """Print the figures of one model."""
-    from test_generation_real import EngineThread
+    from engine_thread import EngineThread
 
     from async_grpo.data.smollm2 import VOCABULARY_SIZE, cached_smollm2
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from packages import PACKAGES, there
-from templates import chat_of
-from test_played import OneSession, prompt_of, run, trajectories
+from chat_templates import chat_of
+from environment_packages import PACKAGES, there
+from scripted_play import OneSession, prompt_of, run, trajectories
 
 from async_grpo.environments import ecosystem
 from async_grpo.environments.config import TrajectoryLimits

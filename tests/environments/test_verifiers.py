@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from templates import MODEL
-from test_played import SETTINGS, OneSession
+from chat_templates import MODEL
+from scripted_play import SETTINGS, OneSession
 
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.environments.make import make_played, rows_of, source_of

@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from test_generation_real import MODEL, SETTINGS, engine, environment, hf_logprobs, model, send, weights  # noqa: F401
-from test_whole_chain import left_behind
+from engine_thread import MODEL, SETTINGS, hf_logprobs, send, weights
+from real_runs import left_behind
 
 from async_grpo.data import COUNTDOWN_TRAIN as DATA
 from async_grpo.environments.chat import Chat
@@ -38,7 +38,7 @@ class Direct:
             yield one
 
 
-def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_between_two_turns(engine, model):  # noqa: F811
+def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_between_two_turns(engine, model):
     chat, dice = Chat(load_tokenizer(MODEL)), random.Random(5)
     models = {}
     for version in (40, 41):

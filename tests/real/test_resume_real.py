@@ -1,6 +1,5 @@
 """A run on real parts (Ray, vLLM, FSDP ranks) that is told to end, or killed, or out of time, goes on where it was."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_whole_chain import OPTIONS, left_behind
+from real_runs import OPTIONS, left_behind, lines, wait_for_step
 
 from async_grpo.training.checkpoint_folder import newest
 
@@ -31,18 +30,6 @@ def start(folder: Path, **changes) -> subprocess.Popen:
     environment = {**os.environ, "RUN_MARK": str(folder)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, **pipes)
-
-
-def lines(folder: Path, name: str = "training_metrics.jsonl") -> list[dict]:
-    path = folder / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_step(folder: Path, step: int, run: subprocess.Popen) -> None:
-    give_up = time.monotonic() + 200
-    while len(lines(folder)) < step:
-        assert run.poll() is None and time.monotonic() < give_up, run.communicate()[0]
-        time.sleep(0.1)
 
 
 def check_whole(folder: Path) -> None:
