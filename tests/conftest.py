@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 TEST_DEADLINE_S = 60
+collect_ignore = ["long"]  # programs, which nothing but `python -m tests.long.NAME` runs
 
 # By default an example that takes more than 200 ms fails its test, which depends on the speed of the machine
 hypothesis.settings.register_profile("without_deadline", deadline=None)

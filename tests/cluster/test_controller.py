@@ -19,8 +19,8 @@ from async_grpo.protocols import WeightPackage
 from async_grpo.testing import completion
 from async_grpo.types import GREEDY, Completion, Prompt, Tokens
 from async_grpo.weights.package import SELF_TEST
-from benchmarks.lost_engines import NEVER, Fleet
-from benchmarks.lost_engines import generate as generate_with
+from tests.long.lost_engines import NEVER, Fleet
+from tests.long.lost_engines import generate as generate_with
 
 
 @pytest.fixture

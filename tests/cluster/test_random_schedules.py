@@ -8,7 +8,7 @@ import virtual_time
 from schedules import Event, Schedule, drawn, shortest
 from simulated_run import run_through
 
-# python -m benchmarks.schedules runs ten thousand, and makes one that fails shorter
+# python -m tests.long.schedules runs ten thousand, and makes one that fails shorter
 HUNDREDS = range(5)
 
 

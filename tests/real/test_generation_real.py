@@ -334,7 +334,7 @@ LOST_OF_WIDE_ENGINE = {
 def test_a_wide_bfloat16_engine_starts_and_each_kind_of_tensor_that_it_loses_is_seen(wide_folder):
     """It was refused: all tensors changed by at least 0.1 made rounding as large as what a lost one makes.
 
-    `benchmarks/landing_proof.py` loses every tensor, of wide engines and of deep ones.
+    `tests/long/landing_proof.py` loses every tensor, of wide engines and of deep ones.
     """
     with closing(EngineThread(wide_folder, dtype="bfloat16")) as wide:
         test = SelfTest(
