@@ -25,9 +25,10 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import SourceFile
 
 FILE = Path(ecosystem.__file__).parent / "openenv.py"
-pytestmark = pytest.mark.skipif(
-    not there("openenv"), reason="openenv-core is not there: scripts/setup_extras"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not there("openenv"), reason="openenv-core is not there: scripts/setup_extras"),
+]
 
 COUNTING = '''
 import asyncio, os, socket, sys, time
