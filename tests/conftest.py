@@ -11,10 +11,33 @@ import hypothesis
 import pytest
 
 TEST_DEADLINE_S = 60
+collect_ignore = ["long"]  # programs, which nothing but `python -m tests.long.NAME` runs
+LONGEST_FIRST = (
+    "tests/real/test_quickstart_real",
+    "tests/real/test_resume_real",
+    "tests/real/test_environment_real",
+    "tests/real",
+    "tests/resume",
+    "tests/cluster",
+)
 
 # By default an example that takes more than 200 ms fails its test, which depends on the speed of the machine
 hypothesis.settings.register_profile("without_deadline", deadline=None)
 hypothesis.settings.load_profile("without_deadline")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first: several processes share the files, and one would end alone with a long one.
+
+    The order of the files on the command line does not decide: pytest drops those that lie in other folders there.
+    """
+
+    def place(item: pytest.Item) -> int:
+        places = (number for number, path in enumerate(LONGEST_FIRST) if item.nodeid.startswith(path))
+        return next(places, len(LONGEST_FIRST))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 INHERITED = """
     PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV ASYNC_GRPO_LOGS
-    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR
+    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS
 """.split()
 INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
 # What Ray appends to its folder for the longest of its sockets; the process id has 7 digits at most
@@ -98,6 +98,9 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
         paths = [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
         private["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     private |= compile_cache()
+    # Torch keeps them in the folder of temporary files, which is a run's own: each run would compile them anew, for seconds
+    headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+    private |= {headers: os.environ.get(headers, "0")}
     if not ray_address:
         # Without the first, Ray takes the network's address instead of 127.0.0.1, and listens on all interfaces
         private |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_losses_brute_force import CASES, evaluate, random_inputs
+from loss_cases import CASES, evaluate, random_inputs
 
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.errors import ConfigurationError

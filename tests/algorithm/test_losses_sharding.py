@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_losses_brute_force import random_inputs
+from loss_cases import random_inputs
 
 from async_grpo.algorithm.aggregation import (
     AGGREGATIONS,

@@ -3,75 +3,29 @@
 import asyncio
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-import tiny_policy
+from controller_links import ASKED, MODEL, SETTINGS, Link, link_to, worker
 from registry_load import outstanding
 
 from async_grpo.cluster import worker_actors, worker_program
 from async_grpo.cluster.controller import RunController
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, PromptSetAside, WorkerLost
-from async_grpo.messages import WorkerInfo
-from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
 from async_grpo.testing import completion
 from async_grpo.types import GREEDY, Completion, Prompt, Tokens
 from async_grpo.weights.package import SELF_TEST
-from benchmarks.lost_engines import NEVER, Fleet
-from benchmarks.lost_engines import generate as generate_with
-
-MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
-SETTINGS = replace(
-    tiny_policy.SETTINGS, model_fingerprint=model_fingerprint(MODEL), logprob_roles=("reference",)
-)
-
-
-ASKED = []  # worker, seeds by member, sampling
-
-
-class Link:
-    """`WorkerLink` to a worker whose completions do not end before `completing` is set."""
-
-    silent_s, is_closed, is_dying = 0.0, False, False  # a dying one is lost at its third completion
-    tells = ()  # of what members have, before it
-
-    def __init__(self, handle, name, on_lost):
-        self.name, self.lose, self.completing = name, on_lost, asyncio.Event()
-
-    async def call(self, method):
-        await asyncio.sleep(self.silent_s)
-        return {"token_timeline": [], "paused_s": 1.0, "busy": []}
-
-    async def stream(self, method, token_ids, seeds, sampling, *begun):
-        ASKED.append((self.name, seeds, sampling, *begun))
-        await self.completing.wait()
-        for part in self.tells:
-            yield part
-        for number, member in enumerate(seeds):
-            if number == 2 and self.is_dying:
-                raise WorkerLost("killed in a test")
-            yield replace(completion(3), member=member)
-
-    def close(self):
-        self.is_closed = True
+from tests.long.lost_engines import NEVER, Fleet
+from tests.long.lost_engines import generate as generate_with
 
 
 @pytest.fixture
 def controller() -> RunController:
     return RunController(SETTINGS, 5.0, Link, "least_loaded")
-
-
-def link_to(controller: RunController, name: str) -> Link:
-    return controller._generation.by_id[name].link
-
-
-def worker(worker_id="g0", kind="generation", rewards="") -> WorkerInfo:
-    return WorkerInfo(worker_id, kind, 8, 1000, rewards=rewards)
 
 
 def package(version: int) -> WeightPackage:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_policy
+from controller_links import Link, link_to, worker
 from fake_chain import STEPS, Chain, chain_config
-from test_controller import Link, link_to, worker
 
 from async_grpo.cluster.controller import RunController
 from async_grpo.experience.config import EvaluationConfig

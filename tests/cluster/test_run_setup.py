@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_controller import MODEL, SETTINGS, worker
+from controller_links import MODEL, SETTINGS, worker
 
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost

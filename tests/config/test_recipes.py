@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from checked_run import OUTCOME, STEPS, check, config
 from long_tests import long_test
-from test_refusals import OUTCOME, STEPS, check, config
 
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.compatibility import check_methods

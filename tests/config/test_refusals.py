@@ -1,31 +1,20 @@
 """What is accepted and would do nothing, or something else, is refused or warned about, by flag and value."""
 
-import dataclasses
 import inspect
 import re
 
 import pytest
+from checked_run import OUTCOME, STEPS, check, config, steps
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.config import compatibility, rewards
 from async_grpo.config.compatibility import check_methods
-from async_grpo.config.rewards import ResolvedRewards, check_rewards
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.rewards.adapter.decorators import post_process, process_reward
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter.decorators import post_process
 from async_grpo.training.objective import Objective
-
-
-def outcome(sample):
-    return {"reward": 1.0}
-
-
-@process_reward
-def steps(sample):
-    return {"step_rewards": []}
 
 
 @post_process(lambda group: [1.0 for _ in group])
@@ -33,22 +22,8 @@ def vote(sample):
     return 0.0
 
 
+BOTH = OUTCOME | STEPS
 REJECTION = {"rejection_statistic": "token_k3", "rejection_high": 1.0}
-OUTCOME, STEPS, BOTH = {"a": outcome}, {"s": steps}, {"a": outcome, "s": steps}
-
-
-def config(**changes) -> RunConfig:
-    return RunConfig(**{"model_name_or_path": "m", "data_path": "d", **changes})
-
-
-def check(made: RunConfig, adapters: dict) -> ResolvedRewards:
-    """What the start of a run asks of a configuration and these rewards."""
-    check_methods(made)
-    made = dataclasses.replace(made, reward_fns=",".join(adapters))
-    source = RewardRegistrySource("page_of_recipes", "")
-    resolved = ResolvedRewards(source, adapters, adapters)
-    check_rewards(made, resolved)
-    return resolved
 
 
 VALUES = [  # refused by the configuration itself

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from templates import MODEL, TEMPLATES, TOOLS, Talkative
-from test_played import OneSession, run
+from chat_templates import MODEL, TEMPLATES, TOOLS, Talkative
+from scripted_play import OneSession, run
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
@@ -250,20 +250,20 @@ def test_what_the_policy_sampled_is_no_foreign_text():
 
 
 def test_random_conversations_with_forged_texts_are_recorded_token_by_token(monkeypatch):
-    import templates
-    from test_token_exactness import check
+    import chat_templates
+    from token_exactness import check
 
     class Forging(Talkative):
         def _words(self) -> str:
             return super()._words() + self._dice.choice(["", FORGED, "<|im_end|>"])
 
-    monkeypatch.setattr(templates, "Talkative", Forging)
+    monkeypatch.setattr(chat_templates, "Talkative", Forging)
     for template in TEMPLATES:
-        chat = templates.chat_of(template)
+        chat = chat_templates.chat_of(template)
 
         async def conversations(chat=chat) -> None:
             for seed in range(25):
-                check(*await templates.converse(chat, random.Random(seed)))
+                check(*await chat_templates.converse(chat, random.Random(seed)))
 
         asyncio.run(conversations())
 

@@ -6,9 +6,9 @@ import sys
 from collections import Counter
 
 import pytest
-from packages import PACKAGES, there
-from templates import MODEL
-from test_played import SETTINGS, OneSession, prompt_of, run, trajectories
+from chat_templates import MODEL
+from environment_packages import PACKAGES, there
+from scripted_play import SETTINGS, OneSession, prompt_of, run, trajectories
 
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.environments.make import make_played, rows_of, source_of

@@ -16,17 +16,16 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
-from templates import MODEL, chat_of
-from test_played import SETTINGS, OneSession, prompt_of, run, trajectories
-from test_token_exactness import check
+from agent_endpoint import CALL, MESSAGES, TOOL, Server, agent
+from chat_templates import MODEL
+from scripted_play import SETTINGS, OneSession, prompt_of, run, trajectories
+from token_exactness import check
 
 from async_grpo.environments import played
-from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
+from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.environments.open_trajectory import Trajectory
-from async_grpo.environments.trajectory import TrajectoryRecorder
-from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.types import Prompt
 
@@ -69,15 +68,6 @@ def POST(path, body):
         return error.read()
 def REPORT(body): return POST("result", body)
 """
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
-def agent(path: Path, text: str, **options) -> tuple:
-    (path / "agent.py").write_text(text)
-    config = EnvironmentConfig(environment=f"agent:exec {sys.executable} {path / 'agent.py'}", **options)
-    generation = OneSession(lambda: f"so {CALL}")
-    assert config.environment is not None
-    return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation
 
 
 def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_token(tmp_path):
@@ -206,40 +196,6 @@ def test_an_agent_that_never_ends_is_ended_with_all_that_it_started(tmp_path):
     assert left == []
 
 
-class Server:
-    """An endpoint with some open trajectories."""
-
-    def __init__(self, count: int = 1, generation=None, turns: int = 1000) -> None:
-        self.generation = generation or OneSession(lambda: "hm")
-        self.endpoint, self.count, self.turns = AgentEndpoint(), count, turns
-
-    async def __aenter__(self):
-        await self.endpoint.start()
-        chat = chat_of("appends")
-        limits = TrajectoryLimits(self.turns, 4000, None, 60, 300)
-        prompts = [Prompt(0, np.empty(0, np.int32), {"input": f"row {n}"}) for n in range(self.count)]
-        self.policies = [
-            TrajectoryClient(self.generation, TrajectoryRecorder(chat), prompt, 0, limits)
-            for prompt in prompts
-        ]
-        self.keys, self.trajectories = zip(*map(self.endpoint.open, self.policies), strict=True)
-        self.session = aiohttp.ClientSession()
-        return self
-
-    async def __aexit__(self, *_):
-        await self.session.close()
-        await self.endpoint.close()
-
-    async def ask(self, key: str | None, path: str, body=None, method: str = "POST", **more):
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        url = f"{self.endpoint.base_url}/{path}"
-        async with self.session.request(method, url, json=body, headers=headers, **more) as answer:
-            return answer.status, json.loads(await answer.text())
-
-
-MESSAGES = {"messages": [{"role": "user", "content": "a"}]}
-
-
 def test_a_text_that_begins_with_all_text_so_far_goes_on_from_its_tokens():
     async def story():
         async with Server() as server:
@@ -277,9 +233,6 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
             assert server.policies[0].recorder.num_turns == 1
 
     run(story())
-
-
-TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def test_a_call_is_one_where_tools_were_given_and_each_has_an_id_of_its_own():
@@ -396,6 +349,7 @@ def test_an_agent_that_writes_much_and_reads_nothing_ends_in_its_time_and_leaves
     assert "never asked the policy" in one.outcome.failure and one.truncated == ("yes" in text)
 
 
+@pytest.mark.slow
 def test_agents_that_are_cancelled_as_they_start_leave_nothing_under_ray_s_event_loop_either(tmp_path):
     """uvloop closes a pipe's descriptor a second time: of somebody else's, which can end the process."""
     (tmp_path / "agent.py").write_text("import time; time.sleep(985)")
@@ -404,8 +358,8 @@ import asyncio, sys
 sys.path[:0] = {sys.path!r}
 import uvloop
 from pathlib import Path
-from test_endpoint import agent
-from test_played import prompt_of
+from agent_endpoint import agent
+from scripted_play import prompt_of
 
 async def main():
     playing, _ = agent(Path({str(tmp_path)!r}), "import time; time.sleep(985)")
@@ -551,6 +505,7 @@ def test_a_lost_engine_is_an_error_of_the_server_and_of_the_run():
     run(story())
 
 
+@pytest.mark.slow
 def test_a_thousand_malformed_requests_neither_end_it_nor_leave_anything(caplog):
     dice = random.Random(3)
 

@@ -1,12 +1,12 @@
-"""A little of the fuzzing of `benchmarks.loop_fuzz`, and proof that it would notice."""
+"""A little of the fuzzing of `tests.long.loop_fuzz`, and proof that it would notice."""
 
 import asyncio
 import json
 
 import pytest
 
-from benchmarks import loop_fuzz
-from benchmarks.loop_fuzz import KINDS, MeteredLoop, attack, begin_to_measure
+from tests.long import loop_fuzz
+from tests.long.loop_fuzz import KINDS, MeteredLoop, attack, begin_to_measure
 
 LIMIT_S = 0.5
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from templates import chat_of
-from test_request_limits import answers_of
+from agent_endpoint import answers_of
+from chat_templates import chat_of
 
 from async_grpo.environments.chat import message_of
 from async_grpo.errors import ConfigurationError

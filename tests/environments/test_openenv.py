@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from packages import PACKAGES, there
-from templates import chat_of
-from test_played import OneSession, prompt_of, run, trajectories
+from chat_templates import chat_of
+from environment_packages import PACKAGES, there
+from scripted_play import OneSession, prompt_of, run, trajectories
 
 from async_grpo.environments import ecosystem
 from async_grpo.environments.config import TrajectoryLimits
@@ -25,9 +25,10 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import SourceFile
 
 FILE = Path(ecosystem.__file__).parent / "openenv.py"
-pytestmark = pytest.mark.skipif(
-    not there("openenv"), reason="openenv-core is not there: scripts/setup_extras"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not there("openenv"), reason="openenv-core is not there: scripts/setup_extras"),
+]
 
 COUNTING = '''
 import asyncio, os, socket, sys, time

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from templates import MODEL, Talkative, chat_of
+from chat_templates import MODEL, Talkative, chat_of
+from scripted_play import SETTINGS, OneSession, prompt_of, run, trajectories
 
 from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
 from async_grpo.environments.chat import Chat, TrajectoryOver, message_of
@@ -25,10 +25,9 @@ from async_grpo.experience.dataset import Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.rollouts import Rollouts
 from async_grpo.experience.step_metrics import readable_samples, step_stats
-from async_grpo.messages import SharedRunSettings
 from async_grpo.rewards.builtin.environment import environment, environment_turns
 from async_grpo.testing import FakeLogprobs, FakeVerification
-from async_grpo.types import Completion, FinishReason, Group, Prompt, RewardStatus, Sampling
+from async_grpo.types import Completion, FinishReason, Group, RewardStatus, Sampling
 
 PAGE = '''
 import asyncio, os, time
@@ -125,24 +124,10 @@ async def asks_nothing(prompt, policy):
 
 import numpy as np
 '''
-SETTINGS = SharedRunSettings("r", "", 300, "float32", 1.0, (2,), 4000, 4000, "object_store", (), 0)
 
 
 NO_INTS = np.zeros(0, np.int32)
 FINISHED = Completion(NO_INTS, np.zeros(0, np.float32), NO_INTS, FinishReason.STOP, "")
-
-
-class OneSession(Talkative):
-    """Counts turns of each trajectory apart; says what a test wants."""
-
-    def __init__(self, says=None) -> None:
-        super().__init__(chat_of("appends"), random.Random(0))
-        self._dice.random = lambda: 0.5
-        if says is not None:
-            self._says = says
-
-    async def take_stats(self):
-        return {}
 
 
 class Asked(OneSession):
@@ -164,25 +149,6 @@ def played(path: Path, name: str, generation=None, row=None, **options) -> tuple
     config = EnvironmentConfig(environment=f"{file}:{name}", **options)
     generation = generation or OneSession(lambda: "hm")
     return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation
-
-
-def prompt_of(**row) -> Prompt:
-    return Prompt(4, np.array([5, 6], np.int32), {"input": "ab", **row})
-
-
-async def trajectories(playing: Played, *prompts: Prompt, count: int = 1):
-    async def of(prompt):
-        return [one async for one in playing.generate(prompt, count)]
-
-    await playing.start()
-    try:
-        return [one for several in await asyncio.gather(*map(of, prompts)) for one in several]
-    finally:
-        await playing.close()
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def test_an_environment_tells_and_the_policy_says_until_it_is_over(tmp_path):

@@ -7,9 +7,9 @@ import logging
 import aiohttp
 import pydantic
 import pytest
+from agent_endpoint import CALL, MESSAGES, TOOL, Server, answers_of, post
 from aiohttp.http_exceptions import BadStatusLine
-from test_endpoint import CALL, MESSAGES, TOOL, Server
-from test_played import OneSession, run
+from scripted_play import OneSession, run
 
 from async_grpo.environments import openai_api, request_body
 from async_grpo.environments.chat import message_of, take_out_calls
@@ -19,23 +19,6 @@ from async_grpo.processes.http_server import ConnectionGate, OneLinePerFault
 
 TOKENS = 4000  # of the server's context
 USER = {"role": "user", "content": ""}
-
-
-async def post(
-    server: Server, body: bytes, path: str = "chat/completions", **headers: str
-) -> tuple[int, dict]:
-    headers = {"Authorization": f"Bearer {server.keys[0]}", **headers}
-    url = f"{server.endpoint.base_url}/{path}"
-    async with server.session.post(url, data=body, headers=headers) as answer:
-        return answer.status, await answer.json()
-
-
-def answers_of(*requests: tuple[bytes, str, dict]) -> list[tuple[int, dict]]:
-    async def story():
-        async with Server() as server:
-            return [await post(server, body, path, **headers) for body, path, headers in requests]
-
-    return run(story())
 
 
 @pytest.mark.parametrize("charset", ["punycode", "utf-16", "idna", "raw_unicode_escape", "no-such-codec"])

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import numpy as np
-from templates import Talkative, chat_of
+from chat_templates import Talkative, chat_of
 
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import TrajectoryRecorder

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from templates import MODEL
-from test_played import SETTINGS, OneSession
+from chat_templates import MODEL
+from scripted_play import SETTINGS, OneSession
 
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.environments.make import make_played, rows_of, source_of
@@ -17,10 +17,13 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.types import Completion, Prompt
 
 PYTHON = Path(sys.prefix, "verifiers", "bin", "python")
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists() and not os.environ.get("REQUIRE_EXTRAS"),
-    reason="verifiers is not there: scripts/setup_extras",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON.exists() and not os.environ.get("REQUIRE_EXTRAS"),
+        reason="verifiers is not there: scripts/setup_extras",
+    ),
+]
 MODULE = '''
 import asyncio
 import verifiers.v1 as vf

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from forked import FORKED
 
 from async_grpo.launch.process_variables import free_port
 from async_grpo.training.accumulator import GradientAccumulator
@@ -21,9 +22,15 @@ WORLD_SIZE = 2
 def on_two_ranks(
     work: Callable[[Any, Path], Any], folder: Path, deadline_s: float = 120.0, world_size: int = WORLD_SIZE
 ) -> Any:
-    """What rank 0 returns of `work(ranks, folder)`, a module's function, which all ranks run."""
+    """Return what rank 0 returns of `work(ranks, folder)`, a module's function, which all ranks run."""
     port = free_port()
-    context = mp.spawn(_run_rank, args=(work, port, folder, world_size), nprocs=world_size, join=False)
+    context = mp.start_processes(
+        _run_rank,
+        args=(work, port, folder, world_size, dict(os.environ)),
+        nprocs=world_size,
+        join=False,
+        start_method=FORKED.get_start_method(),
+    )
     deadline = time.monotonic() + deadline_s
     while not context.join(timeout=1.0):  # returns as soon as one of them ends
         if time.monotonic() > deadline:
@@ -33,8 +40,17 @@ def on_two_ranks(
     return torch.load(folder / "results.pt")
 
 
-def _run_rank(rank: int, work: Callable[[Any, Path], Any], port: int, folder: Path, world_size: int) -> None:
+def _run_rank(
+    rank: int,
+    work: Callable[[Any, Path], Any],
+    port: int,
+    folder: Path,
+    world_size: int,
+    environment: dict[str, str],
+) -> None:
     torch.set_num_threads(1)
+    os.environ.clear()  # it is that of the moment at which the first test of this session started ranks
+    os.environ |= environment
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with distributed_run("cpu", timeout_s=60) as ranks:

@@ -426,6 +426,7 @@ def test_a_megabyte_of_whatever_it_is_is_read_in_time(name):
         feed(name, unit, NUM_CHARACTERS if name in IN_THE_LOOP else NUM_OTHER_CHARACTERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEEDS)
 def test_so_are_two_kinds_that_take_turns(name):
     for pair in itertools.combinations(PAIRED, 2):

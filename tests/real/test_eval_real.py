@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from long_tests import long_test
-from test_whole_chain import DATA, left_behind
+from real_runs import DATA, left_behind
 
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_generation_real import CANARY, MODEL, EngineThread, environment, hf_logprobs, send  # noqa: F401
+from engine_thread import CANARY, MODEL, EngineThread, hf_logprobs, send
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from async_grpo.modeling.policy import PolicyModel, named_weights
@@ -39,9 +39,7 @@ def save_fresh_experts(folder: Path, expert_width: int) -> None:
 
 @pytest.mark.parametrize("expert_width", [ALIGNED_WIDTH, PADDED_WIDTH])
 def test_experts_and_their_router_compute_with_the_weights_of_every_update(
-    environment,  # noqa: F811
-    tmp_path,
-    expert_width,
+    engine_environment, tmp_path, expert_width
 ):
     save_fresh_experts(tmp_path, expert_width)
     policy = PolicyModel(Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))

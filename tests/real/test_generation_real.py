@@ -4,32 +4,23 @@ import asyncio
 import functools
 import itertools
 import operator
-import os
-import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from engine_thread import CANARY, MODEL, SETTINGS, EngineThread, hf_logprobs, send, weights
 from long_tests import long_without_bfloat16
 from safetensors.torch import save
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from watched_link import WatchedLink
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
-from async_grpo.messages import SharedRunSettings
-from async_grpo.modeling.load import (
-    context_length,
-    load_causal_lm,
-    model_fingerprint,
-    stop_token_ids,
-    torch_dtype,
-)
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, answer_canary
 from async_grpo.training.sharding import canary_logprobs
@@ -39,100 +30,15 @@ from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher
 from async_grpo.weights.self_test import MIN_TOLERANCE
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("engine_environment")]
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "sample-data" / "tiny-model"
 SEEDS = itertools.count()
-CANARY = Canary.text(256, 48)
-SETTINGS = SharedRunSettings(
-    run_name="test",
-    model_fingerprint=model_fingerprint(MODEL),
-    vocab_size=300,
-    dtype="float32",
-    temperature=0.7,
-    stop_token_ids=stop_token_ids(MODEL),
-    max_total_tokens=min(256, context_length(MODEL)),
-    max_completion_tokens=200,
-    transport="object_store",
-    logprob_roles=(),
-    seed=0,
-    char_ends=True,
-)
-
-
-class EngineThread:
-    """An engine in an event loop of its own, so that one engine serves a whole module of tests.
-
-    extension: another one than the worker's own.
-    """
-
-    def __init__(self, folder: Path = MODEL, extension: str | None = None, **changes: Any) -> None:
-        from async_grpo.inference.config import EngineConfig
-        from async_grpo.inference.generation_worker import GenerationWorker
-
-        class Worker(GenerationWorker):
-            worker_extension = extension or GenerationWorker.worker_extension
-
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        options = EngineConfig(model_path=str(folder), max_num_seqs=64, enforce_eager=True)
-
-        async def start() -> GenerationWorker:
-            return Worker.start(options, replace(SETTINGS, **changes))
-
-        self.worker = self.run(start(), 180)
-
-    def run(self, coroutine: Coroutine, timeout_s: float = 60):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.worker.close)
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 async def one(worker, prompt: np.ndarray, sampling: Sampling | None = None) -> Completion:
     """A single completion."""
     (completion,) = [completion async for completion in worker.complete(prompt, {0: next(SEEDS)}, sampling)]
     return completion
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]))
-        yield
-
-
-@pytest.fixture(scope="module")
-def engine(environment) -> Iterator[EngineThread]:
-    with closing(EngineThread()) as thread:
-        yield thread
-
-
-@pytest.fixture
-def model() -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def hf_logprobs(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """The reference: transformers' own forward."""
-    with torch.no_grad():
-        logits = model(torch.tensor(ids, dtype=torch.int64)[None]).logits[0].float() / temperature
-    chosen = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
-    return np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
-
-
-def send(engine: EngineThread, tensors: dict[str, torch.Tensor], version: int) -> tuple[Manifest, np.ndarray]:
-    received = engine.run(engine.worker.update(version, [memoryview(save(tensors))]))
-    return received, engine.run(engine.worker.canary(CANARY))
 
 
 class SelfTest:
@@ -346,9 +252,7 @@ def test_the_timeline_counts_every_generated_token(engine):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_an_engine_received_and_does_not_compute_with_is_named_however_little_it_changed(
-    environment, model, dtype
-):
+def test_what_an_engine_received_and_does_not_compute_with_is_named_however_little_it_changed(model, dtype):
     """By 1e-6: no canary would show it among the roundings of bfloat16."""
     with closing(EngineThread(extension="lossy_extension.Lossy", dtype=dtype)) as lossy:
 
@@ -374,14 +278,14 @@ def test_what_an_engine_received_and_does_not_compute_with_is_named_however_litt
         assert not_in_use(4, "everything") > {"model.embed_tokens.weight", key}
 
 
-def test_without_the_fix_for_tied_heads_the_proof_refuses(environment):
+def test_without_the_fix_for_tied_heads_the_proof_refuses():
     refusal = pytest.raises(WeightsDidNotLand, match="received, yet not in use: model.embed_tokens.weight")
     with closing(EngineThread(extension="lossy_extension.Lossy")) as broken, refusal:
         broken.run(broken.worker.engine.collective_rpc("lose", args=(["tied head"],)))
         SelfTest(broken, MODEL, "float32").run()
 
 
-def test_on_the_cpu_an_engine_has_one_process_whose_standstill_and_death_are_noticed(environment):
+def test_on_the_cpu_an_engine_has_one_process_whose_standstill_and_death_are_noticed():
     """vLLM would run the model in a further process: a second import of everything, and a queue that is polled."""
     before = psutil.Process().children(recursive=True)
     with closing(EngineThread()) as thread:
@@ -427,12 +331,10 @@ LOST_OF_WIDE_ENGINE = {
 
 @long_without_bfloat16
 @pytest.mark.timeout(600)
-def test_a_wide_bfloat16_engine_starts_and_each_kind_of_tensor_that_it_loses_is_seen(
-    environment, wide_folder
-):
+def test_a_wide_bfloat16_engine_starts_and_each_kind_of_tensor_that_it_loses_is_seen(wide_folder):
     """It was refused: all tensors changed by at least 0.1 made rounding as large as what a lost one makes.
 
-    `benchmarks/landing_proof.py` loses every tensor, of wide engines and of deep ones.
+    `tests/long/landing_proof.py` loses every tensor, of wide engines and of deep ones.
     """
     with closing(EngineThread(wide_folder, dtype="bfloat16")) as wide:
         test = SelfTest(

@@ -191,7 +191,7 @@ async def test_calls_survive_one_killed_replica_and_fail_by_name_without_any(cha
     everything = [
         one for keeper in chat._keepers for one in psutil.Process(keeper.pid).children(recursive=True)
     ]
-    assert len(everything) >= 6  # of each replica the server, its engine and the engine's worker
+    assert len(everything) >= 4  # of each replica the server and its engine
 
     async def killed_meanwhile(number: int, within_s: float) -> tuple[list, float]:
         """The outcomes of many calls that are under way when this replica is killed, and how long they took then."""

@@ -1,4 +1,4 @@
-"""A run over three nodes (Ray, fake engines) loses one and gets another: `benchmarks/nodes.py --short` tells of it."""
+"""A run over three nodes (Ray, fake engines) loses one and gets another: `tests/long/nodes.py --short` tells of it."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def seen() -> dict[str, dict]:
     allowed = subprocess.run([*NAMESPACES, *"ip link add bridge type bridge".split()], capture_output=True)
     if allowed.returncode:
         pytest.skip(f"no namespaces of one's own here: {allowed.stderr.decode().strip()}")
-    command = [sys.executable, "-m", "benchmarks.nodes", "--short"]
+    command = [sys.executable, "-m", "tests.long.nodes", "--short"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return {line.pop("what"): line for line in map(json.loads, done.stdout.splitlines())}

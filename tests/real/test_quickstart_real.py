@@ -1,6 +1,7 @@
 """The quickstart as a program, the notebook as cells in a running event loop, and what a run does with given functions."""
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ SMALL = {
     "enforce_eager": True,
     "verifiers_per_reward": 1,
     "start_timeout_s": 240,
+    "engine": "fake",  # starts sooner than vLLM, with which the quickstart runs
 }
 
 
@@ -57,6 +59,8 @@ def code_cells() -> list[str]:
 def test_the_cells_of_the_notebook_run_in_order_while_an_event_loop_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QUICKSTART_STEPS", "2")
+    # Otherwise with the options of the quickstart above, which runs with vLLM
+    monkeypatch.setattr(async_grpo, "train", functools.partial(async_grpo.train, engine="fake"))
     names: dict = {"__name__": "__main__"}
 
     async def kernel() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_resume_real import lines, wait_for_step
-from test_whole_chain import DATA, OPTIONS, left_behind
+from real_runs import DATA, OPTIONS, left_behind, lines, wait_for_step
 
 from async_grpo.launch import process_variables
 from async_grpo.training.checkpoint_folder import newest

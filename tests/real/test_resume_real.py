@@ -1,6 +1,5 @@
 """A run on real parts (Ray, vLLM, FSDP ranks) that is told to end, or killed, or out of time, goes on where it was."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_whole_chain import OPTIONS, left_behind
+from long_tests import long_test
+from real_runs import OPTIONS, left_behind, lines, wait_for_step
 
 from async_grpo.training.checkpoint_folder import newest
 
@@ -33,18 +33,6 @@ def start(folder: Path, **changes) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, **pipes)
 
 
-def lines(folder: Path, name: str = "training_metrics.jsonl") -> list[dict]:
-    path = folder / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_step(folder: Path, step: int, run: subprocess.Popen) -> None:
-    give_up = time.monotonic() + 200
-    while len(lines(folder)) < step:
-        assert run.poll() is None and time.monotonic() < give_up, run.communicate()[0]
-        time.sleep(0.1)
-
-
 def check_whole(folder: Path) -> None:
     """Every step has one line; every prompt was trained once, in the order of its step, none skipped."""
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
@@ -58,7 +46,25 @@ def check_whole(folder: Path) -> None:
     ]
 
 
-def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_where_it_was(tmp_path):
+def kill_after_a_step(folder: Path, step: int) -> None:
+    """Start the run, which goes on from there, and kill it after another checkpoint."""
+    killed = start(folder, engine="fake")
+    while newest(folder)[1].step <= step:
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.1)
+    killed.kill()
+    said, _ = killed.communicate()
+    assert f"resumed after step {step}" in said, said
+    give_up = time.monotonic() + 30
+    while left_behind(folder) and time.monotonic() < give_up:
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=long_test("three minutes"))])
+def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_where_it_was(
+    tmp_path, is_killed
+):
+    """Without LONG_TESTS=1 it is not killed: tests/real/test_rejoin_real.py kills a trainer, which another one follows."""
     told = start(tmp_path, engine="fake")  # which starts sooner; the last one is vLLM
     wait_for_step(tmp_path, 5, told)
     told.send_signal(signal.SIGTERM)
@@ -68,20 +74,14 @@ def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_w
     _, manifest = newest(tmp_path)
     assert manifest.ended == "SIGTERM" and manifest.step >= 5, said
 
-    killed = start(tmp_path, engine="fake")
-    while newest(tmp_path)[1].step <= manifest.step:
-        assert killed.poll() is None, killed.communicate()[0]
-        time.sleep(0.1)
-    killed.kill()
-    said, _ = killed.communicate()
-    assert f"resumed after step {manifest.step}" in said, said
-    give_up = time.monotonic() + 30
-    while left_behind(tmp_path) and time.monotonic() < give_up:
-        time.sleep(0.5)
+    if is_killed:
+        kill_after_a_step(tmp_path, manifest.step)
+    step = newest(tmp_path)[1].step
 
     timed = start(tmp_path, **{"max-hours": 0.0005, "engine": "fake", "nproc-per-node": 2})
     said, _ = timed.communicate(timeout=300)
     assert timed.returncode == 75 and "--max-hours" in said, said
+    assert f"resumed after step {step}" in said, said
     _, manifest = newest(tmp_path)
     assert manifest.ended.startswith("--max-hours")  # by two ranks, the other of which has less to do
 

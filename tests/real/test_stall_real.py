@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_resume_real import lines, wait_for_step
-from test_whole_chain import OPTIONS, left_behind
+from real_runs import OPTIONS, left_behind, lines, wait_for_step
 
 from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import holder

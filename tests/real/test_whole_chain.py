@@ -7,46 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from real_runs import DATA, OPTIONS, left_behind
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "sample-data"
 STEPS = 4
-
-
-OPTIONS = {
-    "model-name-or-path": DATA / "tiny-model",
-    "data-path": DATA / "countdown_train.jsonl",
-    "reward-fns": "countdown,format",
-    "verifiers": "countdown=2",  # one reward in processes, one without
-    "batch-size": 8,
-    "samples-per-question": 8,
-    "num-training-batches": STEPS,
-    "max-tokens-per-gpu": 512,
-    "max-generation-tokens": 24,
-    "learning-rate": 1e-3,
-    "num-warmup-steps": 0,
-    "kl-coef": 0.001,
-    "nproc-per-node": 2,
-    "start-timeout-s": 240,
-    "experience-timeout-s": 120,
-    "dump-samples-filename": "samples.jsonl",
-}
-
-
-def left_behind(folder: Path) -> list[str]:
-    """Processes of the run in `folder` that outlived it: by the mark in their environment, or orphaned adapters."""
-    left = []
-    for process in psutil.process_iter(["cmdline", "ppid", "environ"]):
-        line = " ".join(process.info["cmdline"] or [])
-        marked = (process.info["environ"] or {}).get("RUN_MARK") == str(folder)
-        if marked or ("async_grpo.rewards.isolation.child" in line and process.info["ppid"] == 1):
-            left.append(line[:150])
-    return left
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +24,7 @@ def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     questions = (DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)
     held_out.write_text("".join(questions[:16]))
     options = OPTIONS | {"output-dir": folder, "run-name": folder.name, "eval-data-path": held_out}
+    options["num-training-batches"] = STEPS
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = {**os.environ, "SECRET_TOKEN": "must-not-appear-anywhere", "RUN_MARK": str(folder)}

@@ -1,11 +1,11 @@
 """A checkpoint is whole and as it was written, or it is refused by name, and the one before it is used."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
+from saved_checkpoints import save_checkpoint
 
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.training.checkpoint_folder import (
@@ -20,22 +20,6 @@ from async_grpo.training.checkpoint_folder import (
     set_aside_newer,
     verify_checkpoint,
 )
-
-
-def write(output_dir: Path, step: int) -> Path:
-    partial = partial_folder(output_dir, step)
-    (partial / "training").mkdir(parents=True)
-    (partial / "training" / "shard-00001.safetensors").write_bytes(bytes(range(256)) * 4)
-    (partial / "experience.json").write_text(json.dumps({"step": step}))
-    manifest = Manifest(
-        step=step,
-        samples=8 * step,
-        world_size=1,
-        options={"batch_size": 2},
-        inputs={},
-        versions={"torch": "2"},
-    )
-    return complete(partial, manifest)
 
 
 def flip(path: Path, place: int) -> None:
@@ -75,7 +59,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, caplog, damage):
-    before, damaged = write(tmp_path, 1), write(tmp_path, 2)
+    before, damaged = save_checkpoint(tmp_path, 1), save_checkpoint(tmp_path, 2)
     assert newest(tmp_path)[0] == damaged
     DAMAGES[damage](damaged)
     with pytest.raises(CheckpointBroken, match="step_000000002"):
@@ -88,7 +72,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, c
 
 @pytest.mark.parametrize("name", [".DS_Store", ".nfs000000012", "notes.txt", "desktop.ini", "plots/loss.png"])
 def test_a_file_that_no_reader_opens_is_named_and_the_newest_checkpoint_is_used(tmp_path, caplog, name):
-    newer = [write(tmp_path, step) for step in (1, 2)][-1]
+    newer = [save_checkpoint(tmp_path, step) for step in (1, 2)][-1]
     (newer / name).parent.mkdir(exist_ok=True)
     (newer / name).write_bytes(b"what a system or a person leaves")
     with caplog.at_level(logging.WARNING, "async_grpo"):
@@ -111,7 +95,7 @@ ADDED = (
 
 @pytest.mark.parametrize("name", ADDED)
 def test_with_a_file_that_a_reader_might_take_no_older_checkpoint_is_used_instead(tmp_path, name):
-    newer = [write(tmp_path, step) for step in (1, 2)][-1]
+    newer = [save_checkpoint(tmp_path, step) for step in (1, 2)][-1]
     (newer / name).parent.mkdir(exist_ok=True)
     (newer / name).write_bytes(b"")
     with pytest.raises(
@@ -123,7 +107,7 @@ def test_with_a_file_that_a_reader_might_take_no_older_checkpoint_is_used_instea
 
 
 def test_with_a_link_in_the_newest_checkpoint_no_older_one_is_used_instead(tmp_path):
-    newer = [write(tmp_path, step) for step in (1, 2)][-1]
+    newer = [save_checkpoint(tmp_path, step) for step in (1, 2)][-1]
     (newer / "training" / "latest").symlink_to("shard-00001.safetensors")
     with pytest.raises(
         ConfigurationError, match="holds 'training/latest', a link.*remove it from the folder"
@@ -152,7 +136,7 @@ def test_what_is_not_whole_is_never_seen_and_is_discarded(tmp_path):
 
 
 def test_the_newest_are_kept_and_later_ones_than_the_one_gone_on_from_are_set_aside(tmp_path):
-    first, second, third = (write(tmp_path, step) for step in (9, 10, 100))
+    first, second, third = (save_checkpoint(tmp_path, step) for step in (9, 10, 100))
     set_aside_newer(tmp_path, 10)
     assert checkpoints_of(tmp_path) == [second, first]
     assert third.with_name("unused_step_000000100").is_dir()
@@ -161,7 +145,7 @@ def test_the_newest_are_kept_and_later_ones_than_the_one_gone_on_from_are_set_as
 
 
 def test_a_step_that_is_saved_again_has_a_newer_checkpoint(tmp_path):
-    saved = [write(tmp_path, step) for step in (1, 1, 1, 2)]
+    saved = [save_checkpoint(tmp_path, step) for step in (1, 1, 1, 2)]
     assert checkpoints_of(tmp_path) == saved[::-1] and newest(tmp_path)[0].name == "step_000000002"
     set_aside_newer(tmp_path, 1)
     assert newest(tmp_path)[0].name == "step_000000001.003" and verify_checkpoint(saved[2]).step == 1

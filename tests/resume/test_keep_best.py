@@ -5,7 +5,7 @@ import os
 
 import pytest
 from fake_chain import Chain, chain_config
-from test_checkpoint_folder import write
+from saved_checkpoints import save_checkpoint
 
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
@@ -34,7 +34,7 @@ def tens(step):
 
 def test_the_best_stays_however_old_and_the_link_leads_to_it(tmp_path):
     for step in (10, 20, 25, 30, 31):
-        write(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     evaluated(tmp_path, {0: 0.9, 10: 0.5, 20: 0.25, 30: 0.375})  # of the start there is no checkpoint
     evaluated(tmp_path, {20: 1.0}, file="other")
     stay = keep_best(tmp_path, "held", tens)
@@ -47,14 +47,14 @@ def test_the_best_stays_however_old_and_the_link_leads_to_it(tmp_path):
 
 def test_of_equal_ones_the_newest_and_what_could_not_be_scored_is_never_the_best(tmp_path):
     for step in (10, 20, 30):
-        write(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     evaluated(tmp_path, {10: 0.5, 20: 0.5, 30: None}, file="")
     assert keep_best(tmp_path, "", tens) == names(20)
 
 
 def test_a_line_without_a_reward_or_with_an_odd_one_is_passed_over(tmp_path):
     for step in (10, 20, 30):
-        write(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     evaluated(tmp_path, {10: 0.5, 20: "much", 30: 1.7e308})
     with (tmp_path / "eval_metrics.jsonl").open("a") as lines:
         lines.write('{"step": 10, "file": "held"}\n{"file": "held", "eval_avg_reward": 1}\n')
@@ -66,7 +66,7 @@ def test_a_line_without_a_reward_or_with_an_odd_one_is_passed_over(tmp_path):
 
 def test_what_is_yet_to_be_evaluated_stays_and_what_never_will_be_does_not(tmp_path):
     for step in (10, 15, 20, 25, 30):
-        write(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     assert keep_best(tmp_path, "held", tens) == names(10, 20, 30)
     assert not (tmp_path / "checkpoints" / "best").exists()
     evaluated(tmp_path, {10: 0.5})
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_evaluated_on_cannot_say_what_is_best(options):
 
 
 def test_of_a_step_that_was_saved_twice_the_newer_checkpoint_stays(tmp_path):
-    write(tmp_path, 10)
-    again = write(tmp_path, 10)
+    save_checkpoint(tmp_path, 10)
+    again = save_checkpoint(tmp_path, 10)
     evaluated(tmp_path, {10: 0.5})
     assert keep_best(tmp_path, "held", tens) == {again.name}

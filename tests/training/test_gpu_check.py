@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from async_grpo.training.distributed import Ranks
@@ -14,6 +15,7 @@ from benchmarks import gpu_check
 ROOT = Path(gpu_check.__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_every_row_passes_in_small_and_what_is_not_installed_is_named(tmp_path):
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [

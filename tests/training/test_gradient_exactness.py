@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from dealt_micro_batches import deal
 from tiny_policy import VOCAB, pack, random_sequence, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_error
@@ -52,22 +53,6 @@ def random_batch(seed):
         ids = sequences[0]["ids"][: len(sequence["ids"])]
         sequence["ids"][: len(ids) // 2] = ids[: len(ids) // 2]
     return sequences, objective, {"tied": seed % 5 > 0, "checkpointing": seed % 3 == 1}
-
-
-def deal(sequences, seed, world_size):
-    """Micro-batches [rank][round], cut and dealt at random, filled up with dummies."""
-    rng = np.random.default_rng(1000 + seed)
-    order = rng.permutation(len(sequences))
-    cuts = np.sort(rng.integers(0, len(order), rng.integers(0, 6)))
-    micro_batches = [pack([sequences[i] for i in part]) for part in np.split(order, cuts) if len(part)]
-    hands = [[] for _ in range(world_size)]
-    for micro_batch in micro_batches:
-        hands[rng.integers(world_size)].append(micro_batch)
-    rounds = max(map(len, hands)) + int(rng.integers(2))
-    for hand in hands:
-        while len(hand) < rounds:
-            hand.insert(int(rng.integers(len(hand) + 1)), dummy_micro_batch(token_id=2))
-    return hands
 
 
 def reference_gradients(sequences, objective, tied):

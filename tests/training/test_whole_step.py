@@ -7,7 +7,7 @@ padded batch, and the functions of `algorithm` called once, on all of it.
 import numpy as np
 import pytest
 import torch
-from test_gradient_exactness import deal
+from dealt_micro_batches import deal
 from tiny_policy import critic_policy, pack, random_sequence, tiny_model
 from two_ranks import on_two_ranks, recording_accumulator, relative_error
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_weights import TwoLayers, logprobs, named, publisher
+from scripted_engine import TwoLayers, logprobs, named, publisher
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.weights import nccl

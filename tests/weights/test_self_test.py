@@ -116,6 +116,7 @@ def publisher_of(engine: Engine, dtype=torch.bfloat16, tolerance: float | None =
     return Publisher(engine, named_weights, canary, dtype, 0, WeightConfig(canary_tolerance=tolerance))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("layers", "hidden", "watched"),

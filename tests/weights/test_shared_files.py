@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_weights import FakeLink, TwoLayers, publisher
+from scripted_engine import FakeLink, TwoLayers, publisher
 
 from async_grpo.cluster.worker_actors import _mapped
 from async_grpo.errors import WeightsDidNotLand, WorkerLost

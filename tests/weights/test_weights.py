@@ -4,18 +4,17 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from scripted_engine import FakeLink, TwoLayers, publisher
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
 from async_grpo.weights.package import SELF_TEST, check_received, pack_weights, record, tensor_digest, unpack
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 
 
 @settings(max_examples=50, deadline=None)
@@ -78,62 +77,6 @@ def test_shared_bytes_are_readable_by_path_and_gone_afterwards():
     with shared_bytes(b"payload", "test") as path:
         assert Path(path).read_bytes() == b"payload"
     assert not Path(path).exists()
-
-
-class TwoLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 5)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(nn.functional.one_hot(ids.long() % 8, 8).float())))
-
-
-def logprobs(model: nn.Module, ids: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        rows = model(torch.tensor(ids)).log_softmax(-1)
-    return rows[torch.arange(len(ids)), torch.tensor(ids).long() % 5].numpy()
-
-
-def named(model: nn.Module):
-    yield from model.named_parameters()
-
-
-CANARY = Canary([Canary.text(40, 32)], logprobs)
-
-
-class FakeLink:
-    """`Engines`: one of its own, which may lose one tensor on the way or silently not use it."""
-
-    def __init__(self, loses=None, ignores=None, blind=False):
-        self.engine, self.loses, self.ignores, self.blind, self.log = TwoLayers(), loses, ignores, blind, []
-
-    def put(self, chunk):
-        return chunk.copy()
-
-    def deliver(self, package):
-        self.log.append(("deliver", package.version, len(package.chunks)))
-        tensors, receipt = unpack(package.chunks)
-        if self.loses:
-            del tensors[self.loses], receipt[self.loses]
-        used = {name: tensor for name, tensor in tensors.items() if name != self.ignores}
-        self.engine.load_state_dict(used, strict=False)
-        answer = logprobs(self.engine, *package.canary_texts)
-        return {"g0": (receipt, answer * np.nan if self.blind else answer)}
-
-    def commit(self, package, landed):
-        self.log.append(("commit", package.version, landed))
-
-    def abort(self, error):
-        self.log.append(("abort", str(error)))
-
-    def fence(self, worker_id, error):
-        self.log.append(("fence", worker_id))
-
-
-def publisher(link, named=named, kind=Publisher, config=WeightConfig()) -> Publisher:  # noqa: B008
-    return kind(link, named, CANARY, torch.float32, int(link is None), config)
 
 
 def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():

@@ -238,6 +238,9 @@ class JudgeServer:
             if is_allowed and name != "VLLM_API_KEY":
                 variables[name] = value
         variables |= FIXED
+        if on_the_cpu() and variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
+            # vLLM runs the model in a process of its own only to bind its threads; that process imports vLLM again
+            variables.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if self.sleep_mode:
             variables["VLLM_SERVER_DEV_MODE"] = "1"
         # vLLM imports GUARD

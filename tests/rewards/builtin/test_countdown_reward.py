@@ -5,12 +5,12 @@ from fractions import Fraction
 from itertools import permutations, product
 
 import pytest
+from fuzz_checkers import Arithmetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.rewards.builtin.countdown import score, solves
 from async_grpo.rewards.builtin.text import format as format_score
-from benchmarks.fuzz_checkers import Arithmetic
 
 
 def completion(answer: str, thought: str = "hm") -> str:

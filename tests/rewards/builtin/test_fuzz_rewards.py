@@ -1,4 +1,4 @@
-"""A little of the fuzzing of `benchmarks.fuzz_rewards`, and proof that it would notice."""
+"""A little of the fuzzing of `tests.long.fuzz_rewards`, and proof that it would notice."""
 
 import random
 import subprocess
@@ -7,19 +7,19 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from fuzz_checkers import Arithmetic, judged, readings, solves
+from fuzz_texts import countdown_cases, math_cases
 
 from async_grpo.rewards.builtin import countdown
-from benchmarks import fuzz_rewards
-from benchmarks.fuzz_checkers import Arithmetic, judged, readings, solves
-from benchmarks.fuzz_rewards import attack
-from benchmarks.fuzz_texts import countdown_cases, math_cases
+from tests.long import fuzz_rewards
+from tests.long.fuzz_rewards import attack
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_thousands_of_hostile_texts_neither_break_nor_fool_the_rewards():
     """In a process of its own: the audit hook that watches for executed text can never be removed."""
-    options = "-W ignore -m benchmarks.fuzz_rewards --countdown 2000 --math 60 --seed 7"
+    options = "-W ignore -m tests.long.fuzz_rewards --countdown 2000 --math 60 --seed 7"
     command = [sys.executable, *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if " violations, " in line]

@@ -1,4 +1,4 @@
-"""A few of the replies of `benchmarks/fuzz_judges.py`: none holds up the loop in which all judges are asked."""
+"""A few of the replies of `tests/long/fuzz_judges.py`: none holds up the loop in which all judges are asked."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, reading
 from async_grpo.types import RewardStatus
-from benchmarks.fuzz_judges import LONGEST_TURN_S, SCHEMA, SLOW_PATTERN, LoopWatch, fuzz
+from tests.long.fuzz_judges import LONGEST_TURN_S, SCHEMA, SLOW_PATTERN, LoopWatch, fuzz
 
 MEGABYTES_3 = 3 * 2**20
 

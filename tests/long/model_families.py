@@ -1,8 +1,8 @@
 """Which families of causal language models the packed forward computes rightly: all that transformers has, made tiny.
 
-    python -m benchmarks.model_families                        # all: a table for docs/models.md, some minutes
-    python -m benchmarks.model_families --only llama,phi3      # some
-    python -m benchmarks.model_families --csv families.csv     # every single model that was tried
+    python -m tests.long.model_families                        # all: a table for docs/models.md, some minutes
+    python -m tests.long.model_families --only llama,phi3      # some
+    python -m tests.long.model_families --csv families.csv     # every single model that was tried
 
 Of each family a tiny model with random weights is made in several forms: as its configuration is by default (with
 windows, caps and so on as small as the model), with full attention and a plain head, with each setting that makes a

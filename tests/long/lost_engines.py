@@ -1,6 +1,6 @@
 """Are completions still as long when engines are lost all the time?
 
-    python -m benchmarks.lost_engines                         # 300 groups of 8, some 250 losses, half a minute
+    python -m tests.long.lost_engines                         # 300 groups of 8, some 250 losses, half a minute
 
 The real `GenerationWorkers`, four engines of which one dies every so many tokens and is replaced, lengths that are decided
 token by token, of very different means. Each completion is compared with itself without losses; and with what redrawing

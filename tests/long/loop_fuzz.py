@@ -1,6 +1,6 @@
 """Hostile inputs of up to 4 MB for everything that the controller's event loop reads, and the longest turn that one costs.
 
-    nice -n 15 python -W ignore -m benchmarks.loop_fuzz --count 1000
+    nice -n 15 python -W ignore -m tests.long.loop_fuzz --count 1000
 
 Requests to the endpoint, answers of tools and environments, completions of the policy, replies of judges, and rows. Each
 input is played alone, in a loop that measures its turns. A turn counts without the time in which its thread was ready and
@@ -52,7 +52,7 @@ from async_grpo.types import (
     Verdict,
 )
 
-MODEL = Path(__file__).parents[1] / "sample-data" / "tiny-model"
+MODEL = Path(__file__).parents[2] / "sample-data" / "tiny-model"
 SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"]}
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"

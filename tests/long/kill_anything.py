@@ -1,8 +1,8 @@
 """Kill any one process of a run with SIGKILL, at a random moment, and watch how the command ends.
 
-    python benchmarks/kill_anything.py                     every kind of process once
-    python benchmarks/kill_anything.py --victim raylet --repeat 3 --seed 5
-    python benchmarks/kill_anything.py --victim supervisor --signal SIGINT          a Ctrl-C
+    python -m tests.long.kill_anything                     every kind of process once
+    python -m tests.long.kill_anything --victim raylet --repeat 3 --seed 5
+    python -m tests.long.kill_anything --victim supervisor --signal SIGINT          a Ctrl-C
 
 The command must end within 60 s with a non-zero code and a message that names what died, or go on to a correct end, with
 exactly one reward per sample; what only scores (verifier, adapter, judge) must let it go on. No process may be left.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0
 MARK = "KILL_ANYTHING_RUN"
 

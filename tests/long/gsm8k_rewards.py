@@ -1,6 +1,6 @@
 """The mathematics rewards on every answer of GSM8K: the gold one is accepted, the neighbour's is not.
 
-    python -m benchmarks.gsm8k_rewards test.jsonl --adapters math_verify mathd sympy
+    python -m tests.long.gsm8k_rewards test.jsonl --adapters math_verify mathd sympy
 
 FILE has one JSON object per line, whose `answer` ends with "#### NUMBER". Each answer is given in four ways: in a box,
 in a box with thousands separators, after "####", and in a sentence (the last two to math_verify only, which reads them).

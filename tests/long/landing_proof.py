@@ -1,8 +1,8 @@
 """Is the proof of landing sharp, and does it leave healthy engines alone? On the real engine.
 
-    python -m benchmarks.landing_proof                        # all models, an hour on two cores
-    python -m benchmarks.landing_proof --model 2x3584 --repetitions 5
-    python -m benchmarks.landing_proof --model smollm2 --dtype float32 --part healthy
+    python -m tests.long.landing_proof                        # all models, an hour on two cores
+    python -m tests.long.landing_proof --model 2x3584 --repetitions 5
+    python -m tests.long.landing_proof --model smollm2 --dtype float32 --part healthy
 
 Models are random ones of several shapes, in bfloat16, and a real one, SmolLM2-135M-Instruct (`async_grpo.data.smollm2`), in
 both dtypes. The parts, for each:
@@ -16,7 +16,6 @@ both dtypes. The parts, for each:
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -31,8 +30,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.weights.read_back import place_of
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "real")]
+ROOT = Path(__file__).resolve().parents[2]
 os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -256,7 +254,7 @@ class Proof:
 
 def measure(model: str, options: argparse.Namespace) -> None:
     """Print the figures of one model."""
-    from test_generation_real import EngineThread
+    from engine_thread import EngineThread
 
     from async_grpo.data.smollm2 import VOCABULARY_SIZE, cached_smollm2
 

@@ -1,6 +1,6 @@
 """Hostile and nearly right text for the rewards that read text, held against checkers that share no code with them.
 
-    nice -n 15 python -W ignore -m benchmarks.fuzz_rewards --countdown 1000000 --math 50000
+    nice -n 15 python -W ignore -m tests.long.fuzz_rewards --countdown 1000000 --math 50000
 
 A violation is an exception, a text of the model that is executed (it would leave its mark in the interpreter's audit
 events), a call that takes longer than a sample may, or a reward that the checker denies. Prints each, then the counts;
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from fuzz_texts import MARK, Case, countdown_cases, math_cases
+
 from async_grpo.rewards.builtin import countdown, math_verify, mathd, sympy
-from benchmarks.fuzz_texts import MARK, Case, countdown_cases, math_cases
 
 LIMIT_S = 20.0  # of processor time, for one sample
 MATH = {  # reward -> by how much a number may differ that it accepts

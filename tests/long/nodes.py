@@ -1,9 +1,9 @@
 """A run over three nodes of one machine: one is cut off, heals; another loses its power. What was seen, and when.
 
-    python -m benchmarks.nodes                              fake engines
-    python -m benchmarks.nodes --short                      without the loss of power, as tests/real/test_nodes_real.py
-    python -m benchmarks.nodes --short --blow SIGSTOP       its raylet is stopped, or killed (SIGKILL), not its cable pulled
-    python -m benchmarks.nodes --engine vllm --reference    real engines, and a reference worker beside each
+    python -m tests.long.nodes                              fake engines
+    python -m tests.long.nodes --short                      without the loss of power, as tests/real/test_nodes_real.py
+    python -m tests.long.nodes --short --blow SIGSTOP       its raylet is stopped, or killed (SIGKILL), not its cable pulled
+    python -m tests.long.nodes --engine vllm --reference    real engines, and a reference worker beside each
 
 Each node is a network, process and mount namespace (`unshare`, without privileges) with an address, a /dev/shm and a folder
 of its own, joined by a bridge. The trainer and its rewards' file are on node 1, which has no engine; nodes 2 and 3 have one
@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "sample-data"
 NAMESPACES = ["unshare", "--net", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child"]
 PORT = 6379
@@ -311,7 +311,7 @@ def main() -> None:
             *NAMESPACES[1:],
             sys.executable,
             "-m",
-            "benchmarks.nodes",
+            "tests.long.nodes",
         ]
         raise SystemExit(subprocess.run([*own, *sys.argv[1:], "--inside"], cwd=ROOT).returncode)
     with tempfile.TemporaryDirectory(prefix="nodes-") as scratch:

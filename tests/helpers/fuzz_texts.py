@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from benchmarks.fuzz_checkers import Arithmetic, judged, solves
+from fuzz_checkers import Arithmetic, judged, solves
 
 MARK = "zqmark"  # in each text that would be a program; see `fuzz_rewards.watch`
 PAYLOADS = [

@@ -1,7 +1,7 @@
 """Drives the run's controller, and all that it holds, through thousands of random schedules in virtual time.
 
-    python -m benchmarks.schedules --schedules 10000
-    python -m benchmarks.schedules --seed 1234          one of them; if it fails, the shortest that still does
+    python -m tests.long.schedules --schedules 10000
+    python -m tests.long.schedules --seed 1234          one of them; if it fails, the shortest that still does
 
 Joins, deaths at any await, stalls, weight swaps, proofs that fail, workers that come late, evaluations and those that are
 given up, resampled groups, checkpoints, another controller that goes on with them, and the end of everything at any moment.
@@ -15,13 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-
 from schedules import Schedule, drawn, shortest
 from simulated_run import run_through
 

@@ -1,6 +1,6 @@
 """Hostile replies of judges, through the real HTTP client and the real judges, against a server of this machine.
 
-    nice -n 15 python -m benchmarks.fuzz_judges --replies 600
+    nice -n 15 python -m tests.long.fuzz_judges --replies 600
 
 Judges are asked and read in the event loop of the controller: no reply may hold it up. A violation is a turn of it above
 0.5 s, an exception, a call that outlives its deadline, a reason that is too long or cannot be written, or a reward that
@@ -280,7 +280,7 @@ async def serve(seed: int, count: int, max_bytes: int) -> None:
 @contextlib.asynccontextmanager
 async def serving(seed: int, count: int, max_bytes: int) -> AsyncIterator[tuple[str, list[Case]]]:
     """Run the server in a process of its own, which ends with the context; yields its address and cases, without bytes."""
-    command = [sys.executable, "-m", "benchmarks.fuzz_judges", "--serve", "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.long.fuzz_judges", "--serve", "--seed", str(seed)]
     command += ["--replies", str(count), "--max-bytes", str(max_bytes)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, limit=MAX_BYTES)
     assert process.stdout is not None

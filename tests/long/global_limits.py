@@ -1,7 +1,7 @@
 """Do the limits of a remote judge hold over a whole cluster, and how much of them is used?
 
-    python -m benchmarks.global_limits --seconds 10
-    python -m benchmarks.global_limits --seconds 150      # long enough to see whole windows of 60 s
+    python -m tests.long.global_limits --seconds 10
+    python -m tests.long.global_limits --seconds 150      # long enough to see whole windows of 60 s
 
 Four processes on two Ray nodes (both on this machine, so that they share a clock) want more than one key gives: requests
 per minute, then tokens per minute (drawn from 1 to 200, reserved as 200 and reconciled), then slots. Every call notes
@@ -31,7 +31,7 @@ NODES, PROCESSES = 2, 4
 MAX_TOKENS = 200
 WINDOWS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 LEAD_S = 2.0  # not all begin in the same moment, and tokens are reserved before the first are given back
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 Call = tuple[float, float, float]  # start, end, tokens used
 

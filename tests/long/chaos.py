@@ -1,7 +1,7 @@
 """One process of a run on the real chain is killed or stopped: how long until the next steps, and what is left of it?
 
-    python -m benchmarks.chaos                                # every victim, by both signals, at three moments: 40 minutes
-    python -m benchmarks.chaos --victim core --signal SIGSTOP --moment 1
+    python -m tests.long.chaos                                # every victim, by both signals, at three moments: 40 minutes
+    python -m tests.long.chaos --victim core --signal SIGSTOP --moment 1
 
 Two engines, a reference worker, `--engine-stall-s 15`. Moments are a share of a step after the end of one: 0 while
 weights are on their way, then in the middle of generation and training; of a worker that joins (the successor of one
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+from real_runs import OPTIONS, left_behind, lines, wait_for_step
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "real"), str(ROOT / "tests" / "helpers")]
 VICTIMS = {
     "actor": "ray::GenerationActor",
     "core": "VLLM::EngineCore",
@@ -49,8 +48,6 @@ class Struck:
         self.victim, self.signal, self.moment, self.folder = victim, getattr(signal, name), moment, folder
 
     def start(self, console: IO[str]) -> subprocess.Popen[Any]:
-        from test_whole_chain import OPTIONS
-
         own = {"output-dir": self.folder / "run", "run-name": self.folder.name, "num-training-batches": 1000}
         own |= {"nproc-per-node": 1, "engine-stall-s": 15, "max-generation-tokens": 200}
         own |= {"generation-workers": 1 if self.victim == "last" else 2, "checkpoint-every-s": 2}
@@ -67,8 +64,6 @@ class Struck:
         return found
 
     def steps(self) -> list[dict[str, Any]]:
-        from test_resume_real import lines
-
         return lines(self.folder / "run")
 
     def strike(self, run: subprocess.Popen[Any]) -> None:
@@ -101,8 +96,6 @@ class Struck:
 
     def is_whole(self) -> bool:
         """Every step has its line, all its samples, and every group was trained once."""
-        from test_resume_real import lines
-
         steps, groups = self.steps(), dict[int, set[int]]()
         for sample in lines(self.folder / "run", "samples.jsonl"):
             groups.setdefault(sample["step"], set()).add(sample["group"])
@@ -116,9 +109,6 @@ class Struck:
 
 def struck(victim: str, name: str, moment: int, folder: Path) -> str:
     """What was seen, in words."""
-    from test_resume_real import wait_for_step
-    from test_whole_chain import left_behind
-
     it, console = Struck(victim, name, moment, folder), folder / "console.txt"
     with console.open("w") as out:
         run = it.start(out)

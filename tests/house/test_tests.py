@@ -1,0 +1,46 @@
+"""Test modules stand alone: what several of them need lies in `tests/helpers`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEST_MODULES = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+# Read from the text, so that an import in a program that a test writes to a file is found, too
+IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+)?import\s(.*)", re.MULTILINE)
+
+
+def modules_imported_by(text: str) -> set[str]:
+    names = set()
+    for module, imported in IMPORT.findall(text):
+        names |= set(re.split(r"\W+", module)) | set(re.split(r"\W+", imported))
+    return names & TEST_MODULES
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        ("from test_played import run", True),
+        ("    import os, test_played", True),
+        ("from tests.environments.test_played import run", True),
+        ("from tests.environments import test_played", True),
+        ("from test_played import (", True),
+        ("from tests.helpers.answers import answer_of", False),
+        ("from aiohttp import test_utils", False),
+        ("# from the test_played module", False),
+    ],
+)
+def test_an_import_of_a_test_module_is_known_by_its_text(line, is_refused):
+    assert modules_imported_by(f"import os\n{line}\n") == ({"test_played"} if is_refused else set())
+
+
+def test_no_file_imports_a_test_module():
+    """Otherwise a change of one test breaks others, and its fixtures and parameters are collected twice."""
+    importing = {}
+    for folder in ("tests", "benchmarks", "scripts", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            modules = modules_imported_by(path.read_text())
+            if modules and path != Path(__file__).resolve():
+                importing[str(path.relative_to(ROOT))] = modules
+    assert not importing, f"move what is shared into a module of tests/helpers: {importing}"
