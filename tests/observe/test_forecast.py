@@ -60,7 +60,7 @@ def test_no_other_curve_fits_better(seed: int) -> None:
 
 def test_the_intervals_of_20_noisy_runs_cover_the_truth(monkeypatch) -> None:
     """Each with a chance of 95 %: less than 17 of 20 would happen to 16 tests in 1,000."""
-    monkeypatch.setattr(module, "RESAMPLES", 100)
+    monkeypatch.setattr(module, "NUM_RESAMPLES", 100)
     covered = {"asymptote": 0, "middle": 0, "later": 0}
     for seed in range(20):
         best, resampled = fits(np.stack([X_T, noisy(seed)]), "reward")
