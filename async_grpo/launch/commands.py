@@ -1,4 +1,4 @@
-"""The commands by name, and what runs one: `__main__` and the programs that torchrun starts take them from here."""
+"""The commands by name, and `run_program`, by which `__main__` and the programs that torchrun starts run one."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -10,7 +10,10 @@ from async_grpo.options.command_line import run_command, set_up_logging
 
 
 class Command(NamedTuple):
-    """What a command is for, where it lives, and its dataclass of options; without one it parses its arguments itself."""
+    """A command's help, its module, its dataclass of options and its function.
+
+    A command without a dataclass of options (`config` is None) parses its arguments itself.
+    """
 
     help: str
     module: str
@@ -54,12 +57,16 @@ PLACES = {  # module, dataclass of options, function
     "replay": ("launch.replay", "ReplayConfig", "replay"),
     "plot": ("observe.plot",),
 }
-COMMANDS = {name: Command(HELP[name], f"async_grpo.{at}", *own) for name, (at, *own) in PLACES.items()}
+COMMANDS = {
+    name: Command(HELP[name], f"async_grpo.{module}", *config_and_function)
+    for name, (module, *config_and_function) in PLACES.items()
+}
 
 
 def run_program(name: str, argv: list[str] | None = None) -> None:
-    """Run the command of that name with `argv` (default: the program's own), and exit."""
-    command, program = COMMANDS[name], f"async-grpo {name}"
+    """Run a command with the arguments `argv` (the default is the program's own arguments), and exit."""
+    command = COMMANDS[name]
+    program = f"async-grpo {name}"
     module = _imported(command.module)
     if command.config is None:
         getattr(module, command.run)(argv, program)
@@ -69,32 +76,41 @@ def run_program(name: str, argv: list[str] | None = None) -> None:
         set_up_logging(getattr(config, "logging_level", "INFO"))
         getattr(module, command.run)(config)
 
-    told: Any = {"help": command.help, "retired": getattr(module, "RETIRED", None), "program": program}
-    run_command(config_class(name), run, argv=argv, foreign=foreign_keys, **told)
+    run_command(
+        config_class(name),
+        run,
+        argv=argv,
+        help=command.help,
+        program=program,
+        retired=getattr(module, "RETIRED", None),
+        foreign=foreign_keys,
+    )
 
 
 def config_class(name: str) -> Any:
-    """Return the dataclass that the options of the command are made from."""
+    """Return the dataclass of a command's options."""
     command = COMMANDS[name]
     return getattr(_imported(command.module), str(command.config))
 
 
 def foreign_keys() -> set[str]:
-    """Return the names that a configuration file may hold for other programs than the one that reads it."""
-    found = {*FACTS}
-    for field in (field for name in ("run", "worker") for field in fields(config_class(name))):
-        found |= {field.name, field.metadata["also"]}
-    return found
+    """Return the option names that a configuration file may hold for programs other than the one that reads it."""
+    names = {*FACTS}
+    for command in ("run", "worker"):
+        for field in fields(config_class(command)):
+            names |= {field.name, field.metadata["also"]}
+    return names
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module, or exit with the cause in one line where a library that it needs is missing or broken."""
+    """Import a module. If a library that it needs is missing or broken, exit with the cause in one line."""
     try:
         return import_module(name)
     except ImportError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        broken = "torchvision" in str(cause)  # built for another torch, and nothing here needs it
-        way_out = "pip uninstall torchvision torchaudio torchcodec" if broken else "see README.md"
+        # A torchvision that was built for another torch breaks the import of transformers. Nothing here needs it
+        is_torchvision = "torchvision" in str(cause)
+        way_out = "pip uninstall torchvision torchaudio torchcodec" if is_torchvision else "see README.md"
         raise SystemExit(f"error: {name} cannot be imported: {cause}: {way_out}") from error
