@@ -180,7 +180,8 @@ class Rollouts:
         """Return the samples without the numbers of agents, environments and rewards that metrics cannot take."""
         bounded_samples = []
         for sample in samples:
-            completion, verdict = sample.completion, sample.verdict
+            completion = sample.completion
+            verdict = sample.verdict
             if completion.outcome is not None:
                 numbers = self._free_numbers.bounded(ENVIRONMENT, completion.outcome.numbers)
                 completion = replace(completion, outcome=replace(completion.outcome, numbers=numbers))
