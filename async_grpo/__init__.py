@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
     from async_grpo.launch.from_python import train as train
     from async_grpo.launch.local_config import LocalConfig as LocalConfig
     from async_grpo.launch.local_run import run_locally as run_locally
+    from async_grpo.launch.trl_names import AsyncGRPOTrainer as AsyncGRPOTrainer
+    from async_grpo.launch.trl_names import accuracy_reward as accuracy_reward
     from async_grpo.rewards.pool import VerifierPool as VerifierPool
     from async_grpo.types import AdapterResult as AdapterResult
     from async_grpo.types import RewardStatus as RewardStatus
@@ -56,6 +58,7 @@ _MODULES = {
     "launch.from_python": ("TrainResult", "train"),
     "launch.local_config": ("LocalConfig",),
     "launch.local_run": ("run_locally",),
+    "launch.trl_names": ("AsyncGRPOTrainer", "accuracy_reward"),
     "inference.logprob_worker": ("LogprobWorker",),
     "rewards.pool": ("VerifierPool",),
     "types": ("AdapterResult", "RewardStatus", "Verdict"),

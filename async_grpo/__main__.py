@@ -1,40 +1,56 @@
 """The console script `async-grpo`: a whole run, the demo, its parts, and tools, each from one command."""
 
-import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from typer.core import TyperGroup
 
-from async_grpo.data import create_count_down, create_gsm8k
-from async_grpo.launch.commands import COMMANDS, run_program
+from async_grpo.launch.commands import COMMANDS, typer_command
+from async_grpo.options.command_line import run_app
 from async_grpo.options.version import VERSION
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line `argv` (default: the program's own), and exit."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["--version"]:
+class Commands(TyperGroup):
+    """All commands. The options of one are only made when it is called, because its module may take long to import."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments begin with, and the arguments behind its name."""
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = typer_command(args[0])
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _show_version(is_asked_for: bool) -> None:
+    if is_asked_for:
         print(f"async-grpo {VERSION}")
-        raise SystemExit
-    if arguments and arguments[0] in COMMANDS:
-        run_program(arguments[0], arguments[1:])
-        return
-    plain: Any = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
-    app = typer.Typer(add_completion=False, no_args_is_help=True, **plain)
+        raise typer.Exit
 
-    @app.callback()
-    def options(
-        version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-    ) -> None:
-        """Asynchronous GRPO on one machine or many."""
 
-    for name, command in COMMANDS.items():
-        app.command(name, help=command.help)(lambda: None)
-    data = typer.Typer(help="Make training data: data countdown, data gsm8k.", no_args_is_help=True)
-    data.command("countdown")(create_count_down.main)
-    data.command("gsm8k")(create_gsm8k.main)
-    app.add_typer(data, name="data")
-    app(args=arguments, prog_name="async-grpo")
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Asynchronous GRPO on one machine or many."""
+
+
+def _without_options() -> None:
+    """Stand in for a command in the list of commands."""
+
+
+for _name, _command in COMMANDS.items():
+    app.command(_name, help=escape(_command.help), rich_help_panel=_command.panel)(_without_options)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the program's own), and exit."""
+    run_app(typer.main.get_command(app), argv, "async-grpo")
 
 
 if __name__ == "__main__":

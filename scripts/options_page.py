@@ -3,8 +3,7 @@
 import dataclasses
 
 from async_grpo.launch.commands import COMMANDS, config_class
-from async_grpo.options.command_line import fields_in_order, help_of, panel_of
-from async_grpo.options.fields import dashed
+from async_grpo.options.fields import fields_in_order, help_of, panel_of, spellings_of
 
 HEAD = """# Options
 
@@ -13,8 +12,10 @@ Made by `python scripts/options_page.py > docs/options.md`; a test holds it curr
 Every option can stand on the command line (`--batch-size 64`, dashes and underscores alike) and in a TOML file
 (`batch_size = 64`): `async-grpo run run.toml --learning-rate 1e-6`, `torchrun trainer_core.py --config run.toml`,
 `worker_dispatcher.py --config run.toml`. The command line beats the file. One file may serve all programs: each reads its
-own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_weights = {a = 2.0}`. The
-`training_params.json` of a run is such a file, too: `async-grpo run runs/x/training_params.json --output-dir runs/y`.
+own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_weights = {a = 2.0}`. The options of a file
+stand one below the other, or in tables named for the rooms of the library that they belong to (`[training]`, and below it
+`learning_rate = 1e-6`). The `training_params.json` of a run is such a file, too:
+`async-grpo run runs/x/training_params.json --output-dir runs/y`.
 """
 
 
@@ -52,9 +53,13 @@ def _row(field: dataclasses.Field) -> str:
         default = ""
     else:
         default = f"`{field.default}`"
-    name = field.name.upper() if field.metadata["argument"] else f"--{dashed(field.name)}"
+    names = [field.name.upper()]
+    if not field.metadata["argument"]:
+        # The spelling of a flag is --name/--no-name
+        names = [spelling.partition("/")[0] for spelling in spellings_of(field)]
+    name = ", ".join(f"`{name}`" for name in names)
     help_text = help_of(field).replace("|", "\\|")
-    return f"| `{name}` | {default} | {help_text} |"
+    return f"| {name} | {default} | {help_text} |"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from async_grpo.experience.dataset import Question
 from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
-from async_grpo.options.command_line import log_to_own_file
+from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.processes.loop_watch import LoopWatch
 from async_grpo.processes.waits import situation
 from async_grpo.protocols import Connect, Generation, Verification, WeightPackage

@@ -164,7 +164,7 @@ def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samp
         config.model_name_or_path,
         ranks,
         settings.dtype,
-        min_samples_between=config.min_samples_per_checkpoint,
+        min_samples_between=config.samples_between_models,
         keep_last=config.keep_models or None,
         resumed_at=samples,
     )

@@ -16,7 +16,7 @@ import ray
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
 from async_grpo.cluster.ray_session import zero_cpu_actor
-from async_grpo.options.command_line import log_to_own_file
+from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.options.redaction import register_secrets
 from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve

@@ -88,7 +88,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     _write_params(prepared, ranks)
     batcher_start = start_batcher(controller, prepared, ranks.world_size)
     steps_done = prepared.resumed.step if prepared.resumed else -1
-    samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
+    samples_file = config.output_path / config.samples_filename if config.samples_filename else None
     rewind(config.output_path, steps_done, samples_file)
     set_aside_newer(config.output_path, steps_done)
     first_step = max(0, steps_done)

@@ -15,7 +15,7 @@ from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.inference.config import UNLIMITED, engine_class
 from async_grpo.messages import SharedRunSettings
-from async_grpo.options.command_line import log_to_own_file
+from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.options.source_file import library_version
 from async_grpo.processes.private_folder import compile_cache, make_private_folder, temporary_files_in
 from async_grpo.processes.process_tree import descendants

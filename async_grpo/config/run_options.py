@@ -99,6 +99,13 @@ class RunOptions(
         range=POSITIVE,
         portable=True,
     )
+    save_every: int | None = _output(
+        None,
+        "Save the model in the Hugging Face format at intervals of this many steps. By default "
+        "--min-samples-per-checkpoint decides.",
+        range=POSITIVE,
+        portable=True,
+    )
     keep_models: int = _output(
         0,
         "Number of newest models in the Hugging Face format to keep; 0 keeps all.",
@@ -118,6 +125,13 @@ class RunOptions(
         if self.needs_proximal:
             roles.append("proximal")
         return tuple(roles)
+
+    @property
+    def samples_between_models(self) -> int:
+        """Return the number of samples after which the model is saved again in the Hugging Face format."""
+        if self.save_every is None:
+            return self.min_samples_per_checkpoint
+        return self.save_every * self.samples_per_step
 
     @property
     def output_path(self) -> Path:

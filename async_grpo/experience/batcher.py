@@ -315,9 +315,16 @@ class ExperienceBatcher:
         stats["alarms"] = workers_lost + alarms
         stats["prompts_set_aside"] = self._prompts_set_aside
         self._prompts_set_aside = []
-        if self.config.dump_samples_filename is not None:
-            stats["samples"] = readable_samples(complete.groups)
+        if self.config.samples_filename is not None:
+            stats["samples"] = readable_samples(self._groups_to_show(complete.groups))
         return StepEnd(complete.step, len(complete.groups), stats["samples_in_batch"], stats)
+
+    def _groups_to_show(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return the groups of a step whose samples are written to a file."""
+        if self.config.dump_samples_filename:
+            return groups
+        in_order = sorted(groups, key=lambda group: group.prompt.ordinal)
+        return in_order[: self.config.keep_sample_groups]
 
     def _supervise(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run a coroutine as a task whose error ends the run."""

@@ -17,6 +17,8 @@ from async_grpo.options.fields import (
 )
 from async_grpo.types import Sampling
 
+SAMPLES_FILE = "samples.jsonl"
+
 GROUP_SIZE = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
 OVERLONG = "overlong"  # name of the length penalty, for estimators that take several rewards
 OUTCOME = "outcome"  # name of the best outcome reward, for estimators that take it apart from process rewards
@@ -30,13 +32,19 @@ class BatchConfig(AlgorithmConfig):
 
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
     samples_per_question: int = _batches(
-        32, "Completions per question, which is the group size.", range=GROUP_SIZE
+        32,
+        "Completions per question, which is the group size.",
+        range=GROUP_SIZE,
+        also=("num_generations",),
     )
     train_minibatch_size: int | None = _batches(
         None, "Samples per optimizer step. By default one step trains the whole batch.", range=POSITIVE
     )
     num_training_batches: int = _batches(
-        1_000_000, "Iterations of the whole run, over which learning rate schedules extend.", range=POSITIVE
+        1_000_000,
+        "Iterations of the whole run, over which learning rate schedules extend.",
+        range=POSITIVE,
+        also=("max_steps",),
     )
     max_tokens_per_gpu: int = _batches(
         36_000, "Maximum tokens of one micro-batch on one rank.", range=POSITIVE
@@ -68,12 +76,22 @@ class BatchConfig(AlgorithmConfig):
         own=True,
     )
     infinite_sampler_seed: int = option(
-        37, "Seed of the order of questions and of everything else that is random.", "Batches", portable=True
+        37,
+        "Seed of the order of questions and of everything else that is random.",
+        "Batches",
+        portable=True,
+        also=("seed",),
     )
     dump_samples_filename: str | None = option(
         None,
-        "File in --output-dir that all samples are written to as JSONL. By default none is written.",
+        "File in --output-dir that all samples are written to as JSONL. By default --keep-sample-groups decides.",
         "Output",
+    )
+    keep_sample_groups: int = option(
+        2,
+        "Groups of each step whose samples are written to samples.jsonl in --output-dir; 0 writes none.",
+        "Output",
+        range=NOT_NEGATIVE,
     )
     experience_timeout_s: float = option(
         1800.0,
@@ -127,6 +145,13 @@ class BatchConfig(AlgorithmConfig):
     failure_alarm: float = option(
         0.1, "Warn if more than this share of a reward's calls fails.", "Rewards", range=SHARE
     )
+
+    @property
+    def samples_filename(self) -> str | None:
+        """Return the name of the file that samples of the training are written to; None if none are written."""
+        if self.dump_samples_filename:
+            return self.dump_samples_filename
+        return SAMPLES_FILE if self.keep_sample_groups else None
 
     @property
     def samples_per_step(self) -> int:

@@ -143,8 +143,10 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
     """Return a sample as a row."""
     completion = sample.completion
     results = sample.verdict.results
+    ordinal = group.prompt.ordinal
     row: dict[str, Any] = {
-        "group": group.prompt.ordinal,
+        # Question n of an evaluation has the ordinal -1 - n
+        "group": ordinal if ordinal >= 0 else -1 - ordinal,
         "member": completion.member,
         "input": group.prompt.row["input"],
         "completion": completion.text,

@@ -186,7 +186,7 @@ class EngineConfig(EngineOptions):
     model_path: str = required(
         "Hugging Face folder of the model, which must be the trainer's.",
         everyday=True,
-        also="model_name_or_path",
+        also=("model_name_or_path",),
     )
 
     def with_sequences(self, settings: SharedRunSettings) -> Self:

@@ -26,7 +26,6 @@ from async_grpo.launch.local_run import check, parameters, start
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
-from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -37,6 +36,7 @@ from async_grpo.options.fields import (
     refuse,
     required,
 )
+from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.untrusted_files import printable
@@ -84,7 +84,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         None,
         "JSONL file of questions; several files are written NAME=FILE,NAME=FILE.",
         everyday=True,
-        also="data",
+        also=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
@@ -292,5 +292,6 @@ def _print_table(columns: Mapping[str, Mapping[str, str]], title: str) -> None:
 
 if __name__ == "__main__":
     from async_grpo.launch.commands import foreign_keys
+    from async_grpo.options.command_line import run_command
 
     run_command(EvaluatorConfig, ask_and_score, help="See `async-grpo eval`.", foreign=foreign_keys)

@@ -21,8 +21,9 @@ from async_grpo.launch.python_rewards import reward_names
 from async_grpo.launch.python_rows import row_file
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim, release
-from async_grpo.options.command_line import field_name, fields_in_order, option_text, set_up_logging
-from async_grpo.options.fields import dashed, nearest, refuse
+from async_grpo.options.fields import dashed, field_name, fields_in_order, nearest, refuse
+from async_grpo.options.log_setup import set_up_logging
+from async_grpo.options.option_file import option_text
 from async_grpo.training.checkpoint_folder import checkpoints_of
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
@@ -175,6 +176,14 @@ def _as_path(value: Any, name: str) -> str:
         not is_path, f"{name} is a {type(value).__name__}, not the path of a Hugging Face folder: {way_out}"
     )
     return os.fspath(value)
+
+
+def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, and those of the defaults that are not among them, in any spelling."""
+    fields = fields_in_order(LocalConfig)
+    names = {field_name(spelling, fields) for spelling in options}
+    missing = {name: value for name, value in defaults.items() if name not in names}
+    return {**missing, **options}
 
 
 def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def disk(config: LocalConfig, num_parameters: int) -> Finding:
     checkpoint_bytes = 12 * num_parameters  # float32 weights and both moments of Adam
     model_bytes = 2 * num_parameters  # bfloat16
     num_samples = config.num_steps * config.samples_per_step
-    num_models = config.keep_models or math.ceil(num_samples / config.min_samples_per_checkpoint)
+    num_models = config.keep_models or math.ceil(num_samples / config.samples_between_models)
     num_existing = len(checkpoints_of(config.output_path))
     num_checkpoints = max(1, config.keep_checkpoints + 1 - num_existing)
     free_bytes = shutil.disk_usage(place).free

@@ -37,6 +37,7 @@ UNUSED_OPTIONS = {
     *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
     "data_path",
     "dump_samples_filename",
+    "keep_sample_groups",
     "max_resamples",
     "keep_best",
     "logging_level",

@@ -15,7 +15,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import EXIT_FAILED, AsyncGrpoError, DeadlineExceeded
 from async_grpo.launch.commands import run_program
 from async_grpo.metrics.writer import ConsoleHandler, claim
-from async_grpo.options.command_line import set_up_logging
+from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.redaction import redacted
 
 RETIRED = {

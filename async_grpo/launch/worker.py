@@ -4,7 +4,7 @@ from functools import partial
 
 from async_grpo.config.run import WorkerConfig
 from async_grpo.launch.commands import run_program
-from async_grpo.options.command_line import set_up_logging
+from async_grpo.options.log_setup import set_up_logging
 
 RETIRED = {
     "temperature": "the trainer's --temperature holds for all workers",

@@ -9,15 +9,16 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.lines import duration
 from async_grpo.metrics.writer import TIMELINE_FILE
 from async_grpo.observe import figures
@@ -25,9 +26,19 @@ from async_grpo.observe.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.observe.forecast import Sigmoid, fits, interval
 from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, RunMetrics, curve, load_runs, read_run
 from async_grpo.observe.run_view import RunView
+from async_grpo.options.command_line import run_app
 from async_grpo.options.fields import refuse
 
-DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
+# Drawn by default: the evaluations, one curve for each file, the reward, and what changes during a run of the others
+REWARD = "avg_reward"
+DEFAULT_VARIABLES = (
+    REWARD,
+    "avg_output_tokens",
+    "perc_truncated_samples",
+    "mismatch_kl",
+    "staleness_mean",
+    "avg_kl_div",
+)
 BANDS = "bands: of two runs from one to the other, of more the 95 % t interval of their mean"
 PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
@@ -39,9 +50,25 @@ MIN_TABLE_WIDTH = 60  # columns of text
 TABLE_WIDTH_PER_RUN = 40
 
 log = logging.getLogger(__name__)
+
+
+class PlotCommands(TyperGroup):
+    """The commands. Without the name of one, the arguments are files to plot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, of which the first may be the name of a command."""
+        logging.basicConfig(format="note: %(message)s")
+        is_named = bool(args) and args[0] in ("--help", *self.commands)
+        # A shell completes the name of a command
+        is_name_open = not args and ctx.resilient_parsing
+        return super().parse_args(ctx, args if is_named or is_name_open else ["plot", *args])
+
+
 app = typer.Typer(
+    cls=PlotCommands,
     help="Draw or tabulate training metrics (JSONL, one object per step). Without a command: plot.",
     add_completion=False,
+    pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 Output = Annotated[
@@ -59,7 +86,11 @@ def plot(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Metrics files, one per run.")],
     variables: Annotated[
         list[str] | None,
-        typer.Option("-v", "--variable", help=f"Key of a subplot. Default: {', '.join(DEFAULT_VARIABLES)}."),
+        typer.Option(
+            "-v",
+            "--variable",
+            help=f"Key of a subplot. By default eval_pass@1, {', '.join(DEFAULT_VARIABLES)}, where they change.",
+        ),
     ] = None,
     x_key: Annotated[str, typer.Option("-x", "--x_key", help="Key of the x axis.")] = DEFAULT_X_KEY,
     smooth: Annotated[bool, typer.Option("-s", "--smooth", help="Add a centred moving average.")] = False,
@@ -77,10 +108,7 @@ def plot(
     runs = load_runs(files, names, remote)
     plottable_keys = {key for run in runs for key in run.plottable_keys}
     if not variables:
-        variables = [key for key in DEFAULT_VARIABLES if key in plottable_keys] or list(DEFAULT_VARIABLES)
-        missing_keys = [key for key in DEFAULT_VARIABLES if key not in variables]
-        if missing_keys:
-            log.warning("skipped, not in any file: %s", ", ".join(missing_keys))
+        variables = _default_variables(runs)
     variables = list(dict.fromkeys(variables))
     for key in variables:
         runs_without_key = [run.name for run in runs if not _has_points(run, x_key, key)]
@@ -98,6 +126,33 @@ def plot(
 
 def _has_points(run: RunMetrics, x_key: str, key: str) -> bool:
     return bool(np.isfinite(run.series(x_key, key)).all(axis=0).any())
+
+
+def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
+    """Return the keys that say most about the runs, and log which others are left out."""
+    evaluations = set()
+    for run in runs:
+        for key in run.plottable_keys:
+            # eval_pass@1, or eval_NAME_pass@1 of one of several files
+            if key.startswith("eval_") and key.endswith("pass@1"):
+                evaluations.add(key)
+    variables: list[str] = []
+    constant: list[str] = []
+    missing: list[str] = []
+    for key in [*sorted(evaluations), *DEFAULT_VARIABLES]:
+        values = np.unique(np.concatenate([run.column(key) for run in runs]))
+        values = values[np.isfinite(values)]
+        if values.size == 0:
+            missing.append(key)
+        elif values.size == 1 and key != REWARD and key not in evaluations:
+            constant.append(key)
+        else:
+            variables.append(key)
+    if missing:
+        log.warning("skipped, not in any file: %s", ", ".join(missing))
+    if constant:
+        log.warning("skipped, as they never change: %s", ", ".join(constant))
+    return variables or constant or [REWARD]
 
 
 @app.command()
@@ -329,25 +384,13 @@ def _number_text(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"
 
 
-def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv`, and exit. If it names no command, run `plot`.
 
     Args:
         argv: The arguments; None takes those of this process.
-        program: Name of the program in `--help`.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in ("--help", *typer.main.get_group(app).commands):
-        arguments.insert(0, "plot")
-    logging.basicConfig(format="note: %(message)s")
-    try:
-        sys.exit(app(args=arguments, prog_name=program, standalone_mode=False))
-    except (typer.TyperException, AsyncGrpoError) as error:
-        message = str(error)
-        if isinstance(error, typer.TyperException):
-            message = f"{error.format_message()} (see --help)"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_app(typer.main.get_command(app), argv, None)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from async_grpo.experience.config import SAMPLES_FILE
 from async_grpo.metrics.lines import (
     is_count,
     metrics_lines,
@@ -116,9 +117,7 @@ class RunView:
         Raises:
             ConfigurationError: The run's parameters name a file outside the run's folder.
         """
-        name = self.options.get("dump_samples_filename")
-        if not name:
-            return []
+        name = self.options.get("dump_samples_filename") or SAMPLES_FILE
         return sample_lines(last_records(self.folder / _plain_name(name), count))
 
     def evaluation_samples(self, count: int) -> list[Line]:

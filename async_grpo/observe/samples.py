@@ -34,7 +34,7 @@ class SamplesConfig(Section):
     """Options of `async-grpo samples`."""
 
     path: str = required("Folder of the run.", "Samples", argument=True)
-    output: str = option("samples.html", "File that the page is written to.", "Samples", also="o")
+    output: str = option("samples.html", "File that the page is written to.", "Samples", also=("o",))
     limit: int = option(10_000, "Number of newest samples on the page.", "Samples", range=POSITIVE)
     evaluation: bool = option(False, "Show samples of the evaluations instead of the training.", "Samples")
 
@@ -58,15 +58,15 @@ def samples_page(config: SamplesConfig) -> str:
         ConfigurationError: The folder holds no run, or the run wrote no samples.
     """
     run = RunView(Path(config.path))
-    if run.options.get("dump_samples_filename") and not config.evaluation:
-        rows = run.samples(config.limit)
+    rows = [] if config.evaluation else run.samples(config.limit)
+    if rows:
         try:
             _add_tokens(rows, run)
         except UNREADABLE as error:
             log.warning("%s: the page shows no tokens, as the record cannot be read: %s", run.folder, error)
     else:
         rows = run.evaluation_samples(config.limit)
-    cure = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
+    cure = "they are written after the first step (--keep-sample-groups) or evaluation (--eval-data-path)"
     refuse(not rows, f"{run.folder}: there are no samples to look at: {cure}")
     rows = _newest_that_fit(rows)
     return page(rows, f"{run.folder.name}: {len(rows)} samples", _alarms(run))

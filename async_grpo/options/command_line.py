@@ -1,32 +1,195 @@
-"""Command lines made from the configuration dataclasses, with one option per field.
+"""Command lines made from the configuration dataclasses by Typer, with one option per field.
 
 Dashes and underscores are equal. A retired option is accepted with a warning; an unknown one is an error.
 """
 
-import argparse
 import dataclasses
-import logging
-import os
+import inspect
 import sys
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args
 
-from rich.console import Console
-from rich.logging import RichHandler
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.options.fields import choices_of, dashed, nearest, refuse
-from async_grpo.options.redaction import redact_logs, redacted
-from async_grpo.processes.untrusted_files import parse_json, read_text
+from async_grpo.options.fields import (
+    Fields,
+    choices_of,
+    dashed,
+    field_name,
+    fields_in_order,
+    help_of,
+    nearest,
+    panel_of,
+    spellings_of,
+)
+from async_grpo.options.option_file import read_options
+from async_grpo.options.redaction import redacted
 
-CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
+CONFIG_HELP = (
+    "TOML file of options, or the training_params.json of a run. It may be given several times. The command line "
+    "overrides the file."
+)
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
-STDOUT = 1  # file descriptors
-STDERR = 2
-Fields = Sequence["dataclasses.Field[Any]"]
+# Typer's names of the places of a value that the user has set: an argument, or a file of options
+SET_BY_USER = ("COMMANDLINE", "DEFAULT_MAP")
+
+
+class ParsedCommand(NamedTuple):
+    """A program and the configuration that its command line describes. It has not started yet."""
+
+    run: Callable[[Any], None]
+    config: Any
+
+
+class OptionsCommand(TyperCommand):
+    """A command whose options are the fields of a dataclass."""
+
+    fields: Fields = ()
+    retired: Mapping[str, str] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, in every spelling that was ever accepted."""
+        # While a shell completes a line, the line may end anywhere
+        arguments = args if ctx.resilient_parsing else normalized(args, self.fields, self.retired)
+        try:
+            return super().parse_args(ctx, arguments)
+        except typer.BadParameter as error:
+            name = error.param.name if error.param is not None else None
+            source = ctx.get_parameter_source(name) if name is not None else None
+            if source is None or source.name != "DEFAULT_MAP":
+                raise
+            raise ConfigurationError(f"{ctx.obj[name]}: {error.format_message()}") from error
+
+
+def options_command(
+    config_class: type,
+    run: Callable[[Any], None],
+    *,
+    name: str = "program",
+    help: str = "",
+    retired: Mapping[str, str] | None = None,
+    foreign: Callable[[], Collection[str]] = tuple,
+) -> OptionsCommand:
+    """Return a command with one option for each field of a dataclass. It returns a `ParsedCommand`.
+
+    Args:
+        config_class: Dataclass whose fields are the options.
+        run: The program.
+        name: Name of the command.
+        help: What the program does, for `--help`.
+        retired: What replaced each retired option, by its name with underscores. All of them took a value.
+        foreign: Returns keys of other programs that a `--config` file may hold, too; they are ignored.
+    """
+    fields = fields_in_order(config_class)
+
+    def parsed(context: typer.Context, config: Any, **options: Any) -> ParsedCommand:
+        set_by_user = set()
+        for field in fields:
+            source = context.get_parameter_source(field.name)
+            if source is not None and source.name in SET_BY_USER:
+                set_by_user.add(field.name)
+        if hasattr(config_class, "from_options"):
+            return ParsedCommand(run, config_class.from_options(options, set_by_user))
+        return ParsedCommand(run, config_class(**options))
+
+    def read_files(context: typer.Context, files: list[str] | None) -> list[str] | None:
+        if not context.resilient_parsing:
+            values: dict[str, Any] = {}
+            file_by_name: dict[str, str] = {}
+            for file in files or []:
+                content = read_options(Path(file), config_class, foreign)
+                values.update(content)
+                file_by_name.update(dict.fromkeys(content, file))
+            context.default_map = values
+            context.obj = file_by_name
+        return files
+
+    # Typer makes the options from the signature of the function
+    signature = _signature(fields, read_files)
+    parsed.__signature__ = signature  # type: ignore[attr-defined]
+    parsed.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    settings = {"token_normalize_func": dashed}
+    app.command(name, help=escape(help), cls=OptionsCommand, context_settings=settings)(parsed)
+    command = typer.main.get_command(app)
+    assert isinstance(command, OptionsCommand)
+    command.fields = fields
+    command.retired = retired or {}
+    return command
+
+
+def _signature(fields: Fields, read_files: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function that takes Typer's context, the files of options, and all options."""
+    config_option = typer.Option(
+        "--config",
+        metavar="FILE",
+        help=CONFIG_HELP,
+        is_eager=True,
+        callback=read_files,
+    )
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    config = inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[list[str] | None, config_option],
+    )
+    return inspect.Signature([context, config, *(_parameter(field) for field in fields)])
+
+
+def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
+    """Return a parameter of a function, from which Typer makes the option."""
+    is_required = field.default is dataclasses.MISSING
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in choices_of(field) if name.startswith(incomplete)]
+
+    if field.metadata["argument"]:
+        info: Any = typer.Argument(metavar=field.name.upper(), help=escape(help_of(field)))
+    else:
+        info = typer.Option(
+            *spellings_of(field),
+            parser=_number_parser(field),
+            metavar=None if field.type is bool else _value_type(field).__name__.upper(),
+            help=escape(help_of(field)),
+            rich_help_panel=panel_of(field),
+            show_default=field.default not in (None, ""),
+            autocompletion=complete,
+        )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else field.default,
+        annotation=Annotated[field.type, info],
+    )
+
+
+def _value_type(field: "dataclasses.Field[Any]") -> Any:
+    """Return `float` of a field of type `float` or `float | None`."""
+    types = get_args(field.type)
+    return types[0] if types else field.type
+
+
+def _number_parser(field: "dataclasses.Field[Any]") -> Callable[[str], Any] | None:
+    """Return what parses an option of a number, because the message of Typer's own parser does not name the value."""
+    value_type = _value_type(field)
+    if value_type not in (int, float):
+        return None
+
+    def parse(text: str) -> Any:
+        try:
+            return value_type(text)
+        except ValueError as error:
+            kind = "a whole number" if value_type is int else "a number"
+            raise typer.BadParameter(f"{text!r} is not {kind}") from error
+
+    return parse
 
 
 def run_command(
@@ -39,174 +202,120 @@ def run_command(
     program: str | None = None,
     foreign: Callable[[], Collection[str]] = tuple,
 ) -> None:
-    """Parse the command line into a configuration, run the program with it, and exit.
+    """Parse the command line into a configuration, run the program with it, and exit; see `options_command`."""
+    command = options_command(config_class, run, help=help, retired=retired, foreign=foreign)
+    run_app(command, argv, program)
+
+
+def group_of(app: typer.Typer, name: str) -> Any:
+    """Return the commands of a Typer app as one group of that name."""
+    group = typer.main.get_group(app)
+    group.name = name
+    return group
+
+
+def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> None:
+    """Run a command of Typer, and exit.
 
     The exit code is 0, the code of an error of the library, which is printed in one line, or 2 for a usage error.
 
     Args:
-        config_class: Dataclass whose fields are the options.
-        run: The program.
-        help: What the program does, for `--help`.
-        retired: What replaced each retired option, by its name with underscores. All of them took a value.
+        command: The command, or group of commands.
         argv: The arguments; None takes those of this process.
         program: Name of the program in `--help`.
-        foreign: Returns keys of other programs that a `--config` file may hold, too; they are ignored.
     """
-    fields = fields_in_order(config_class)
-    parser = _parser(fields, help + CONFIG_HELP, program)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments, files = normalized(sys.argv[1:] if argv is None else argv, fields, retired or {})
-        arguments_of_files = []
-        for file in files:
-            arguments_of_files += read_file(Path(file), fields, foreign)
-        # The command line beats the files because it comes last
-        options = _parse(parser, [*arguments_of_files, *arguments])
-        defaults = {field.name: field.default for field in fields}
-        if hasattr(config_class, "from_options"):
-            config = config_class.from_options({**defaults, **options}, options.keys())
-        else:
-            config = config_class(**{**defaults, **options})
-        run(config)
+        result = command.main(args=arguments, prog_name=program, standalone_mode=False)
+        if isinstance(result, ParsedCommand):
+            # Not within the command, because Typer would take a broken pipe of the program for one of its own
+            result.run(result.config)
     except AsyncGrpoError as error:
-        print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as interrupt:
+        _end_with_error(str(error), error.exit_code, error)
+    except typer.TyperException as error:
+        message = error.format_message()
+        context = getattr(error, "ctx", None)
+        if not message:
+            # The help has been shown instead
+            raise SystemExit(error.exit_code) from error
+        if context is not None:
+            message = f"{message.rstrip('.')}; see {context.command_path} --help"
+        _end_with_error(message, error.exit_code, error)
+    except (KeyboardInterrupt, typer.Abort) as interrupt:
         raise SystemExit(EXIT_BY_SIGINT) from interrupt
-    raise SystemExit(0)
+    raise SystemExit(result if isinstance(result, int) else 0)
 
 
-def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options that the arguments name.
-
-    Raises:
-        ConfigurationError: An argument is no option.
-    """
-    known_options: set[str] = set()
-    for action in parser._actions:
-        known_options.update(action.option_strings)
-    # Before argparse parses, because it would complain about missing options first
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.startswith("--") and name not in known_options:
-            raise ConfigurationError(f"{name} is no option{nearest(name, sorted(known_options))}")
-    options, unknown = parser.parse_known_args(arguments)
-    refuse(bool(unknown), f"{' '.join(unknown)} is no option, and no value of one")
-    return vars(options)
+def _end_with_error(message: str, exit_code: int, error: Exception) -> NoReturn:
+    print(redacted(f"error: {message}"), file=sys.stderr, flush=True)
+    raise SystemExit(exit_code) from error
 
 
-def fields_in_order(config_class: type) -> Fields:
-    """Return the required options, then the everyday ones, and then the others panel by panel."""
-    fields = dataclasses.fields(config_class)
-    panels = list(dict.fromkeys(field.metadata["panel"] for field in fields))
-
-    def sort_key(field: "dataclasses.Field[Any]") -> tuple[bool, bool, int]:
-        is_optional = field.default is not dataclasses.MISSING
-        is_everyday = field.metadata["everyday"]
-        return is_optional, not is_everyday, panels.index(field.metadata["panel"])
-
-    return sorted(fields, key=sort_key)
-
-
-def panel_of(field: "dataclasses.Field[Any]") -> str:
-    """Return the heading of an option in `--help`."""
-    return "Everyday options" if field.metadata["everyday"] else field.metadata["panel"]
-
-
-def _parser(fields: Fields, help: str, program: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        program,
-        "%(prog)s [options]",
-        help,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    panels: dict[str, Any] = {}
-    for field in fields:
-        panel = panel_of(field)
-        if panel not in panels:
-            panels[panel] = parser.add_argument_group(panel)
-        _add_option(panels[panel], field)
-    return parser
-
-
-def _add_option(panel: Any, field: "dataclasses.Field[Any]") -> None:
-    # `float` of `float | None`
-    value_type: Any = next(iter(get_args(field.type)), field.type)
-    # argparse replaces a % in a help text
-    help_text = help_of(field).replace("%", "%%")
-    if field.metadata["argument"]:
-        panel.add_argument(field.name, metavar=field.name.upper(), help=help_text)
-        return
-    settings: dict[str, Any] = {"type": value_type, "metavar": value_type.__name__.upper()}
-    if value_type is bool:
-        settings = {"action": argparse.BooleanOptionalAction}
-    if field.default is dataclasses.MISSING:
-        settings["required"] = True
-        help_text += " [required]"
-    elif field.default not in (None, ""):
-        help_text += f" [default: {field.default}]"
-    spellings = [f"--{dashed(field.name)}"]
-    also = field.metadata["also"]
-    if len(also) == 1:
-        spellings.insert(0, f"-{also}")
-    panel.add_argument(*spellings, help=help_text, **settings)
-
-
-def help_of(field: "dataclasses.Field[Any]") -> str:
-    """Return the help of an option, with the names that it may have."""
-    choices = choices_of(field)
-    names = f" One of: {', '.join(choices)}." if choices else ""
-    return field.metadata["help"] + names
-
-
-def normalized(
-    given: Sequence[str], fields: Fields, retired: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """Bring arguments into the spelling that the parser knows.
+def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, str]) -> list[str]:
+    """Bring arguments into the spelling that Typer knows.
 
     A file may also stand first, without `--config`: `async-grpo run run.toml`.
 
     Args:
-        given: The arguments as the user wrote them.
+        arguments: The arguments as the user wrote them.
         fields: The options.
         retired: What replaced each retired option.
 
-    Returns:
-        The arguments, and the files of `--config`.
+    Raises:
+        ConfigurationError: An option is unknown, or has no value.
     """
     flags = {field.name for field in fields if field.type is bool}
-    remaining = list(given)
-    arguments = []
-    files = []
+    remaining = list(arguments)
+    result = []
     if remaining and _is_config_file(remaining[0], fields):
-        files.append(remaining.pop(0))
+        result.append(f"--config={remaining.pop(0)}")
     while remaining:
         argument = remaining.pop(0)
+        if argument == "--":
+            return [*result, argument, *remaining]
         spelling, equals, value = argument.partition("=")
-        if spelling == "--" or not spelling.startswith("--"):
-            arguments.append(argument)
+        if not spelling.startswith("--"):
+            result.append(argument)
             continue
         name = field_name(spelling.removeprefix("--"), fields)
-        is_next_value = not equals and bool(remaining) and not remaining[0].startswith("--")
-        if is_next_value:
-            value = remaining[0]
-        if name == "config" and value:
-            files.append(value)
-        elif name.removeprefix("no_") in retired:
-            successor = retired[name.removeprefix("no_")]
+        flag = name.removeprefix("no_")
+        has_next_value = not equals and bool(remaining) and not remaining[0].startswith("--")
+        if flag in retired:
+            successor = retired[flag]
             print(f"warning: --{dashed(name)} has no effect any more: {successor}", file=sys.stderr)
-        elif name in flags and value.lower() in TRUTH:
-            arguments.append(f"--{'' if TRUTH[value.lower()] else 'no-'}{dashed(name)}")
-        elif name in flags or not (equals or is_next_value):
-            # The next argument does not belong to a flag
-            is_next_value = False
-            arguments.append(f"--{dashed(name)}{equals}{value if equals else ''}")
-        else:
-            # In one argument, because argparse would take -1e-3 for an option
-            arguments.append(f"--{dashed(name)}={value}")
-        if is_next_value:
-            remaining.pop(0)
-    return arguments, files
+            if has_next_value:
+                remaining.pop(0)
+            continue
+        _refuse_unknown(spelling, name, fields)
+        if name in ("help", *flags) or flag in flags:
+            if not equals and has_next_value and remaining[0].lower() in TRUTH:
+                value = remaining.pop(0)
+            if name in flags and value.lower() in TRUTH:
+                name = name if TRUTH[value.lower()] else f"no_{name}"
+                value = ""
+            result.append(f"--{dashed(name)}={value}" if value else f"--{dashed(name)}")
+            continue
+        if has_next_value:
+            value = remaining.pop(0)
+        elif not equals:
+            raise ConfigurationError(f"{spelling} needs a value")
+        # In one argument, so that a value may start with a dash
+        result.append(f"--{dashed(name)}={value}")
+    return result
+
+
+def _refuse_unknown(spelling: str, name: str, fields: Fields) -> None:
+    """Raise ConfigurationError if there is no such option."""
+    names = {"help", "config"}
+    for field in fields:
+        if field.metadata["argument"]:
+            continue
+        names.add(field.name)
+        if field.type is bool:
+            names.add(f"no_{field.name}")
+    if name not in names:
+        known_spellings = {f"--{dashed(known_name)}" for known_name in names}
+        raise ConfigurationError(f"{spelling} is no option{nearest(spelling, sorted(known_spellings))}")
 
 
 def _is_config_file(argument: str, fields: Fields) -> bool:
@@ -215,118 +324,3 @@ def _is_config_file(argument: str, fields: Fields) -> bool:
     takes_argument = any(field.metadata["argument"] for field in fields)
     endings = (".toml",) if takes_argument else (".toml", ".json")
     return argument.endswith(endings) and not argument.startswith("-")
-
-
-def field_name(spelling: str, fields: Fields) -> str:
-    """Return the name of the field that a spelling means; any other name with underscores."""
-    name = spelling.replace("-", "_")
-    for field in fields:
-        if field.metadata["also"] == name:
-            return field.name
-    return name
-
-
-def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]) -> list[str]:
-    """Read options from a TOML file or from the `training_params.json` of a run.
-
-    Args:
-        path: The file.
-        fields: The options.
-        foreign: Returns further keys that are ignored.
-
-    Returns:
-        The options as arguments; lists and tables in the form that the command line takes.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or holds a key that no program knows.
-    """
-    try:
-        text = read_text(path, follow_links=True)
-        content = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        # Both parsers raise a ValueError
-        raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
-    refuse(
-        not isinstance(content, dict),
-        f"--config {path} holds no table of options, but a {type(content).__name__}",
-    )
-    field_by_name = {field.name: field for field in fields}
-    arguments = []
-    for key, value in content.items():
-        name = field_name(key, fields)
-        if name not in field_by_name:
-            if name not in foreign():
-                raise ConfigurationError(f"{path}: {key} is no option{nearest(name, sorted(field_by_name))}")
-        elif isinstance(value, bool):
-            arguments.append(f"--{'' if value else 'no-'}{dashed(name)}")
-        elif value is not None:
-            is_argument = field_by_name[name].metadata["argument"]
-            text = option_text(value)
-            arguments.append(text if is_argument else f"--{dashed(name)}={text}")
-    return arguments
-
-
-def option_text(value: Any) -> str:
-    """Return a value as the command line takes it: `a,b` for a list, `name=value,...` for a table.
-
-    >>> option_text(["a", "b"]), option_text({"a": 0.5, "b": 2})
-    ('a,b', 'a=0.5,b=2')
-    """
-    if isinstance(value, dict):
-        value = [f"{name}={item}" for name, item in value.items()]
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value)
-
-
-def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
-    """Log to stderr, one line per event and without secrets. In a file, each line has a date.
-
-    Args:
-        level: Lowest level that is logged.
-        prefix: Stands before every message.
-        more: Further handlers for the same events.
-
-    Raises:
-        ConfigurationError: The level is unknown.
-    """
-    is_unknown = level.upper() not in logging.getLevelNamesMapping()
-    refuse(is_unknown, f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")
-    if sys.stderr.isatty():
-        handler: logging.Handler = RichHandler(
-            console=Console(stderr=True),
-            show_path=False,
-            markup=False,
-            log_time_format="%H:%M:%S",
-        )
-        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    else:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s"))
-    for further_handler in more:
-        further_handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
-    redact_logs()
-    logger = logging.getLogger("async_grpo")
-    logger.setLevel(level.upper())
-    logger.handlers = [handler, *more]
-    logger.propagate = False
-
-
-def log_to_own_file(name: str) -> None:
-    """Write the output of an actor's process into the run's folder of logs, and hide secrets in its logs.
-
-    Ray's own files of the output are deleted with a Ray that belongs to the run. Elsewhere the variable ASYNC_GRPO_LOGS is
-    not set, and the output goes where Ray puts it.
-
-    Args:
-        name: Kind of the actor, for the name of the file.
-    """
-    redact_logs()
-    folder = os.environ.get("ASYNC_GRPO_LOGS")
-    if not folder:
-        return
-    file = os.open(f"{folder}/{name}-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (STDOUT, STDERR):
-        os.dup2(file, stream)
-    os.close(file)
-    set_up_logging("INFO", f"[{name}] ")

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import is_file
 
+Fields = Sequence["dataclasses.Field[Any]"]
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -44,7 +45,7 @@ def option(
     choices: str | tuple[str, ...] = (),
     own: bool = False,
     everyday: bool = False,
-    also: str = "",
+    also: tuple[str, ...] = (),
     argument: bool = False,
     portable: bool | str | tuple[str, ...] | Mapping[str, float | None] = False,
 ) -> Any:
@@ -59,7 +60,7 @@ def option(
         choices: Allowed names, or `module:DICT` for the keys of a registry.
         own: Whether a name may also be that of the user's own object, `FILE.py:NAME`.
         everyday: Whether the option stands before all panels.
-        also: Another spelling.
+        also: Other names of the option, such as ("seed",). One letter is an option with one dash.
         argument: Whether the option is given without a dash on the command line.
         portable: Whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
             else's. Such an option describes the run, and names no code, address, file or command. Of `choices` only the
@@ -143,6 +144,53 @@ def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
             table = node.value
     assert isinstance(table, ast.Dict), f"{choices} is no table of names"
     return tuple(str(key.value) for key in table.keys if isinstance(key, ast.Constant))
+
+
+def fields_in_order(config_class: type) -> Fields:
+    """Return the required options, then the everyday ones, and then the others panel by panel."""
+    fields = dataclasses.fields(config_class)
+    panels = list(dict.fromkeys(field.metadata["panel"] for field in fields))
+
+    def sort_key(field: "dataclasses.Field[Any]") -> tuple[bool, bool, int]:
+        is_optional = field.default is not dataclasses.MISSING
+        is_everyday = field.metadata["everyday"]
+        return is_optional, not is_everyday, panels.index(field.metadata["panel"])
+
+    return sorted(fields, key=sort_key)
+
+
+def field_name(spelling: str, fields: Fields) -> str:
+    """Return the name of the field that a spelling means; any other name with underscores."""
+    name = spelling.replace("-", "_")
+    for option_field in fields:
+        if name in option_field.metadata["also"]:
+            return option_field.name
+    return name
+
+
+def panel_of(option_field: "dataclasses.Field[Any]") -> str:
+    """Return the heading of an option in `--help`."""
+    return "Everyday options" if option_field.metadata["everyday"] else option_field.metadata["panel"]
+
+
+def help_of(option_field: "dataclasses.Field[Any]") -> str:
+    """Return the help of an option, with the names that it may have."""
+    choices = choices_of(option_field)
+    names = f" One of: {', '.join(choices)}." if choices else ""
+    return option_field.metadata["help"] + names
+
+
+def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
+    """Return the option as a command line spells it, its own name first."""
+    spellings = []
+    for name in (option_field.name, *option_field.metadata["also"]):
+        if len(name) == 1:
+            spellings.append(f"-{name}")
+        elif option_field.type is bool:
+            spellings.append(f"--{dashed(name)}/--no-{dashed(name)}")
+        else:
+            spellings.append(f"--{dashed(name)}")
+    return spellings
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
 import pickle
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,8 +50,8 @@ def test_dashes_and_underscores_are_one_and_flags_take_the_prior_spelling_with_a
     one, code = parse(*given)
     assert code == 0 and one.max_tokens_per_gpu == 77 and one.mask_truncated is False and one.data_path == "d"
     given = ["--max_num_seqs=8", "--enable_prefix_caching", "false"]
-    assert normalized(given, WORKER, {})[0] == ["--max-num-seqs=8", "--no-enable-prefix-caching"]
-    assert normalized(["--enable-prefix-caching=True"], WORKER, {})[0] == ["--enable-prefix-caching"]
+    assert normalized(given, WORKER, {}) == ["--max-num-seqs=8", "--no-enable-prefix-caching"]
+    assert normalized(["--enable-prefix-caching=True"], WORKER, {}) == ["--enable-prefix-caching"]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,12 @@ def test_a_retired_option_warns_with_what_is_in_its_place(capsys, given, warning
         (["--model-name-or-path", "m"], "--data-path"),
         ([*NEEDED, "--nope", "1"], "--nope is no option"),
         (["--model-name-or-pth", "m", "--data-path", "d"], "did you mean --model-name-or-path"),
+        ([*NEEDED, "--batch-size", "--dry-run"], "--batch-size needs a value"),
+        ([*NEEDED, "--batch-size"], "--batch-size needs a value"),
+        ([*NEEDED, "--batch-size", "many"], "'many' is not a whole number"),
+        ([*NEEDED, "--learning-rate", "1e-5x"], "'1e-5x' is not a number"),
+        ([*NEEDED, "--mask-truncated", "maybe"], "maybe"),
+        ([*NEEDED, "--mask-truncated=maybe"], "--mask-truncated"),
     ],
 )
 def test_missing_misspelt_and_unknown_options_are_named_with_code_2(argv, said, capsys):
@@ -92,6 +102,82 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path):
     assert config.reward_fns == "a,b" and config.weights_by_name == {"a": 2.0} and not config.mask_truncated
     first, _ = parse(written(tmp_path, text))  # as in `async-grpo run run.toml`
     assert first.batch_size == 64
+
+
+def test_the_names_of_other_libraries_are_accepted_beside_ours(tmp_path):
+    config, code = parse(
+        *NEEDED, "--seed", "7", "--num-generations=4", "--max_steps", "9", "--save-every", "3"
+    )
+    assert code == 0
+    assert (config.infinite_sampler_seed, config.samples_per_question, config.num_training_batches) == (
+        7,
+        4,
+        9,
+    )
+    config, _ = parse("--config", written(tmp_path, "seed = 8\nmax_steps = 2"), *NEEDED)
+    assert (config.infinite_sampler_seed, config.num_training_batches) == (8, 2)
+
+
+def test_a_model_is_saved_every_so_many_steps_or_samples():
+    size = ("--batch-size", "2", "--samples-per-question", "4")
+    assert parse(*NEEDED, *size, "--save-every", "3")[0].samples_between_models == 3 * 2 * 4
+    assert parse(*NEEDED, *size)[0].samples_between_models == 30_000
+
+
+def test_a_negative_number_is_a_value_and_no_option(capsys):
+    assert parse(*NEEDED, "--kl-coef", "-1") == (None, 2)
+    assert "--kl-coef cannot be negative, not -1.0" in capsys.readouterr().err
+
+
+def test_the_options_of_a_file_may_stand_in_tables_named_for_the_rooms(tmp_path):
+    tables = "\n".join(
+        [
+            'run_name = "x"',
+            "[training]",
+            "learning_rate = 1e-5",
+            "[experience]",
+            "seed = 3",
+            "[rewards]",
+            'reward_fns = ["a", "b"]',
+            "[rewards.reward_weights]",
+            "a = 2.0",
+            "[inference]",  # of other programs
+            "max_num_seqs = 8",
+        ]
+    )
+    config, code = parse(written(tmp_path, tables), *NEEDED, foreign=foreign_keys)
+    assert code == 0 and (config.run_name, config.learning_rate, config.infinite_sampler_seed) == (
+        "x",
+        1e-5,
+        3,
+    )
+    assert config.reward_fns == "a,b" and config.weights_by_name == {"a": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[training]\nbatch_size = 3", "batch_size belongs in the table [experience], not in [training]"),
+        ("[trainin]\nlearning_rate = 3", "trainin is no option; did you mean training"),
+        ("[training]\nlearning_rte = 3", "learning_rte is no option; did you mean learning_rate"),
+        ("seed = 3\ninfinite_sampler_seed = 4", "infinite_sampler_seed has two values, 3 and 4"),
+        ("seed = 3\n[experience]\nseed = 4", "infinite_sampler_seed has two values, 3 and 4"),
+        ("batch_size = 3.5", "run.toml: Invalid value for '--batch-size': '3.5' is not a whole number"),
+        ("batch_size = true", "'True' is not a whole number"),
+        ('mask_truncated = "maybe"', "run.toml"),
+    ],
+)
+def test_a_wrong_table_or_value_of_a_file_is_named_with_the_file(tmp_path, capsys, text, said):
+    assert parse("--config", written(tmp_path, text), *NEEDED) == (None, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_several_files_are_read_in_their_order(tmp_path):
+    second = tmp_path / "second.toml"
+    second.write_text("batch_size = 3")
+    files = ("--config", written(tmp_path, "batch_size = 2\nlearning_rate = 1e-3"), f"--config={second}")
+    config, _ = parse(*NEEDED, *files)
+    assert (config.batch_size, config.learning_rate) == (3, 1e-3)
 
 
 def test_what_a_file_sets_goes_before_a_recipe(tmp_path):
@@ -154,10 +240,43 @@ def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
 
 def test_the_help_shows_the_options_of_every_day_first_and_the_names_of_closed_sets(capsys):
     _, code = parse("--help")
-    everyday, rest = capsys.readouterr().out.split("Everyday options:")[1].split("\nRun:")
-    assert code == 0 and 18 <= everyday.count("  --") <= 26
-    assert "--learning-rate" in everyday and "--importance-level" in rest and "Off-policy correction:" in rest
-    assert all(name in everyday for name in (*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *LR_SCHEDULES))
+    text = capsys.readouterr().out
+    everyday, rest = text.split(" Everyday options ")[1].split(" Run ───")
+    assert code == 0 and 18 <= len(re.findall(r"│ [* ]  --", everyday)) <= 26
+    assert (
+        "--learning-rate" in everyday and "--importance-level" in rest and " Off-policy correction ──" in rest
+    )
+    words = re.findall(r"\w+", everyday)
+    assert {*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *LR_SCHEDULES} <= set(words)
+
+
+def completions(line: str) -> list[str]:
+    """What bash is offered behind a line that has been typed."""
+    words = line.split(" ")
+    variables = {
+        "_ASYNC_GRPO_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    command = [sys.executable, "-m", "async_grpo"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("async-grpo wa", ["watch"]),
+        ("async-grpo run --samples-per", ["--samples-per-question"]),
+        ("async-grpo run --kl-kind k", [kind for kind in KL_KINDS if kind.startswith("k")]),
+        ("async-grpo run --dry-run --policy-loss dp", ["dppo_tv", "dppo_kl"]),
+        ("async-grpo plot comp", ["compare"]),
+        ("async-grpo data gsm", ["gsm8k"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(line, offered):
+    assert completions(line) == offered
 
 
 def test_the_choices_are_those_of_the_registry():

@@ -14,7 +14,8 @@ SECRET = "sk-planted-0123456789"
 PROGRAM = """
 import logging, sys
 from async_grpo.errors import RunFailed
-from async_grpo.options.command_line import run_command, set_up_logging
+from async_grpo.options.command_line import run_command
+from async_grpo.options.log_setup import set_up_logging
 from dataclasses import dataclass
 
 SECRET = "sk-planted-0123456789"

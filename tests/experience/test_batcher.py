@@ -69,6 +69,25 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
     assert generation.asked == list(range(6))  # not a prompt more than the run needs
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1]),
+        ({"keep_sample_groups": 1}, [0]),
+        ({"keep_sample_groups": 0}, None),
+        ({"dump_samples_filename": "all.jsonl"}, [0, 1, 2]),
+        ({"dump_samples_filename": "all.jsonl", "keep_sample_groups": 0}, [0, 1, 2]),
+    ],
+)
+async def test_whole_groups_of_each_step_are_kept_to_be_looked_at(options, kept):
+    ((_, end),) = await train(batcher_of(engine(), batch_size=3, num_training_batches=1, **options))
+    if kept is None:
+        assert "samples" not in end.stats
+    else:
+        members = sorted((row["group"], row["member"]) for row in end.stats["samples"])
+        assert members == [(group, member) for group in kept for member in range(4)]
+
+
 async def test_ranks_start_on_the_first_full_round_and_what_they_do_not_need_yet_waits_for_a_better_fit():
     """Groups of 2, 3, 4 and 5 tokens with their prompts, four to the step, at most 10 tokens in a micro-batch."""
     slow_last = engine(delay=lambda ordinal, member: 0.3 * (ordinal == 1 and member == 0))

@@ -16,7 +16,7 @@ from async_grpo.__main__ import main
 from async_grpo.launch import local_run, process_variables, trainer
 from async_grpo.launch.commands import COMMANDS
 from async_grpo.metrics.writer import ConsoleHandler
-from async_grpo.options.command_line import set_up_logging
+from async_grpo.options.log_setup import set_up_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,7 +82,7 @@ def test_torchruns_report_ends_with_the_reason_of_a_refusal(tmp_path, monkeypatc
 
 
 def test_a_log_in_a_file_has_whole_lines_with_a_date():
-    code = "from async_grpo.options.command_line import set_up_logging; import logging; set_up_logging('INFO', '[x] '); "
+    code = "from async_grpo.options.log_setup import set_up_logging; import logging; set_up_logging('INFO', '[x] '); "
     code += "logging.getLogger('async_grpo.y').info('word ' * 50)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d .* INFO \[x\] (word ){50}\n", done.stderr)

@@ -341,7 +341,7 @@ def test_a_check_says_what_breaks_the_contract(files, tmp_path, capsys):
         (["--reward-fns=format", "--reward-options=weigth=1"], "takes the option weigth"),
         (["--reward-fns=mathd", "--output=/no/x/y"], "--output /no/x/y cannot be written"),
         (["--reward-fns=mathd", "--reward-registry=/no/page.py"], "cannot read '/no/page.py'"),
-        ([], "are required: --reward-fns"),
+        ([], "Missing option '--reward-fns'"),
     ],
 )
 def test_impossible_options_are_exit_code_2_and_refused_in_words_alone(files, capsys, arguments, message):

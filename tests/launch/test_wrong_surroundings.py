@@ -19,7 +19,7 @@ from async_grpo.launch import doctor, local_run
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [  # beside a run that could work: what is changed, the reason, the cure
     ({"lerning-rate": 1e-6}, "--lerning-rate is no option", "did you mean --learning-rate"),
-    ({"num-training-batches": "many"}, "--num-training-batches: invalid int value: 'many'", "usage:"),
+    ({"num-training-batches": "many"}, "'--num-training-batches' / '--max-steps': 'many' is not a whole number", "--help"),
     ({"batch-size": 0}, "--batch-size must be above 0, not 0", "must be above 0"),
     ({"nproc-per-node": 0}, "--nproc-per-node must be above 0, not 0", "must be above 0"),
     ({"learning-rate": -1}, "--learning-rate must be above 0, not -1.0", "must be above 0"),

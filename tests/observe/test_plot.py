@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.observe import figures
 from async_grpo.observe import reader as metrics_files
 from async_grpo.observe.figures import draw
-from async_grpo.observe.plot import DEFAULT_VARIABLES, app, plot
+from async_grpo.observe.plot import app, plot
 from async_grpo.observe.reader import DEFAULT_X_KEY, RunMetrics, fetch, load_runs, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_dashes_and_underscores_are_alike_in_option_names(tmp_path, monkeypatch,
     [
         (["plot", "{file}", "-v", "reward", "-o", "x.png"], ["'reward'", "may name: ", "avg_reward, total_"]),
         (["plot", "{file}", "--nonsense", "-o", "x.png"], ["--nonsense"]),
-        (["plot", "{file}"], ["display", "-o FILE"]),
+        (["plot", "{file}", "-v", "avg_reward"], ["display", "-o FILE"]),
         (["info", "absent.jsonl"], ["absent.jsonl", "No such file"]),
     ],
 )
@@ -147,9 +148,22 @@ def test_default_variables_of_no_file_and_an_unfinished_last_line_are_skipped_wi
     plot([file], None, "x", output=tmp_path / "a.svg")
     assert caplog.messages == [
         f"{file}: the last line (2) is unfinished and was skipped",
-        "skipped, not in any file: avg_max_reward_in_group, avg_output_tokens, avg_kl_div",
+        "skipped, not in any file: avg_output_tokens, perc_truncated_samples, mismatch_kl, staleness_mean, avg_kl_div",
     ]
     assert "<!-- avg_kl_div -->" not in (tmp_path / "a.svg").read_text()
+
+
+def test_by_default_the_curves_are_drawn_that_change_the_evaluations_first(tmp_path, caplog):
+    rising = {"avg_reward": [0.1, 0.2], "eval_b_pass@1": [0.3, 0.4], "eval_a_pass@1": [0.5, 0.6]}
+    constant = {"avg_kl_div": [0.0, 0.0], "staleness_mean": [1.0, 1.0], "eval_a_pass@2": [0.1, 0.9]}
+    columns = {"x": [1, 2]} | rising | constant
+    steps = [{key: values[step] for key, values in columns.items()} for step in range(2)]
+    plot([write(tmp_path / "a.jsonl", steps)], None, "x", output=tmp_path / "a.svg")
+    labels = re.findall(
+        r"<!-- (\w*(?:reward|pass@\d|kl_div|staleness\w*)) -->", (tmp_path / "a.svg").read_text()
+    )
+    assert labels == ["eval_a_pass@1", "eval_b_pass@1", "avg_reward"]
+    assert "skipped, as they never change: staleness_mean, avg_kl_div" in caplog.messages
 
 
 def test_a_malformed_line_is_an_error_with_file_and_line_number(tmp_path: Path) -> None:
@@ -234,11 +248,11 @@ def test_remote_files_are_fetched_by_scp_and_named_by_their_remote_path(scp, met
     output = tmp_path / "a.svg"
     files = ("runs/b/metrics.jsonl", "runs/a/metrics.jsonl")
     done = cli("plot", *files, "--remote", "me@[fe80::1%eth0]", "-o", output.name, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout) == (0, "")
     *options, separator, source, target = (scp / "argv").read_text().splitlines()
     assert options == ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     assert (separator, source) == ("--", "me@[fe80::1%eth0]:runs/a/metrics.jsonl")
-    labels = ("a/metrics.jsonl", *DEFAULT_VARIABLES, DEFAULT_X_KEY)
+    labels = ("a/metrics.jsonl", "avg_reward", "avg_kl_div", DEFAULT_X_KEY)
     assert all(f"<!-- {label} -->" in output.read_text() for label in labels)
     assert not Path(target).parent.exists()
 

@@ -63,10 +63,14 @@ def test_only_the_page_s_own_script_may_run_and_nothing_may_be_fetched():
     assert "innerHTML" not in own and "eval(" not in own
 
 
-def test_the_newest_samples_of_the_run_are_in_it(tmp_path):
-    (tmp_path / "training_params.json").write_text(json.dumps({"dump_samples_filename": "samples.jsonl"}))
+@pytest.mark.parametrize(
+    ("options", "file"), [({}, "samples.jsonl"), ({"dump_samples_filename": "all.jsonl"}, "all.jsonl")]
+)
+def test_the_newest_samples_of_the_run_are_in_it(tmp_path, options, file):
+    (tmp_path / "training_params.json").write_text(json.dumps(options))
     lines = [json.dumps(row(step, group)) for step in (1, 2, 3) for group in range(4)]
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / file).write_text("\n".join(lines) + "\n")
+    (tmp_path / "eval_samples_20.jsonl").write_text(json.dumps(row(9)) + "\n")
     write_samples_page(SamplesConfig(path=str(tmp_path), output=str(tmp_path / "s.html"), limit=6))
     elements = parsed((tmp_path / "s.html").read_text())
     data = json.loads(next(t for n, t in elements.texts.items() if elements.seen[n][1].get("id") == "data"))
@@ -84,7 +88,7 @@ def test_without_samples_the_way_to_have_some_is_told(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no run"):
         write_samples_page(SamplesConfig(path=str(tmp_path)))
     (tmp_path / "training_params.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="--dump-samples-filename"):
+    with pytest.raises(ConfigurationError, match="--keep-sample-groups"):
         write_samples_page(SamplesConfig(path=str(tmp_path)))
     (tmp_path / "eval_samples_20.jsonl").write_text(json.dumps(row()) + "\n")
     write_samples_page(SamplesConfig(path=str(tmp_path), output=str(tmp_path / "s.html")))

@@ -200,7 +200,7 @@ async def test_a_name_that_a_foreign_page_has_made_point_here_gets_nothing(run):
 async def test_a_completion_with_script_in_it_is_data_on_the_samples_page(run):
     async with browser(run) as client:
         answer = await client.get("/samples")
-        assert answer.status == 404 and "--dump-samples-filename" in await answer.text()
+        assert answer.status == 404 and "--keep-sample-groups" in await answer.text()
         (run / "training_params.json").write_text(json.dumps(OPTIONS | {"dump_samples_filename": "s.jsonl"}))
         row = {"step": 1, "group": 0, "member": 0, "input": HOSTILE, "completion": HOSTILE, "answer": "2"}
         row |= {"reward": 1.0, "status": "ok", "components": {}, "finish_reason": "stop", "advantage": 0.0}

@@ -84,6 +84,7 @@ def test_a_checkpoint_is_evaluated_with_its_own_weights_and_the_options_of_its_r
     groups = defaultdict(list)
     for sample in samples:
         groups[sample["group"]].append(sample["reward"])
+    assert groups.keys() == set(range(24))  # numbers of the questions in the file
     passed = [[reward >= 1.0 for reward in group] for group in groups.values()]
     assert line["eval_avg_reward"] == pytest.approx(np.mean([np.mean(group) for group in groups.values()]))
     pairs = [[any(pair) for pair in itertools.combinations(group, 2)] for group in passed]

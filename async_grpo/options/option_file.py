@@ -1,0 +1,102 @@
+"""Files of options: TOML, flat or in tables named for the rooms, or the `training_params.json` of a run."""
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import field_name, nearest, refuse
+from async_grpo.processes.untrusted_files import parse_json, read_text
+
+ROOMS = {folder.name for folder in Path(__file__).resolve().parents[1].iterdir() if folder.is_dir()}
+
+
+def read_options(
+    path: Path, config_class: type, foreign: Callable[[], Collection[str]]
+) -> dict[str, bool | str]:
+    """Read options from a file.
+
+    Args:
+        path: The file.
+        config_class: Dataclass whose fields are the options.
+        foreign: Returns further keys that are ignored.
+
+    Returns:
+        The values by the names of the fields: booleans, and texts as the command line takes them.
+
+    Raises:
+        ConfigurationError: The file cannot be read, holds a key that no program knows, gives an option two values, or has
+            an option in the table of another room.
+    """
+    fields = dataclasses.fields(config_class)
+    room_by_field = rooms(config_class)
+    type_by_field = {field.name: field.type for field in fields}
+    values: dict[str, bool | str] = {}
+    for table, key, value in _entries(path, {*room_by_field, *foreign()}):
+        name = field_name(key, fields)
+        if name not in room_by_field:
+            if name not in foreign():
+                known_keys = sorted({*room_by_field, *ROOMS})
+                raise ConfigurationError(f"{path}: {key} is no option{nearest(name, known_keys)}")
+            continue
+        room = room_by_field[name]
+        refuse(table not in ("", room), f"{path}: {key} belongs in the table [{room}], not in [{table}]")
+        if value is None:
+            continue
+        # Not where a number is needed, because Python takes True for 1
+        is_flag = isinstance(value, bool) and type_by_field[name] is bool
+        setting = value if is_flag else option_text(value)
+        is_set_twice = values.get(name, setting) != setting
+        refuse(is_set_twice, f"{path}: {name} has two values, {values.get(name)} and {setting} (as {key})")
+        values[name] = setting
+    return values
+
+
+def rooms(config_class: type) -> dict[str, str]:
+    """Return the room (folder of async_grpo) that defines each field, by the name of the field."""
+    room_by_field = {}
+    for base in reversed(config_class.__mro__):
+        room = base.__module__.removeprefix("async_grpo.").partition(".")[0]
+        for name in vars(base).get("__annotations__", {}):
+            room_by_field[name] = room
+    return {field.name: room_by_field[field.name] for field in dataclasses.fields(config_class)}
+
+
+def _entries(path: Path, option_names: Collection[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the table ("" outside of all), key and value of each option in the file."""
+    for key, value in _content(path).items():
+        is_room = key in ROOMS and key not in option_names and isinstance(value, Mapping)
+        if not is_room:
+            yield "", key, value
+            continue
+        for key_in_table, value_in_table in value.items():
+            yield key, key_in_table, value_in_table
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        text = read_text(path, follow_links=True)
+        content = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        # Both parsers raise a ValueError
+        raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
+    refuse(
+        not isinstance(content, dict),
+        f"--config {path} holds no table of options, but a {type(content).__name__}",
+    )
+    return content
+
+
+def option_text(value: Any) -> str:
+    """Return a value as the command line takes it: `a,b` for a list, `name=value,...` for a table.
+
+    >>> option_text(["a", "b"]), option_text({"a": 0.5, "b": 2})
+    ('a,b', 'a=0.5,b=2')
+    """
+    if isinstance(value, dict):
+        value = [f"{name}={item}" for name, item in value.items()]
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value)
