@@ -77,12 +77,12 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def __add__(self, more: "Tokens") -> "Tokens":
-        """Return these tokens followed by `more`."""
+    def __add__(self, other: "Tokens") -> "Tokens":
+        """Return these tokens followed by the others."""
         return Tokens(
-            np.concatenate([self.token_ids, more.token_ids]),
-            np.concatenate([self.logprobs, more.logprobs]),
-            np.concatenate([self.versions, more.versions]),
+            np.concatenate([self.token_ids, other.token_ids]),
+            np.concatenate([self.logprobs, other.logprobs]),
+            np.concatenate([self.versions, other.versions]),
         )
 
     @property

@@ -43,9 +43,11 @@ def reply_to(request: Any) -> dict[str, Any]:
     images = request.get("images", [[] for _ in samples])
     if not isinstance(images, list) or len(images) != len(samples):
         raise ValueError("`images` must hold one list per sample")
-    scores = [_score(sample, shown) for sample, shown in zip(samples, images, strict=True)]
-    named = {"id": request["id"]} if "id" in request else {}  # by which the client knows its own reply
-    return {"protocol": PROTOCOL, **named, "scores": scores}
+    scores = [_score(sample, sample_images) for sample, sample_images in zip(samples, images, strict=True)]
+    answer = {"protocol": PROTOCOL, "scores": scores}
+    if "id" in request:
+        answer["id"] = request["id"]  # the client recognizes its reply by it
+    return answer
 
 
 def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:

@@ -76,9 +76,12 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
     ends = torch.tensor(model.generation_config.eos_token_id)
     pad = tokenizer.pad_token_id
     token_ids, attention = pad_left([row["input_token_ids"] for row in rows], pad)
-    cache, inputs = DynamicCache(config=model.config), token_ids
+    cache = DynamicCache(config=model.config)
+    inputs = token_ids
     alive = torch.ones(len(rows), dtype=torch.bool)
-    tokens, masks, logprobs = [], [], []
+    tokens = []
+    masks = []
+    logprobs = []
     while alive.any() and len(tokens) < max_new_tokens:
         position_ids = positions(attention)[:, -inputs.shape[1] :]
         output = model(
@@ -96,7 +99,8 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
         attention = torch.cat([attention, alive[:, None].long()], 1)
         alive = alive & ~torch.isin(tokens[-1], ends)
         inputs = tokens[-1][:, None]
-    completions, mask = torch.stack(tokens, 1), torch.stack(masks, 1)
+    completions = torch.stack(tokens, 1)
+    mask = torch.stack(masks, 1)
     texts = [
         tokenizer.decode(
             [token for token in ids[keep].tolist() if token not in ends], skip_special_tokens=False
@@ -124,10 +128,8 @@ def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value, [value]
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as operator, right=right):
-            (left_value, left_nums), (right_value, right_nums) = (
-                evaluate_expression(left),
-                evaluate_expression(right),
-            )
+            left_value, left_nums = evaluate_expression(left)
+            right_value, right_nums = evaluate_expression(right)
             if isinstance(operator, ast.Add):
                 return left_value + right_value, left_nums + right_nums
             if isinstance(operator, ast.Sub):
@@ -244,13 +246,13 @@ def main(
         rollout = sample(policy, tokenizer, rows, max_new_tokens)
         correct, well_formed = torch.tensor(list(map(score, rollout.texts, rows))).unbind(1)
         rewards = correct + FORMAT_REWARD * well_formed
-        seen = {
+        columns = {
             "accuracy": correct,
             "format": well_formed,
             "reward": rewards,
             "tokens": rollout.mask.sum(1).float(),
         }
-        metrics = {name: values.mean().item() for name, values in seen.items()}
+        metrics = {name: values.mean().item() for name, values in columns.items()}
         pending.append((rollout, group_advantages(rewards, group_size), metrics))
 
     def train_step() -> dict[str, float]:

@@ -28,15 +28,21 @@ CALL = '<tool_call>{"name": "calc", "arguments": {"e": "', '"}}</tool_call>'
 
 
 def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
-    """Endless games. So large a share of the guesses takes the answers so far into account; the others are any number."""
+    """Yield games without end.
+
+    In the share `thoughtful` of the guesses, the number fits the answers so far. The other guesses are any number.
+    """
     while True:
         game = Guess()
         messages = [{"role": "user", "content": game.reset({}, rng.randrange(2**31))}]
-        low, high, done = 1, 16, False
-        while not done:
+        low = 1
+        high = 16
+        is_over = False
+        while not is_over:
             guess = rng.randint(low, high) if rng.random() < thoughtful else rng.randint(1, 16)
-            told, _, done = game.step(str(guess))
-            messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": told}]
+            observation, _, is_over = game.step(str(guess))
+            messages.append({"role": "assistant", "content": str(guess)})
+            messages.append({"role": "user", "content": observation})
             low, high = game._known
         yield messages[:-1]
 
@@ -50,8 +56,8 @@ def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[st
     problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
     while True:
         problem = rng.choice(problems)
-        asked = " ".join(map(str, rng.sample(problem.nums, len(problem.nums))))
-        messages = [{"role": "user", "content": f"{asked}={problem.target}"}]
+        nums = " ".join(map(str, rng.sample(problem.nums, len(problem.nums))))
+        messages = [{"role": "user", "content": f"{nums}={problem.target}"}]
         answer = choose_expression(problem, "+-*", False, rng)
         for _ in range(4 if rng.random() < thoughtful else 0):
             answer = choose_expression(problem, "+-*", rng.random() < 0.3, rng)
@@ -70,14 +76,15 @@ GAMES = {"guess": guess_games, "countdown_tools": calculations}
 def labelled(
     messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[list[int], list[int]]:
-    """Token ids, and the same as labels on what the assistant says."""
-    ids, labels = list[int](), list[int]()
+    """Return token ids and labels. The labels are the ids of the assistant's words, and `IGNORED_LABEL` elsewhere."""
+    ids: list[int] = []
+    labels: list[int] = []
     for message in messages:
-        says = message["role"] == "assistant"
+        is_answer = message["role"] == "assistant"
         head = tokenizer.encode(f"<|im_start|>{message['role']}\n")
         body = tokenizer.encode(f"{message['content']}<|im_end|>")
         ids += head + body
-        labels += [IGNORED_LABEL] * len(head) + (body if says else [IGNORED_LABEL] * len(body))
+        labels += [IGNORED_LABEL] * len(head) + (body if is_answer else [IGNORED_LABEL] * len(body))
     return ids, labels
 
 

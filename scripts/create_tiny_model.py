@@ -117,13 +117,14 @@ def ordered_expressions(nums: tuple[int, ...], operators: str) -> tuple[Expressi
     """Every expression over `nums` in this order."""
     if len(nums) == 1:
         return (Expression(str(nums[0]), Fraction(nums[0]), 2),)
-    found = []
+    expressions = []
     for split in range(1, len(nums)):
-        sides = ordered_expressions(nums[:split], operators), ordered_expressions(nums[split:], operators)
-        for operator, left, right in itertools.product(operators, *sides):
+        left_sides = ordered_expressions(nums[:split], operators)
+        right_sides = ordered_expressions(nums[split:], operators)
+        for operator, left, right in itertools.product(operators, left_sides, right_sides):
             with suppress(ZeroDivisionError):
-                found.append(combine(operator, left, right))
-    return tuple(found)
+                expressions.append(combine(operator, left, right))
+    return tuple(expressions)
 
 
 @cache

@@ -24,25 +24,42 @@ def page() -> str:
     return HEAD + "".join(_section(name) for name, command in COMMANDS.items() if command.config)
 
 
-def _section(program: str) -> str:
-    known = {"run": "train", "doctor": "run", "replay": "train"}.get(program)  # whose options it has, too
-    told = config_class(known).__dataclass_fields__ if known else {}
-    lines = [f"\nAll options of `async-grpo {known}`, and:\n"] if told else []
+# Commands that have all options of another command, which are listed there alone
+BASE_COMMANDS = {"run": "train", "doctor": "run", "replay": "train"}
+
+
+def _section(command: str) -> str:
+    lines = []
+    base_fields = {}
+    if command in BASE_COMMANDS:
+        base_command = BASE_COMMANDS[command]
+        base_fields = config_class(base_command).__dataclass_fields__
+        lines.append(f"\nAll options of `async-grpo {base_command}`, and:\n")
     panel = ""
-    for field in fields_in_order(config_class(program)):
-        if field.name in told:
+    for field in fields_in_order(config_class(command)):
+        if field.name in base_fields:
             continue
         if panel_of(field) != panel:
             panel = panel_of(field)
             lines.append(f"\n### {panel}\n\n| option | default | |\n|---|---|---|")
-        default = "required" if field.default is dataclasses.MISSING else f"`{field.default}`"
-        shown = "" if field.default in (None, "") else default
-        names = [field.name.upper()] if field.metadata["argument"] else spellings_of(field)
-        # A flag is --name/--no-name
-        names = [spelling.partition("/")[0] for spelling in names]
-        name = ", ".join(f"`{spelling}`" for spelling in names)
-        lines.append(f"| {name} | {shown} | {help_of(field).replace('|', chr(92) + '|')} |")
-    return f"\n## async-grpo {program}\n" + "\n".join(lines) + "\n"
+        lines.append(_row(field))
+    return f"\n## async-grpo {command}\n" + "\n".join(lines) + "\n"
+
+
+def _row(field: dataclasses.Field) -> str:
+    if field.default is dataclasses.MISSING:
+        default = "required"
+    elif field.default in (None, ""):
+        default = ""
+    else:
+        default = f"`{field.default}`"
+    names = [field.name.upper()]
+    if not field.metadata["argument"]:
+        # The spelling of a flag is --name/--no-name
+        names = [spelling.partition("/")[0] for spelling in spellings_of(field)]
+    name = ", ".join(f"`{name}`" for name in names)
+    help_text = help_of(field).replace("|", "\\|")
+    return f"| {name} | {default} | {help_text} |"
 
 
 if __name__ == "__main__":

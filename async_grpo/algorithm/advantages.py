@@ -214,10 +214,10 @@ class Estimator:
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError if an option is unknown, or a required input is missing."""
         name = self.function.__name__
-        known = list(self.keywords)
-        unknown = [option for option in options if option not in known]
+        names = list(self.keywords)
+        unknown = [option for option in options if option not in names]
         if unknown:
-            raise ValueError(f"{name} has no option {unknown}; known: {', '.join(known) or 'none'}")
+            raise ValueError(f"{name} has no option {unknown}; known: {', '.join(names) or 'none'}")
         missing = [option for option in self.required_inputs if options.get(option) is None]
         if missing:
             raise ValueError(f"{name} needs {missing} beside the rewards")
@@ -352,8 +352,8 @@ def get_estimator(name: str) -> Estimator:
         raise ConfigurationError(
             f"--advantage-estimator {name} must be called as f(rewards, used, groups, *, options): {error}"
         ) from error
-    known = {*PROVIDED, *estimator.inputs, *estimator.options}
-    unknown = [keyword for keyword in estimator.keywords if keyword not in known]
+    accepted_keywords = {*PROVIDED, *estimator.inputs, *estimator.options}
+    unknown = [keyword for keyword in estimator.keywords if keyword not in accepted_keywords]
     if unknown:
         raise ConfigurationError(
             f"--advantage-estimator {name} takes {', '.join(unknown)}, which is neither an option (a keyword with a number "

@@ -78,8 +78,8 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
     Raises:
         ConfigurationError: There is no such aggregation, or it needs a positive scale.
     """
-    known = ", ".join(AGGREGATIONS)
-    refuse(mode not in AGGREGATIONS, f"unknown aggregation {mode!r}; choose one of {known}")
+    modes = ", ".join(AGGREGATIONS)
+    refuse(mode not in AGGREGATIONS, f"unknown aggregation {mode!r}; choose one of {modes}")
     aggregation = AGGREGATIONS[mode]
     if aggregation.per != "scale":
         return aggregation

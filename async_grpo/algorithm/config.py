@@ -217,13 +217,13 @@ class AlgorithmConfig(Section):
             ConfigurationError: The loss has no such option, or a value does not fit it.
         """
         name = self.policy_loss
-        known = self.loss.options
-        options = _settings("loss-options", self.loss_options, known, f"the loss {name} (--loss-options)")
+        defaults = self.loss.options
+        options = _settings("loss-options", self.loss_options, defaults, f"the loss {name} (--loss-options)")
         for clip in ("clip_low", "clip_high"):
             value = getattr(self, clip)
             if value is None:
                 continue
-            refuse(clip not in known, f"the loss {name} does not clip: leave --{dashed(clip)} out")
+            refuse(clip not in defaults, f"the loss {name} does not clip: leave --{dashed(clip)} out")
             refuse(clip in options, f"{clip} is given twice: as a flag, and in --loss-options")
             options[clip] = value
         self.loss.check_options(**options)

@@ -138,9 +138,9 @@ class PolicyLoss:
     def _check_names(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if an option is unknown, or proximal log-probs are missing."""
         name = self.function.__name__
-        known = keywords(self.function)
-        unknown = ", ".join(sorted(options.keys() - known.keys()))
-        refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(known) or 'none'}")
+        names = keywords(self.function)
+        unknown = ", ".join(sorted(options.keys() - names.keys()))
+        refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(names) or 'none'}")
         lacks_proximal = self.needs_proximal and options.get("proximal_logprobs") is None
         refuse(lacks_proximal, f"the loss {name} needs proximal_logprobs: run a proximal logprob worker")
 

@@ -117,8 +117,10 @@ def importance_weights(
 
 def _check_weight_options(level: str, mode: str, low: float | None, high: float) -> None:
     """Raise ConfigurationError if the level or the mode is unknown, or the bounds leave no weights."""
-    for name, value, known in (("level", level, LEVELS), ("mode", mode, MODES)):
-        refuse(value not in known, f"unknown importance {name} {value!r}; choose one of {', '.join(known)}")
+    for name, value, choices in (("level", level, LEVELS), ("mode", mode, MODES)):
+        refuse(
+            value not in choices, f"unknown importance {name} {value!r}; choose one of {', '.join(choices)}"
+        )
     lowest = low or 0
     refuse(
         high is None or not (high > 0 and 0 <= lowest <= high),

@@ -92,8 +92,8 @@ class Groups:
 
     def scale(self, values: Float64[Tensor, "batch columns"]) -> Float64[Tensor, "batch 1"]:
         """Return `power_of_two_near` the largest magnitude of each row's group; uncounted values must be zero."""
-        everything = torch.ones_like(values, dtype=torch.bool)
-        largest = -self.lowest(-values.abs(), everything)
+        full_mask = torch.ones_like(values, dtype=torch.bool)
+        largest = -self.lowest(-values.abs(), full_mask)
         return power_of_two_near(largest)
 
 

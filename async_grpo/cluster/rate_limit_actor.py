@@ -104,8 +104,8 @@ class RemoteRateLimiter:
             hold = channel.stream("hold", key, limits, tokens, phase)
             try:
                 permit = await anext(hold)
-            except WorkerLost as lost:
-                log.warning("the rate limiter is asked again: %s", lost)
+            except WorkerLost as error:
+                log.warning("the rate limiter is asked again: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             ticket = next(self._tickets)
@@ -118,11 +118,11 @@ class RemoteRateLimiter:
         Raises:
             ValueError: The permit is not out.
         """
-        held = self._permits.get(permit)
-        if held is None or held.key != key:
+        held_permit = self._permits.get(permit)
+        if held_permit is None or held_permit.key != key:
             raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
         del self._permits[permit]
-        release = asyncio.create_task(held.give_back(used_tokens))
+        release = asyncio.create_task(held_permit.give_back(used_tokens))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)
 

@@ -89,7 +89,7 @@ class RegisteredWorkers:
             link=self._connect(
                 handle,
                 f"{self.kind} worker {worker_id}",
-                lambda lost: self.deregister(worker_id, str(lost)),
+                lambda error: self.deregister(worker_id, str(error)),
             ),
             is_late=is_late,
             gone=asyncio.get_running_loop().create_future(),
@@ -165,29 +165,29 @@ class RegisteredWorkers:
 
     @asynccontextmanager
     async def lease(
-        self, who: str, count: int, tokens_each: int, prefers: str = ""
+        self, work: str, count: int, tokens_each: int, prefers: str = ""
     ) -> AsyncIterator[tuple[WorkerLink, Lease]]:
         """Lease places in a worker for the block, waiting for a worker that has room.
 
         A `WorkerLost` that leaves the block fences the worker and is not raised.
 
         Args:
-            who: The work, for reports of what the run waits for.
+            work: Name of the work, for reports of what the run waits for.
             count: Number of sequences, which the worker takes all at once.
             tokens_each: Expected tokens of each sequence.
             prefers: Id of the worker whose prefix cache holds the beginning of the sequences, if there is one.
         """
-        with waiting("place", who, f"a place in a {self.kind} worker"):
+        with waiting("place", work, f"a place in a {self.kind} worker"):
             lease = await self.registry.acquire(count, tokens_each, prefers)
         worker = self.by_id[lease.worker_id]
         try:
-            with waiting("worker", who, f"{self.kind} worker {lease.worker_id}"):
+            with waiting("worker", work, f"{self.kind} worker {lease.worker_id}"):
                 yield worker.link, lease
-        except WorkerLost as lost:
-            self._last_lost = lost
+        except WorkerLost as error:
+            self._last_lost = error
             # The worker may have registered again since: the new one is not fenced
             if self.by_id.get(lease.worker_id) is worker:
-                self.deregister(lease.worker_id, str(lost))
+                self.deregister(lease.worker_id, str(error))
         finally:
             self.registry.release(lease, lease.sequences)
 

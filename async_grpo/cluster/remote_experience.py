@@ -176,7 +176,7 @@ def _is_ready(reference: Any) -> bool:
 
 
 def write_evaluation(
-    path: Path, step: int, name: str, result: Mapping[str, Any], **more: Any
+    path: Path, step: int, name: str, result: Mapping[str, Any], **entries: Any
 ) -> dict[str, Any]:
     """Write the result of an evaluation and log it.
 
@@ -185,7 +185,7 @@ def write_evaluation(
         step: The step that was evaluated.
         name: Name of the evaluation file; "" if there is only one without a name.
         result: A result of `Rollouts.evaluate`.
-        more: Further entries of the line.
+        entries: Further entries of the line.
 
     Returns:
         The numbers of the result, without the prefix `eval_`.
@@ -194,7 +194,7 @@ def write_evaluation(
     line: dict[str, Any] = {"step": step}
     if name:
         line["file"] = name
-    line |= more
+    line |= entries
     line["seconds"] = result["seconds"]
     line |= {f"eval_{key}": value for key, value in numbers.items()}
     with path.open("a", encoding="utf-8") as lines:

@@ -133,14 +133,14 @@ class RunVerification:
             max_bytes = None if max_mb is None else round(max_mb * 2**20)
             cache = VerdictCache(config.verdict_cache, max_bytes=max_bytes)
             self._resources.push_async_callback(cache.close)
-        paid = {name: judge for name, judge in self._judges.items() if getattr(judge, PRICE, None)}
-        if paid:
+        paid_judges = {name: judge for name, judge in self._judges.items() if getattr(judge, PRICE, None)}
+        if paid_judges:
             budget = Budget(config.judge_budget, policy=config.judge_budget_policy, path=budget_path)
         return CallMiddleware(
             versions=self._versions() if cache else {},
             cache=cache,
             budget=budget,
-            estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
+            estimates={name: partial(most_it_costs, judge) for name, judge in paid_judges.items()},
         )
 
     def _versions(self) -> dict[str, str]:

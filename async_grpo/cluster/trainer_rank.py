@@ -110,9 +110,9 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
         trainer.write = metrics.write
         trainer.run()
     if trainer.end_reason:
-        where = f"saved after step {trainer.version} in {checkpoints_of(config.output_path)[0]}"
-        close_run(controller, where)
-        raise RunInterrupted(f"{trainer.end_reason}: {where}; the same command goes on from there")
+        reason = f"saved after step {trainer.version} in {checkpoints_of(config.output_path)[0]}"
+        close_run(controller, reason)
+        raise RunInterrupted(f"{trainer.end_reason}: {reason}; the same command goes on from there")
     close_run(controller, f"{config.num_steps} steps are done")
 
 

@@ -142,9 +142,9 @@ class RayEngines:
                 args_by_worker[worker_id] = ({**args[0], "rank_offset": rank},)
                 rank += world_size
         answers = self._call(method, args_by_worker, others_s=OTHERS_S)
-        lost = args_by_worker.keys() - answers.keys()
-        if lost:
-            raise WorkerLost(f"{', '.join(sorted(lost))}: lost in an NCCL weight sync, by {method}")
+        lost_workers = args_by_worker.keys() - answers.keys()
+        if lost_workers:
+            raise WorkerLost(f"{', '.join(sorted(lost_workers))}: lost in an NCCL weight sync, by {method}")
 
     def _call(
         self, method: str, args_by_worker: dict[str, tuple[Any, ...]], others_s: float

@@ -277,11 +277,11 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
     try:
         _join(run, worker, worker_id)
         has_joined = True
-        gone = run.controller.until_gone.remote(run.kind, worker_id)
+        departure = run.controller.until_gone.remote(run.kind, worker_id)
         drain = _Drain(run, worker_id, worker.config.drain_s)
         try:
             with handling(drain.handle, signal.SIGTERM):
-                reason = str(run.unless_closed(gone, None, worker.actor.until_failure.remote()))
+                reason = str(run.unless_closed(departure, None, worker.actor.until_failure.remote()))
         except (RayError, WorkerLost) as error:
             if not drain.has_begun:
                 raise
@@ -289,7 +289,7 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
         if drain.has_begun:
             # A worker that dies while it drains has ended in order, too: its work continues elsewhere
             raise _Ended(f"worker {worker_id} has drained: {reason}")
-        is_fenced = bool(ray.wait([gone], timeout=0)[0])
+        is_fenced = bool(ray.wait([departure], timeout=0)[0])
         raise _WorkerDied(f"worker {worker_id} {'was lost' if is_fenced else 'died'}: {reason}")
     except (RayError, DeadlineExceeded) as error:
         reason = cause_of(error)

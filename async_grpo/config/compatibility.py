@@ -26,11 +26,11 @@ def refuse_broken(config: Any, broken: Broken) -> None:
         raise ConfigurationError(_with_values(config, flags, message))
 
 
-def idle(config: Any, flags: str, why: str) -> Broken:
+def idle(config: Any, flags: str, reason: str) -> Broken:
     """Break a rule if any of the options was set, because they would do nothing."""
     changed = _changed(config, flags.split())
     if changed:
-        yield " ".join(changed), f"does nothing {why}"
+        yield " ".join(changed), f"does nothing {reason}"
 
 
 def _changed(config: Any, names: Iterable[str]) -> list[str]:
@@ -87,7 +87,7 @@ def _broken_recipe(c: RunOptions) -> Broken:
     fields = type(c).__dataclass_fields__
     names_not_default = [name for name in preset if preset[name] != fields[name].default]
     if preset and not _changed(c, names_not_default):
-        yield "recipe", "was named but not applied: use RunConfig.from_options({...}, given={...})"
+        yield "recipe", "was named but not applied: use RunConfig.from_options({...}, explicit_names={...})"
 
 
 def _broken_sizes(c: RunOptions) -> Broken:
@@ -148,7 +148,7 @@ def _idle_values(c: RunOptions) -> Broken:
     """Find options that do nothing because of another option; warn where that is harmless."""
     weighs = c.importance_level != "none"
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
-    for is_used, flags, needed in (
+    for is_used, flags, condition in (
         (c.kl_coef, "kl_kind kl_clamp kl_in_reward", "--kl-coef above 0: give --kl-coef"),
         (
             weighs,
@@ -164,7 +164,7 @@ def _idle_values(c: RunOptions) -> Broken:
         (c.eval_data_path, "eval_every evaluation_verifiers", "--eval-data-path"),
     ):
         if not is_used:
-            yield from idle(c, flags, f"without {needed}")
+            yield from idle(c, flags, f"without {condition}")
     if c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness:
         _warn(
             c,

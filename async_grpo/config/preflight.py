@@ -130,9 +130,9 @@ def _check_sources(config: RunConfig) -> None:
     if config.environment:
         source_of(config.environment)
     if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
-        others = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
+        cpu_transports = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
         raise ConfigurationError(
-            f"--weight-transport {config.weight_transport} needs GPUs; everywhere works {others}"
+            f"--weight-transport {config.weight_transport} needs GPUs; everywhere works {cpu_transports}"
         )
 
 

@@ -50,17 +50,18 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def apply_recipe(options: Mapping[str, Any], given: Collection[str]) -> tuple[dict[str, Any], str]:
+def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) -> tuple[dict[str, Any], str]:
     """Set the options of the recipe that the user has not set.
 
     Args:
         options: The values of all options, with the name of the recipe.
-        given: Names of the options that the user has set.
+        explicit_names: Names of the options that the user has set.
 
     Returns:
         The options with the recipe's values, and a line that says which values were set; "" without a recipe.
 
-    >>> options, message = apply_recipe({"recipe": "gspo", "clip_low": 0.1, "policy_loss": "x"}, given={"clip_low"})
+    >>> user_options = {"recipe": "gspo", "clip_low": 0.1, "policy_loss": "x"}
+    >>> options, message = apply_recipe(user_options, explicit_names={"clip_low"})
     >>> options["policy_loss"], options["clip_low"], "yours: clip_low=0.1" in message
     ('gspo', 0.1, True)
     """
@@ -69,11 +70,13 @@ def apply_recipe(options: Mapping[str, Any], given: Collection[str]) -> tuple[di
     preset = dict(RECIPES.get(name or "", {}))
     if not preset:
         return dict(options), ""
-    if "policy_loss" in given and options["policy_loss"] != preset["policy_loss"]:
+    if "policy_loss" in explicit_names and options["policy_loss"] != preset["policy_loss"]:
         # The recipe's clip belongs to the recipe's loss
         preset.pop("clip_low", None)
         del preset["clip_high"]
-    user_values = {key: options[key] for key in preset if key in given and options[key] != preset[key]}
+    user_values = {
+        key: options[key] for key in preset if key in explicit_names and options[key] != preset[key]
+    }
     message = f"recipe {name} sets {_listed({**preset, **user_values})}"
     if user_values:
         message += f"; yours: {_listed(user_values)}"

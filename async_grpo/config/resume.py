@@ -118,12 +118,12 @@ def _refuse_to_begin_over(config: RunConfig) -> None:
         log.warning("--output-dir %s holds a run without a checkpoint: it begins again", folder)
 
 
-def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -> None:
+def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) -> None:
     """Refuse changes of options that cannot change.
 
     Args:
         config: The options of this start.
-        where: Folder of the earlier run, for messages.
+        folder: Folder of the earlier run, for messages.
         earlier: The options of the earlier run.
 
     Raises:
@@ -139,7 +139,7 @@ def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -
         if value != earlier_value:
             flags = DERIVED.get(name, f"--{dashed(name)}")
             raise ConfigurationError(
-                f"{flags}: {value}, and was {_shown(earlier_value)} in the run of {where}: {reason}; {WAY_OUT}"
+                f"{flags}: {value}, and was {_shown(earlier_value)} in the run of {folder}: {reason}; {WAY_OUT}"
             )
 
 

@@ -33,9 +33,9 @@ class ResolvedRewards:
         registry = RewardRegistrySource.from_file(registry_file(config.reward_registry))
         source = registry.with_files(config.reward_fns)
         rewards = resolve(source, config.all_names)
-        everyone = {name: config.with_address(reward) for name, reward in rewards.items()}
-        adapters = {name: everyone[name] for name in config.adapters}
-        return cls(source, adapters, everyone)
+        all_rewards = {name: config.with_address(reward) for name, reward in rewards.items()}
+        adapters = {name: all_rewards[name] for name in config.adapters}
+        return cls(source, adapters, all_rewards)
 
     def _with(self, trait: str) -> list[str]:
         return [name for name, adapter in self.everyone.items() if getattr(traits_of(adapter), trait)]

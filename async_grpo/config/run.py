@@ -23,8 +23,13 @@ from async_grpo.types import ENVIRONMENT
 
 # Keys of `training_params.json` beside the options. A file of options may hold them, too
 FACTS = (
-    *("WORLD_SIZE", "reward_registry_sha256", "reward_sources_sha256", "algorithm_sources_sha256"),
-    *("settings", "num_questions", "ray_version"),
+    "WORLD_SIZE",
+    "reward_registry_sha256",
+    "reward_sources_sha256",
+    "algorithm_sources_sha256",
+    "settings",
+    "num_questions",
+    "ray_version",
 )
 _cluster = partial(option, panel="Cluster")
 
@@ -34,14 +39,14 @@ class RunConfig(RunOptions):
     """All options of a training run. Units: tokens, samples (completions), questions (prompts), seconds."""
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:
+    def from_options(cls, options: Mapping[str, Any], explicit_names: Collection[str]) -> Self:
         """Make the configuration of a command line.
 
         Args:
             options: The values of all options.
-            given: Names of the options that the user has set. All others may be set by the recipe.
+            explicit_names: Names of the options that the user has set. All others may be set by the recipe.
         """
-        options, message = apply_recipe(options, given)
+        options, message = apply_recipe(options, explicit_names)
         # `async-grpo run` has its trainer print the message
         if message and cls is RunConfig and os.environ.get("RANK", "0") == "0":
             print(message, flush=True)

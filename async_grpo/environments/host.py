@@ -121,12 +121,12 @@ class EnvironmentHost:
             raise TypeError(
                 f"step returned {shown(returned, 200)}, not (observation, reward, whether it is over)"
             )
-        observation, reward, done = returned
+        observation, reward, is_over = returned
         if not is_finite_number(reward):
             raise ValueError(f"the reward {shown(reward)} is no finite number")
         if not is_plausible(reward):
             raise ValueError(f"the reward is {shown(reward)}: {PLAUSIBLE_REWARD}")
-        return _situation(environment, observation) | {"reward": float(reward), "done": bool(done)}
+        return _situation(environment, observation) | {"reward": float(reward), "done": bool(is_over)}
 
     async def _leave(self, trajectory: int) -> dict[str, Any]:
         environment = self._environments.pop(trajectory, None)

@@ -118,8 +118,8 @@ def task_seed(seed: int, prompt: Prompt) -> int:
     if isinstance(row_seed, int):
         return row_seed
     # The group of a held-out question may be generated in parts, which have different ordinals
-    which = prompt.question if prompt.question < 0 else prompt.ordinal
-    digest = hashlib.blake2b(f"task {seed}/{which}".encode(), digest_size=4).digest()
+    task_number = prompt.question if prompt.question < 0 else prompt.ordinal
+    digest = hashlib.blake2b(f"task {seed}/{task_number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1
 
 

@@ -44,23 +44,23 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
         ConfigurationError: There is no such file, it is not JSONL, or a line is too long or no text.
     """
     path = Path(path)
-    where = ""
+    place = ""
     refuse(not path.is_file(), f"{path}: there is no such file")
     with open_regular(path, follow_links=True) as file:
         for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
             if line is not None and not line.strip():
                 continue
-            where = f"{path}, line {number}"
+            place = f"{path}, line {number}"
             if line is None:
                 raise ConfigurationError(
-                    f"{where}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
+                    f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
                 )
             try:
                 row = parse_json(line)
             except ValueError as error:  # not UTF-8, not JSON, or brackets without end
-                raise ConfigurationError(f"{where}: not JSON ({error})") from error
-            yield where, row
-    refuse(not where, f"{path} holds no questions")
+                raise ConfigurationError(f"{place}: not JSON ({error})") from error
+            yield place, row
+    refuse(not place, f"{path} holds no questions")
 
 
 def questions_of(
@@ -81,7 +81,7 @@ def questions_of(
         ConfigurationError: A row cannot be trained on; the message names its file and line.
     """
     questions = []
-    for where, row in rows:
+    for place, row in rows:
         try:
             _check_prompt_text(row, max_prompt_tokens)
             token_ids = _prompt_tokens(row, tokenizer)
@@ -97,10 +97,10 @@ def questions_of(
                 "another model",
             )
         except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}") from error
+            raise ConfigurationError(f"{place}: {error}") from error
         if not isinstance(row.get("input"), str):
             row["input"] = tokenizer.decode(token_ids)
-        questions.append(Question(np.asarray(token_ids, np.int32), row, where))
+        questions.append(Question(np.asarray(token_ids, np.int32), row, place))
     return questions
 
 

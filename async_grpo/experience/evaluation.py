@@ -25,13 +25,13 @@ from async_grpo.types import Group
 QUANTILE_OF_95 = 1.96  # standard errors on each side of the mean in a 95 % interval
 
 
-def pass_at_k(drawn: int, passed: int, k: int) -> float:
-    """Estimate the chance that one of k completions passes, from `drawn` completions of which `passed` did.
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Estimate the chance that one of k completions passes, from `num_samples` completions of which `num_passed` did.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
     (0.25, 0.5, 0.0, 1.0)
     """
-    return 1.0 - math.comb(drawn - passed, k) / math.comb(drawn, k)
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:

@@ -200,17 +200,17 @@ class WorkerRegistry:
 
     def _choose(self, sequences: int, tokens: int, prefers: str) -> Member | None:
         """Return the active member that gets the sequences; None if no member has room."""
-        known = self._members.get(prefers)
+        preferred = self._members.get(prefers)
         if self._policy is not least_loaded or not self._active:
             fitting = [member for member in self._active if member.has_room(sequences)]
             chosen = self._policy(fitting, sequences, tokens) if fitting else None
-            return known if known in fitting else chosen
+            return preferred if preferred in fitting else chosen
         # `least_loaded`, for all members at once
         shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits
         loads = np.where(shares[0] <= 1, shares.max(axis=0), np.inf)
         best = int(loads.argmin())
-        if known is not None and known.active and loads[known.column] <= loads[best] + AFFINITY:
-            best = known.column
+        if preferred is not None and preferred.active and loads[preferred.column] <= loads[best] + AFFINITY:
+            best = preferred.column
         return self._active[best] if shares[0, best] <= 1 else None
 
     @property

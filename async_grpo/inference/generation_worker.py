@@ -136,12 +136,12 @@ class GenerationWorker:
         next_report_at = time.monotonic() + PARTIAL_RESULTS_EVERY_S
         try:
             while unfinished:
-                done, unfinished = await asyncio.wait(
+                finished, unfinished = await asyncio.wait(
                     unfinished,
                     timeout=max(0.0, next_report_at - time.monotonic()),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                for task in done:
+                for task in finished:
                     yield await task
                 if time.monotonic() >= next_report_at:
                     next_report_at += PARTIAL_RESULTS_EVERY_S
@@ -176,7 +176,7 @@ class GenerationWorker:
         with self._requests.measure(request.name):
             final = await self._last_output(prompt, request.params, request.name)
         self._refuse_if_broken()
-        return self._completion(final.outputs[0], request.member, request.given)
+        return self._completion(final.outputs[0], request.member, request.first_tokens)
 
     def _refuse_if_broken(self) -> None:
         if self._broken_reason:
@@ -191,11 +191,19 @@ class GenerationWorker:
             raise
         return outputs[-1]
 
-    def _completion(self, output: CompletionOutput, member: int, given: Tokens = NO_TOKENS) -> Completion:
-        """Return the completion of a finished request; `given` are its first tokens, of an engine that was lost."""
+    def _completion(
+        self, output: CompletionOutput, member: int, first_tokens: Tokens = NO_TOKENS
+    ) -> Completion:
+        """Return the completion of a finished request.
+
+        Args:
+            output: The tokens that this engine sampled.
+            member: Position of the completion in its group.
+            first_tokens: Tokens before these, which an engine that was lost sampled.
+        """
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
-        tokens = given + tokens_of(output)
+        tokens = first_tokens + tokens_of(output)
         is_stopped = output.finish_reason == "stop"
         ends_with_stop_token = tokens.token_ids[-1] in self.settings.stop_token_ids
         is_stopped_by_text = isinstance(output.stop_reason, str) and not ends_with_stop_token

@@ -69,9 +69,9 @@ class EngineRequest:
     """One completion that vLLM is asked for."""
 
     member: int  # index of the completion in its group
-    token_ids: list[int]  # of the prompt, followed by `given`
+    token_ids: list[int]  # of the prompt, followed by `first_tokens`
     params: SamplingParams
-    given: Tokens  # first tokens of the completion, sampled by an engine that was lost
+    first_tokens: Tokens  # first tokens of the completion, sampled by an engine that was lost
     name: str  # vLLM's request id
     num_reported: int = 0  # tokens that `new_tokens` has returned
 
@@ -83,7 +83,7 @@ class EngineRequest:
         member: int,
         seed: int,
         sampling: Sampling | None = None,
-        given: Tokens = NO_TOKENS,
+        first_tokens: Tokens = NO_TOKENS,
     ) -> Self:
         """Make the request of a prompt (L,).
 
@@ -102,9 +102,9 @@ class EngineRequest:
         params = SamplingParams(
             temperature=temperature,
             seed=seed,
-            max_tokens=max_tokens - len(given),
-            # The engine first makes the draws of the given tokens again
-            extra_args={DRAWN: len(given)} if len(given) else None,
+            max_tokens=max_tokens - len(first_tokens),
+            # The engine first makes the draws of the first tokens again
+            extra_args={DRAWN: len(first_tokens)} if len(first_tokens) else None,
             stop_token_ids=list(settings.stop_token_ids),
             stop=list(sampling.stop) or None,
             # The tokens of the completion hold the stop text, so its text must as well
@@ -119,8 +119,8 @@ class EngineRequest:
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        token_ids = [*prompt.tolist(), *given.token_ids.tolist()]
-        return cls(member, token_ids, params, given, new_name())
+        token_ids = [*prompt.tolist(), *first_tokens.token_ids.tolist()]
+        return cls(member, token_ids, params, first_tokens, new_name())
 
     def new_tokens(self, engine: AsyncLLM) -> Tokens:
         """Return the tokens sampled since the last call, while the request is unfinished."""

@@ -1,1 +1,1 @@
-"""Everything that starts something: a run and its parts, the demo, judge servers, the tools of the command line."""
+"""Programs that start a run or parts of it, the demo, judge servers, and the other commands that need a machine."""

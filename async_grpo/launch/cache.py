@@ -1,4 +1,4 @@
-"""`async-grpo cache`: what a verdict cache holds, and less of it."""
+"""`async-grpo cache`: show what a verdict cache holds, and delete entries."""
 
 import sqlite3
 from dataclasses import dataclass
@@ -10,18 +10,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.errors import RunFailed
+from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, refuse, required
 from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
-DAY_S, MEGABYTE = 86_400.0, 2**20
+DAY_S = 86_400.0
+MEGABYTE = 2**20
+# A run that writes locks the file for milliseconds. Something that copies it may hold the lock for longer
+BUSY_S = 30.0
 _cache = partial(option, panel="Cache")
-BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copying it takes longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Section):
-    """What one may do to a verdict cache."""
+    """Options of `async-grpo cache`."""
 
     path: str = required("File that --verdict-cache of a run named.", "Cache", argument=True)
     prune_older_than_days: float | None = _cache(
@@ -38,24 +40,17 @@ class CacheConfig(Section):
 
 
 def inspect_cache(config: CacheConfig) -> None:
-    """Delete what is to be deleted, and show the rest.
+    """Delete the entries that the options select, and print a table of the remaining ones.
 
-    ConfigurationError: there is no such cache, it is damaged, or holds nothing of the reward to prune.
-    RunFailed: it is locked, or the disk is full.
+    Raises:
+        ConfigurationError: There is no such cache, it is damaged, or it holds no entry of the reward to prune.
+        RunFailed: The cache is locked, or the disk is full.
     """
     console = Console(markup=False, highlight=False, emoji=False)
-    days, adapter, megabytes = config.prune_older_than_days, config.prune_adapter, config.max_mb
     refuse(not Path(config.path).is_file(), f"{config.path}: there is no such verdict cache")
     file = CacheFile(config.path, busy_s=BUSY_S)
     try:
-        known = [one.adapter for one in file.entries()]
-        held = f"the cache holds entries of {', '.join(known) or 'no reward'}"
-        refuse(adapter not in (None, *known), f"--prune-adapter {adapter}: {held}")
-        if (days, adapter, megabytes) != (None, None, None):
-            seconds = None if days is None else days * DAY_S
-            size = None if megabytes is None else int(megabytes * MEGABYTE)
-            deleted = file.prune(unused_for_s=seconds, adapter=adapter, max_bytes=size)
-            console.print(f"{deleted} entries deleted")
+        _prune(file, config, console)
         entries = file.entries()
     except (OSError, sqlite3.Error) as error:
         raise RunFailed(f"the verdict cache {config.path} cannot be used now: {error}") from error
@@ -65,12 +60,40 @@ def inspect_cache(config: CacheConfig) -> None:
     console.print(f"{config.path}: {Path(config.path).stat().st_size / MEGABYTE:.1f} MB", soft_wrap=True)
 
 
+def _prune(file: CacheFile, config: CacheConfig, console: Console) -> None:
+    days = config.prune_older_than_days
+    adapter = config.prune_adapter
+    megabytes = config.max_mb
+    adapters = [entry.adapter for entry in file.entries()]
+    if adapter is not None and adapter not in adapters:
+        held_entries = f"the cache holds entries of {', '.join(adapters) or 'no reward'}"
+        raise ConfigurationError(f"--prune-adapter {adapter}: {held_entries}")
+    if days is None and adapter is None and megabytes is None:
+        return
+    num_deleted = file.prune(
+        unused_for_s=None if days is None else days * DAY_S,
+        adapter=adapter,
+        max_bytes=None if megabytes is None else int(megabytes * MEGABYTE),
+    )
+    console.print(f"{num_deleted} entries deleted")
+
+
 def _table(entries: list[AdapterEntries]) -> Table:
     table = Table("reward", box=box.SIMPLE_HEAD)
     for column in ("entries", "hits", "MB", "oldest", "newest", "cost saved"):
         table.add_column(column, justify="right")
-    for one in entries:
-        moments = (f"{datetime.fromtimestamp(moment):%Y-%m-%d %H:%M}" for moment in (one.oldest, one.newest))
-        size, saved = f"{one.num_bytes / MEGABYTE:.2f}", f"{one.cost_saved:.4g}"
-        table.add_row(one.adapter, str(one.count), str(one.hits), size, *moments, saved)
+    for entry in entries:
+        table.add_row(
+            entry.adapter,
+            str(entry.count),
+            str(entry.hits),
+            f"{entry.num_bytes / MEGABYTE:.2f}",
+            _minute(entry.oldest),
+            _minute(entry.newest),
+            f"{entry.cost_saved:.4g}",
+        )
     return table
+
+
+def _minute(timestamp: float) -> str:
+    return f"{datetime.fromtimestamp(timestamp):%Y-%m-%d %H:%M}"

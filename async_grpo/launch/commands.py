@@ -1,4 +1,4 @@
-"""The commands by name, and what runs one: `__main__` and the programs that torchrun starts take them from here."""
+"""The commands by name, and `run_program`, by which `__main__` and the programs that torchrun starts run one."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from async_grpo.options.command_line import group_of, options_command, run_app
 from async_grpo.options.log_setup import set_up_logging
 
-RUN, LOOK, CHECK = "Train", "Look at a run", "Check, evaluate, export"  # panels of `async-grpo --help`
+# Panels of `async-grpo --help`
+RUN = "Train"
+LOOK = "Look at a run"
+CHECK = "Check, evaluate, export"
 
 
 class Command(NamedTuple):
@@ -158,13 +161,13 @@ def run_program(name: str, argv: Sequence[str] | None = None) -> None:
 
 
 def config_class(name: str) -> Any:
-    """Return the dataclass that the options of the command are made from."""
+    """Return the dataclass of a command's options."""
     command = COMMANDS[name]
     return getattr(_imported(command.module), command.config)
 
 
 def foreign_keys() -> set[str]:
-    """Return the names that a configuration file may hold for other programs than the one that reads it."""
+    """Return the option names that a configuration file may hold for programs other than the one that reads it."""
     # Imported late, because `async-grpo --help` needs none of the configurations
     from async_grpo.config.run import FACTS
 
@@ -176,14 +179,14 @@ def foreign_keys() -> set[str]:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import a module, or exit with the cause in one line where a library that it needs is missing or broken."""
+    """Import a module. If a library that it needs is missing or broken, exit with the cause in one line."""
     try:
         return import_module(module)
     except ImportError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        # It was built for another torch, and nothing here needs it
+        # A torchvision that was built for another torch breaks the import of transformers. Nothing here needs it
         is_torchvision_broken = "torchvision" in str(cause)
         way_out = "see README.md"
         if is_torchvision_broken:

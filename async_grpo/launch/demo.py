@@ -1,4 +1,4 @@
-"""The demo: the tiny model learns countdown by asynchronous GRPO, on real parts, without a GPU."""
+"""`async-grpo demo`: train the tiny model on countdown with the real Ray, engine and trainer, without a GPU."""
 
 import json
 import time
@@ -24,7 +24,8 @@ from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.observe.samples import SamplesConfig, write_samples_page
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
 
-COUNTDOWN, GUESS = "countdown", "guess"
+COUNTDOWN = "countdown"
+GUESS = "guess"
 TASKS: dict[str, dict[str, Any]] = {
     COUNTDOWN: {
         "model_name_or_path": str(TINY_MODEL),
@@ -43,17 +44,17 @@ TASKS: dict[str, dict[str, Any]] = {
         "eval_samples": 2,
         "environment": "guess",
         "max_tokens_per_gpu": 8192,
-        "max_generation_tokens": 100,  # of all turns, and of what the game says
+        "max_generation_tokens": 100,  # of all turns together, including the game's replies
         "max_turn_tokens": 6,
         "learning_rate": 1.5e-3,
     },
 }
-MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
+MARK = ".async-grpo-demo"  # name of the file that marks a folder as a demo's, which the next demo may empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Section):
-    """What one may vary about the demo."""
+    """Options of `async-grpo demo`."""
 
     seed: int = option(37, "Seed of everything that is random.", "Demo")
     output_dir: str = option("runs/demo", "Folder of the demo; an earlier demo in it is replaced.", "Demo")
@@ -73,10 +74,15 @@ class DemoConfig(Section):
 
 
 def demo(config: DemoConfig) -> None:
-    """Train, evaluate before and after, and write pictures, samples and a checkpoint."""
+    """Train the model, evaluate it before and after, and write pictures, samples and a checkpoint.
+
+    Raises:
+        AsyncGrpoError: As `run_locally` does.
+    """
     from async_grpo.observe.plot import plot
 
-    started, folder = time.monotonic(), Path(config.output_dir)
+    start_time = time.monotonic()
+    folder = Path(config.output_dir)
     run = LocalConfig(
         output_dir=config.output_dir,
         run_name=f"demo-{config.seed}",
@@ -90,22 +96,23 @@ def demo(config: DemoConfig) -> None:
         enforce_eager=True,
         min_samples_per_checkpoint=10_000_000,
         eval_pinned=True,
-        resume="never",  # an earlier demo is replaced
+        resume="never",  # this demo replaces an earlier one
         **TASKS[config.environment],
     )
-    check(run)  # before an earlier demo is removed
+    check(run)  # a wrong option must be refused before `claim` removes an earlier demo
     claim(folder, mark=MARK)
     start(run)
     keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
     for picture in ("reward.svg", "reward.png"):
         plot([folder / METRICS_FILE], keys, smooth=True, output=folder / picture)
-    _tell(folder, time.monotonic() - started)
+    _print_results(folder, time.monotonic() - start_time)
 
 
-def _tell(folder: Path, seconds: float) -> None:
+def _print_results(folder: Path, seconds: float) -> None:
     console = Console()
     evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
-    before, after = evaluations[0], evaluations[-1]
+    before = evaluations[0]
+    after = evaluations[-1]
     console.print(f"{before['eval_num_samples']} held-out tasks, temperature 1:")
     table = Table("", "before", "after")
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
@@ -115,10 +122,14 @@ def _tell(folder: Path, seconds: float) -> None:
     page = folder / "samples.html"
     write_samples_page(SamplesConfig(path=str(folder), output=str(page), evaluation=True))
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)
-    curve, metrics = f"{folder / 'reward.svg'} and .png", folder / METRICS_FILE
-    left = {"reward curve": curve, "metrics": metrics, "checkpoint": checkpoint, "logs": folder / "logs"}
-    for what, where in left.items():
-        console.print(f"{what}: {where}", soft_wrap=True, highlight=False)
+    results = {
+        "reward curve": f"{folder / 'reward.svg'} and .png",
+        "metrics": folder / METRICS_FILE,
+        "checkpoint": checkpoint,
+        "logs": folder / "logs",
+    }
+    for label, place in results.items():
+        console.print(f"{label}: {place}", soft_wrap=True, highlight=False)
     console.print(f"{seconds:.0f} s in all")
     show_times(folder)
     console.print(f"samples before and after: {page}", soft_wrap=True, highlight=False)

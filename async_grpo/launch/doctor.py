@@ -1,4 +1,4 @@
-"""`async-grpo doctor [run.toml]`: everything about a run and its machine that can be tried before a week is spent."""
+"""`async-grpo doctor [run.toml]`: check a run and its machine before the run starts."""
 
 import asyncio
 import json
@@ -9,8 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -25,27 +24,26 @@ from packaging.version import Version
 
 from async_grpo.config.resume import goes_on
 from async_grpo.errors import EXIT_USAGE
+from async_grpo.experience.dataset import Question
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
-from async_grpo.launch import plan as quick
-from async_grpo.launch import process_variables
+from async_grpo.launch import plan, process_variables
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import check
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
+from async_grpo.launch.reward_trial import TriedReward, try_rewards
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
-from async_grpo.rewards.bench.completions import sample_of
-from async_grpo.rewards.bench.report import Scorecard
-from async_grpo.rewards.builtin.answers import gold_answer
-from async_grpo.rewards.pool import VerifierPool
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-LOOK_S, PROGRAM_S, REPLY_S = 300.0, 90.0, 3.0  # the deadlines of a look, of a program, and of a server
-ROWS = 4  # of the data, on which rewards are tried
-ANSWERS = ("{}", r"\boxed{{{}}}", "</think>\n<answer>{}</answer>")  # how a completion may say one
+LOOK_S = 300.0  # deadline of one check
+PROGRAM_S = 90.0  # deadline of a program that a check starts
+REPLY_S = 3.0  # deadline of a server's reply
+NUM_REWARD_ROWS = 4  # rows of the data on which rewards are tried
+NUM_TOKENIZER_ROWS = 64  # rows of the data on which the tokenizer is tried
 ALL_REDUCE = """
 import sys
 from async_grpo.training.distributed import distributed_run, leave
@@ -56,13 +54,13 @@ leave()
 CLUSTER = """
 from async_grpo.cluster.ray_session import connect, ray
 connect("doctor")
-print(*(int(ray.cluster_resources().get(what, 0)) for what in ("CPU", "GPU")))
+print(*(int(ray.cluster_resources().get(resource, 0)) for resource in ("CPU", "GPU")))
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(LocalConfig):
-    """A run, as `run` is told it; where none is, only the machine is looked at."""
+    """Options of `async-grpo doctor`: those of `run`. Without a model and data only the machine is checked."""
 
     model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = option("", "JSONL file of questions, as for `run`.", everyday=True)
@@ -74,65 +72,88 @@ class DoctorConfig(LocalConfig):
 
 
 def doctor(config: DoctorConfig) -> None:
-    """Print what is found; exit code 2 if a run could not work."""
-    found = []
+    """Print the findings of all checks.
+
+    Raises:
+        SystemExit: With code 2, if a finding shows that a run could not work.
+    """
+    findings = []
     for finding in examine(config):
-        found.append(finding)
-        quick.show([] if config.json else [finding])
+        findings.append(finding)
+        if not config.json:
+            plan.show([finding])
     if config.json:
-        print(json.dumps([finding._asdict() for finding in found], indent=1))
-    if any(finding.level == ERROR for finding in found):
+        print(json.dumps([finding._asdict() for finding in findings], indent=1))
+    if any(finding.level == ERROR for finding in findings):
         raise SystemExit(EXIT_USAGE)
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
-    """Look at everything; what takes long comes last, and only where the settings are not known to be wrong."""
-    prepared: list[Prepared] = []
+    """Yield the findings of all checks. Slow checks come last, and only if the run's settings can work."""
+    prepared: list[Prepared] = []  # `inputs` appends the run's inputs if they can work
     names_run = bool(config.model_name_or_path or config.data_path)
-    own: list[tuple[Any, ...]] = [(output_folder, config), (inputs, config, prepared)]
-    for look, *given in [
-        (packages,),
-        (vllm_version,),
-        (machine,),
-        *(own if names_run else [(quick.limits,)]),
-    ]:
-        yield from within(look, *given)
-    for look in (quick.resources, tokenizer, judges, rewards) if prepared else ():
-        yield from within(look, config, prepared[0])
+    yield from within(packages)
+    yield from within(vllm_version)
+    yield from within(machine)
+    if names_run:
+        yield from within(output_folder, config)
+        yield from within(inputs, config, prepared)
+    else:
+        yield from within(plan.limits)
+    if prepared:
+        for look in (plan.resources, tokenizer, judges, rewards):
+            yield from within(look, config, prepared[0])
     if prepared or not names_run:
         yield from within(all_reduce)
         yield from within(cluster, config)
 
 
 def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """Return the findings of a check; an error if it raises or does not end, and then its thread is left alone."""
-    found, name = list[Finding](), look.__name__.replace("_", " ")
+    """Return the findings of a check, within `LOOK_S` seconds.
+
+    A check that raises or does not end becomes an error among the findings. The thread of a check that does not end is
+    left running.
+    """
+    findings: list[Finding] = []
+    name = look.__name__.replace("_", " ")
 
     def run() -> None:
         try:
-            found.extend(look(*arguments))
-        except (Exception, SystemExit) as error:  # whatever a driver or the user's file raises is found
-            found.append(Finding(name, ERROR, str(error) or type(error).__name__))
+            findings.extend(look(*arguments))
+        except (Exception, SystemExit) as error:  # drivers and the user's files may raise anything
+            findings.append(Finding(name, ERROR, str(error) or type(error).__name__))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(LOOK_S)
     if thread.is_alive():
-        found.append(Finding(name, ERROR, f"no end within {LOOK_S:g} s", "see what hangs: a disk, a driver"))
-    return found
+        findings.append(
+            Finding(name, ERROR, f"no end within {LOOK_S:g} s", "see what hangs: a disk, a driver")
+        )
+    return findings
 
 
 def packages() -> Iterator[Finding]:
-    """Compare the installed packages with those that the library needs."""
-    wrong = [] if find_spec("vllm") else ["vllm is missing: async-grpo[gpu] or async-grpo[cpu]"]
-    for one in map(Requirement, requires("async-grpo") or []):
+    """Compare the installed packages with the library's requirements."""
+    problems = []
+    if not find_spec("vllm"):
+        problems.append("vllm is missing: async-grpo[gpu] or async-grpo[cpu]")
+    for requirement in map(Requirement, requires("async-grpo") or []):
         try:
-            if not one.specifier.contains(have := version(one.name), prereleases=True):
-                wrong.append(f"{one.name} is {have}, not {one.specifier}")
+            installed_version = version(requirement.name)
         except PackageNotFoundError:
-            wrong += [] if one.marker else [f"{one.name}{one.specifier} is missing"]
-    said = f"Python {sys.version.split()[0]}; " + (", ".join(wrong) or "all are there, in versions that fit")
-    yield Finding("packages", ERROR if wrong else OK, said, "pip install them; see README.md on installing")
+            if not requirement.marker:  # a requirement with a marker belongs to an extra
+                problems.append(f"{requirement.name}{requirement.specifier} is missing")
+            continue
+        if not requirement.specifier.contains(installed_version, prereleases=True):
+            problems.append(f"{requirement.name} is {installed_version}, not {requirement.specifier}")
+    result = ", ".join(problems) or "all are there, in versions that fit"
+    yield Finding(
+        "packages",
+        ERROR if problems else OK,
+        f"Python {sys.version.split()[0]}; {result}",
+        "pip install them; see README.md on installing",
+    )
 
 
 def vllm_version() -> Iterator[Finding]:
@@ -155,149 +176,194 @@ def vllm_version() -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """GPUs, ports and clock."""
-    level, said = OK, "none: everything runs on the CPU"
+    """Check GPUs, ports and clock."""
+    level = OK
+    text = "none: everything runs on the CPU"
     if process_variables.gpus():
         try:
-            said = "; ".join("{}, {} MiB, {} free, driver {}".format(*card) for card in quick.cards())
-        except quick.NO_CARDS as error:
-            level, said = WARNING, f"nvidia-smi fails: {error}"
-    yield Finding("GPUs", level, said, "look at the driver")
+            text = "; ".join("{}, {} MiB, {} free, driver {}".format(*card) for card in plan.cards())
+        except plan.NO_CARDS as error:
+            level = WARNING
+            text = f"nvidia-smi fails: {error}"
+    yield Finding("GPUs", level, text, "look at the driver")
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), REPLY_S).close()
     yield Finding("ports", OK, "the loopback interface has free ones")
-    early = time.time() < Path(__file__).stat().st_mtime
-    yield Finding("clock", WARNING if early else OK, time.ctime(), "set it (timedatectl set-ntp true)")
+    # The time now cannot lie before the time at which this file was installed
+    is_clock_wrong = time.time() < Path(__file__).stat().st_mtime
+    yield Finding(
+        "clock", WARNING if is_clock_wrong else OK, time.ctime(), "set it (timedatectl set-ntp true)"
+    )
 
 
 def all_reduce() -> Iterator[Finding]:
-    """Sum a number over one process per GPU (NCCL), or over two on the CPU (gloo)."""
-    count, began = len(process_variables.gpus()), time.monotonic()
-    ranks, device = (count, "cuda") if count > 1 else (2, "cpu")
+    """Sum a number over one process per GPU (NCCL), or over two processes on the CPU (gloo)."""
+    num_gpus = len(process_variables.gpus())
+    num_ranks = max(2, num_gpus)
+    device = "cuda" if num_gpus > 1 else "cpu"
+    begin = time.monotonic()
     with private_folder() as scratch:
-        torchrun = [*process_variables.torchrun_command(ranks, scratch), "--no-python", sys.executable, "-c"]
+        _, *torchrun = process_variables.torchrun_command(num_ranks, scratch)  # without the interpreter
         _python(
-            [*torchrun[1:], ALL_REDUCE, device], ranks, more=process_variables.torchrun_environment(scratch)
+            [*torchrun, "--no-python", sys.executable, "-c", ALL_REDUCE, device],
+            num_ranks,
+            variables=process_variables.torchrun_environment(scratch),
         )
-    said = f"{ranks} processes, {device}: {time.monotonic() - began:.0f} s with their start"
-    yield Finding("all reduce", OK, said)
+    seconds = time.monotonic() - begin
+    yield Finding("all reduce", OK, f"{num_ranks} processes, {device}: {seconds:.0f} s with their start")
 
 
 def _python(
-    arguments: list[str], ranks: int, ray_address: str = "", more: Mapping[str, str] = MappingProxyType({})
+    arguments: list[str],
+    ranks: int,
+    ray_address: str = "",
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return what a program prints, started as `run` starts its own, with `more` variables.
+    """Return what a Python program prints that is started with the environment of a run's programs.
 
-    RuntimeError: its last word about an error.
+    Args:
+        arguments: The arguments of the interpreter.
+        ranks: Number of trainer ranks, which get the first GPUs.
+        ray_address: The Ray cluster to join; "" for a cluster of the program's own.
+        variables: Further environment variables.
+
+    Raises:
+        RuntimeError: The program failed. The message is the last error that it printed.
     """
-    env = process_variables.run_environment(ray_address, ranks, Path(), Path()) | dict(more)
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, env=env)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "rror: " in line] or ["it said nothing"]
-        raise RuntimeError(f"exit code {done.returncode}: {said[-1]}")
-    return done.stdout
+    environment = process_variables.run_environment(ray_address, ranks, Path(), Path()) | dict(variables)
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        env=environment,
+    )
+    if process.returncode:
+        errors = [line for line in process.stderr.splitlines() if "rror: " in line] or ["it said nothing"]
+        raise RuntimeError(f"exit code {process.returncode}: {errors[-1]}")
+    return process.stdout
 
 
 def output_folder(config: LocalConfig) -> Iterator[Finding]:
-    """Whether it can, and may, be written to."""
-    level, said = OK, f"{(place := quick.nearest_folder(config.output_path))} can be written to"
+    """Check that the output folder can be written to, and holds no run that would be refused."""
+    place = plan.nearest_folder(config.output_path)
+    level = OK
+    text = f"{place} can be written to"
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        level, said = ERROR, f"{place} cannot be written to: {error.strerror}"
+        level = ERROR
+        text = f"{place} cannot be written to: {error.strerror}"
     if (config.output_path / METRICS_FILE).exists() and not goes_on(config):
-        level, said = ERROR, f"{config.output_path} already holds a run"
-    yield Finding("output folder", level, said, "another --output-dir, or --resume auto")
+        level = ERROR
+        text = f"{config.output_path} already holds a run"
+    yield Finding("output folder", level, text, "another --output-dir, or --resume auto")
 
 
 def cluster(config: LocalConfig) -> Iterator[Finding]:
     """Check that the cluster of `--ray-address` answers and has room for the workers."""
-    if config.ray_address:
-        process_variables.check_reachable(config.ray_address)
-        said = _python(["-c", CLUSTER], config.nproc_per_node, config.ray_address)
-        cpus, devices = map(int, said.split()[-2:])
-        workers = config.generation_workers * config.tensor_parallel_size + len(config.logprob_roles)
-        level = WARNING if (devices or cpus) < workers else OK
-        yield Finding("Ray", level, f"{cpus} CPUs, {devices} GPUs for {workers} workers", "add nodes")
+    if not config.ray_address:
+        return
+    process_variables.check_reachable(config.ray_address)
+    output = _python(["-c", CLUSTER], config.nproc_per_node, config.ray_address)
+    num_cpus, num_gpus = map(int, output.split()[-2:])
+    num_workers = config.generation_workers * config.tensor_parallel_size + len(config.logprob_roles)
+    has_room = (num_gpus or num_cpus) >= num_workers
+    yield Finding(
+        "Ray",
+        OK if has_room else WARNING,
+        f"{num_cpus} CPUs, {num_gpus} GPUs for {num_workers} workers",
+        "add nodes",
+    )
 
 
 def inputs(config: LocalConfig, prepared: "list[Prepared]") -> Iterator[Finding]:
-    """Everything that `run` refuses; what was read goes into `prepared`."""
+    """Check everything that `run` checks, and append the inputs that were read to `prepared`."""
     prepared.append(check(config))
-    said = f"model, {len(prepared[0].questions):,} questions, rewards and settings fit each other"
-    yield Finding("inputs", OK, said)
+    num_questions = len(prepared[0].questions)
+    yield Finding("inputs", OK, f"model, {num_questions:,} questions, rewards and settings fit each other")
 
 
 def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Check the tokenizer: texts survive it, it fits the data, and the end of a turn ends a completion."""
+    """Check that texts survive the tokenizer, that it fits the data, and that a turn's end ends a completion."""
     from async_grpo.modeling.load import load_tokenizer
 
-    tokens = load_tokenizer(config.model_name_or_path)
-    rows, stops = prepared.questions[:64], prepared.settings.stop_token_ids
-    given = [(one.token_ids.tolist(), one) for one in rows if one.row.get("input_token_ids") is not None]
-    given += [(tokens.encode(one.row["input"], add_special_tokens=False), one) for one in rows]
-    changed = [one.where for ids, one in given if tokens.decode(ids) != one.row["input"]]
-    level, said = (WARNING, f"{changed[0]}: `input` is another text") if changed else (OK, "texts survive it")
-    yield Finding("tokenizer", level, said, "tokenise the data by this model's tokenizer")
-    turns = [{"role": role, "content": "Good."} for role in ("user", "assistant")]
-    ids = tokens.apply_chat_template(turns, return_dict=False) if tokens.chat_template else stops
-    level, said = OK, ", ".join(f"{stop} is {tokens.convert_ids_to_tokens(stop)}" for stop in stops)
-    if not {*ids} & {*stops}:
-        level, said = WARNING, f"{said}: none ends an answer of the chat template, so no completion would end"
+    model_tokenizer = load_tokenizer(config.model_name_or_path)
+    changed_row = _first_changed_row(model_tokenizer, prepared.questions[:NUM_TOKENIZER_ROWS])
+    yield Finding(
+        "tokenizer",
+        WARNING if changed_row else OK,
+        f"{changed_row}: `input` is another text" if changed_row else "texts survive it",
+        "tokenise the data by this model's tokenizer",
+    )
+    stop_ids = prepared.settings.stop_token_ids
+    text = ", ".join(f"{stop} is {model_tokenizer.convert_ids_to_tokens(stop)}" for stop in stop_ids)
+    answer_ids = stop_ids
+    if model_tokenizer.chat_template:
+        turns = [{"role": role, "content": "Good."} for role in ("user", "assistant")]
+        answer_ids = model_tokenizer.apply_chat_template(turns, return_dict=False)
+    level = OK
+    if {*answer_ids}.isdisjoint(stop_ids):
+        level = WARNING
+        text += ": none ends an answer of the chat template, so no completion would end"
+    if not model_tokenizer.chat_template:
+        text += "; no chat template"
     cure = "add the template's end token to eos_token_id in generation_config.json"
-    yield Finding("stop ids", level, said + ("" if tokens.chat_template else "; no chat template"), cure)
+    yield Finding("stop ids", level, text, cure)
+
+
+def _first_changed_row(model_tokenizer: Any, questions: Sequence[Question]) -> str:
+    """Return the place of the first row whose tokens decode to a text other than its `input`; "" if there is none."""
+    for question in questions:
+        has_tokens = question.row.get("input_token_ids") is not None
+        if has_tokens and model_tokenizer.decode(question.token_ids.tolist()) != question.row["input"]:
+            return question.where
+    for question in questions:
+        token_ids = model_tokenizer.encode(question.row["input"], add_special_tokens=False)
+        if model_tokenizer.decode(token_ids) != question.row["input"]:
+            return question.where
+    return ""
 
 
 def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Whether somebody answers where they are asked; those that the run itself serves are not there yet."""
+    """Check that a server answers at each address of a judge. Servers that the run itself will start are left out."""
     assert prepared.rewards is not None
     for name in prepared.rewards.judges:
         judge = prepared.rewards.everyone[name]
-        served = config.judge_model and config.are_asked_by(judge)
-        for url in () if served else judge.endpoint().urls:
-            level, said = OK, f"{url} answers"
+        if config.judge_model and config.are_asked_by(judge):
+            continue
+        for url in judge.endpoint().urls:
+            level = OK
+            text = f"{url} answers"
             try:
                 build_opener(ProxyHandler({})).open(url, timeout=REPLY_S).close()
             except (OSError, HTTPException) as error:
-                if not hasattr(error, "code"):  # else it answers, whatever it says to this request
-                    level, said = ERROR, f"{url} gives no answer within {REPLY_S:g} s ({error})"
-            yield Finding(f"judge {name}", level, said, "start the server, or correct its address")
+                is_reply = hasattr(error, "code")  # a status such as 404 is an answer, too
+                if not is_reply:
+                    level = ERROR
+                    text = f"{url} gives no answer within {REPLY_S:g} s ({error})"
+            yield Finding(f"judge {name}", level, text, "start the server, or correct its address")
 
 
 def rewards(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Each on right and wrong answers, made of the data's; judges are spared."""
+    """Try each reward on right and wrong answers that are made from the data's. Judges are not called: they cost money."""
     assert prepared.rewards is not None
-    samples = list[tuple[int, dict[str, Any]]]()
-    for question in prepared.questions[:ROWS]:
-        samples.append((0, sample_of(question.row, "")))
-        with suppress(ValueError):  # it has no answer, and its rewards may need none
-            gold = gold_answer(question.row)
-            for is_right, answer in enumerate((f"{gold}1", gold)):
-                samples += [(is_right, sample_of(question.row, form.format(answer))) for form in ANSWERS]
-    names = [n for n in parse_names(config.reward_fns) if display_name(n) not in prepared.rewards.judges]
-    cards = {display_name(name): (Scorecard(), Scorecard()) for name in names}  # of wrong and right answers
-    registry, timeout_s, began = config.reward_registry, config.reward_timeout_s, time.monotonic()
-    more: dict[str, Any] = {"reward_options": config.options_by_name, "reward_env": config.reward_env}
-
-    async def score() -> None:  # one after the other, for their times; one that hangs is soon asked no more
-        async with VerifierPool.from_registry(names, registry, timeout_s=timeout_s, **more) as pool:
-            for is_right, sample in samples:
-                if time.monotonic() - began < LOOK_S / 2:
-                    for result in (await pool.verify(sample)).results:
-                        cards[result.adapter][is_right].add(0, [result])
-
+    names = [
+        name for name in parse_names(config.reward_fns) if display_name(name) not in prepared.rewards.judges
+    ]
+    cards = {display_name(name): TriedReward() for name in names}
     if names:
-        asyncio.run(score())
-    for name, (wrong, right) in cards.items():
-        low, high = (f"{max(card.rewards, default=0):g}" for card in (wrong, right))
-        level, said = OK, f"up to {high} for right answers, {low} for wrong ones"
-        said += ", told apart by their form alone" if low == high else ""
-        if not right.rewards and not wrong.rewards:  # a column may name it for other rows
-            level = WARNING if config.reward_column else ERROR
-            said = "scored nothing: " + next(iter(wrong.failures))[1]
-        elif len({*right.rewards, *wrong.rewards}) == 1 and name not in prepared.rewards.whole_groups:
-            level, said = WARNING, f"{low} for every answer, right or wrong"
-        ms = 1000 * statistics.median([*right.seconds, *wrong.seconds])
-        cure = f"try it on completions: async-grpo verify FILE --reward-fns {name}"
-        yield Finding(f"reward {name}", level, f"{said}; {ms:.3g} ms a sample", cure)
+        questions = prepared.questions[:NUM_REWARD_ROWS]
+        asyncio.run(try_rewards(config, names, cards, questions, time_limit_s=LOOK_S / 2))
+    for name, card in cards.items():
+        level, text = card.result(
+            may_be_for_other_rows=bool(config.reward_column),
+            looks_at_groups=name in prepared.rewards.whole_groups,
+        )
+        milliseconds = 1000 * statistics.median([*card.right.seconds, *card.wrong.seconds])
+        yield Finding(
+            f"reward {name}",
+            level,
+            f"{text}; {milliseconds:.3g} ms a sample",
+            f"try it on completions: async-grpo verify FILE --reward-fns {name}",
+        )

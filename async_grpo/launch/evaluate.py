@@ -1,6 +1,7 @@
-"""`async-grpo eval`: what a checkpoint or a model can do, by a run's engines and rewards, without a trainer.
+"""`async-grpo eval`: evaluate a checkpoint or a model with a run's engines and rewards, without a trainer.
 
-The folder may be somebody else's. Of its run only options that are portable are taken over (`options/portable.py`).
+The folder may have been written by somebody else, so only portable options of its run are taken over
+(`options/portable.py`).
 """
 
 import sys
@@ -41,29 +42,40 @@ from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.untrusted_files import printable
 from async_grpo.training.checkpoint_folder import MANIFEST, checkpoints_of, read
 
-AT_ONCE = 1024  # completions, if the engines hold so many
-DAYS_S = 7 * 86_400.0
+COMPLETIONS_AT_ONCE = 1024  # fewer if the engines hold fewer
+EVALUATION_TIMEOUT_S = 7 * 86_400.0
+MAX_TOKENS_PER_GPU = 1 << 30  # no rank packs sequences, so no sequence is too long
 RESULTS_FILE = "eval_results.jsonl"
-# Of a checkpoint's run, beside what is an option here
-OF_THE_RUN = (
-    *("temperature", "max_generation_tokens", "infinite_sampler_seed", "dtype", "float32_head"),
+# Options of the checkpoint's run that an evaluation needs and has no option of its own for
+OPTIONS_OF_THE_RUN = (
+    "temperature",
+    "max_generation_tokens",
+    "infinite_sampler_seed",
+    "dtype",
+    "float32_head",
     "advantage_estimator",
 )
-# Options of this machine. The stored value is ignored, without an error.
-OF_THIS_START = (
-    *("path", "output_dir", "run_name", "logging_level", "verifiers", "verdict_cache", "judge_model_id"),
+# Options that concern this machine or this command alone: the values of the checkpoint's run are ignored without an error
+OPTIONS_OF_THIS_COMMAND = (
+    "path",
+    "output_dir",
+    "run_name",
+    "logging_level",
+    "verifiers",
+    "verdict_cache",
+    "judge_model_id",
     "endpoint_host",
 )
-# Who gets rows, and what the policy answers to them, if the user names it
-ASKED_ELSEWHERE = {"judge_urls", "http_scorer_urls"}
-# Options of rewards and environments are taken over only if all of them ship with this library. A folder must not pass
-# arguments to the user's code.
-SPOKEN_OF = {"reward_options": "reward_fns", "environment_options": "environment"}
+# Options with addresses to which rows and completions are sent
+ADDRESS_OPTIONS = {"judge_urls", "http_scorer_urls"}
+# Keyword options of rewards and environments are taken over only if all of these rewards, or this environment, ship with
+# the library: a folder must not pass arguments to the user's code
+OWNER_OF_KEYWORDS = {"reward_options": "reward_fns", "environment_options": "environment"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, MemberConfig):
-    """What is evaluated, on what. Of a checkpoint, what is not given is as in its run."""
+    """Options of `async-grpo eval`. For a checkpoint, options that are not set take the values of its run."""
 
     path: str = required(
         "Folder of a checkpoint, of a run (its newest checkpoint), or of a model.", argument=True
@@ -73,113 +85,153 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         "JSONL file of questions; several files are written NAME=FILE,NAME=FILE.",
         everyday=True,
         also=("data",),
-        portable=True,  # it is read as rows, and nothing else; see ASKED_ELSEWHERE
+        portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
     generation_workers: int = option(1, "Number of generation workers.", "Local", range=POSITIVE)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "EvalConfig":
-        """Return the configuration of a command line, on which these options were `given`.
+    def from_options(cls, options: Mapping[str, Any], explicit_names: Collection[str]) -> "EvalConfig":
+        """Return the configuration of a command line, completed by the options of the folder's run.
+
+        Args:
+            options: A value for every option.
+            explicit_names: The options that the user set; the folder's run does not override them.
 
         Raises:
-            ConfigurationError: the folder's run was given something that only the user may name.
+            ConfigurationError: The folder's run has an option that only the user may set.
         """
         folder = Path(options["path"])
-        wanted = {field.name for field in fields(cls)} - {*OF_THIS_START, *given}
-        if "judge_model" in given:  # it will not be where the run's own judge was
-            wanted -= {"judge_urls"}
-        earlier = portable_options(cls, _options_of(folder), wanted, folder)
-        for name, owner in SPOKEN_OF.items():
-            is_shipped = _names_shipped_ones(owner, {**options, **earlier}[owner])
-            if earlier.get(name) and not is_shipped:
-                refuse_named({name: earlier[name]}, folder)
-        if earlier.get("eval_data_path"):
+        inherited_names = {field.name for field in fields(cls)} - {*OPTIONS_OF_THIS_COMMAND, *explicit_names}
+        if "judge_model" in explicit_names:  # its servers get addresses of their own
+            inherited_names -= {"judge_urls"}
+        inherited = portable_options(cls, _options_of(folder), inherited_names, folder)
+        for name, owner in OWNER_OF_KEYWORDS.items():
+            is_shipped = _names_only_shipped(owner, {**options, **inherited}[owner])
+            if inherited.get(name) and not is_shipped:
+                refuse_named({name: inherited[name]}, folder)
+        if inherited.get("eval_data_path"):
             # Rows of a file that somebody else has named must not leave the machine
-            if judges := sorted(ASKED_ELSEWHERE & {*given}):
+            if address_names := sorted(ADDRESS_OPTIONS & {*explicit_names}):
                 print(
-                    f"--{dashed(judges[0])} would be sent the rows of a file that the folder names",
+                    f"--{dashed(address_names[0])} would be sent the rows of a file that the folder names",
                     flush=True,
                 )
-                refuse_named({"eval_data_path": earlier["eval_data_path"]}, folder)
+                refuse_named({"eval_data_path": inherited["eval_data_path"]}, folder)
             print(
-                f"questions, as the run of {folder} says: {printable(earlier['eval_data_path'])}", flush=True
+                f"questions, as the run of {folder} says: {printable(inherited['eval_data_path'])}",
+                flush=True,
             )
-        texts = [f"{name}={value}" for name, value in earlier.items() if isinstance(value, str) and value]
+        texts = [f"{name}={value}" for name, value in inherited.items() if isinstance(value, str) and value]
         if texts:
             print(f"taken over from the run of {folder}: {printable(' '.join(texts))}", flush=True)
-        return cls(**{**options, **earlier})
+        return cls(**{**options, **inherited})
 
     def as_run(self, model: Path) -> LocalConfig:
-        """Return the evaluation of a model's folder as a run that never takes a step."""
-        files, size = self.eval_files, max(2, self.eval_samples)
+        """Return the evaluation as a run that never takes a step.
+
+        Args:
+            model: Hugging Face folder of the model.
+
+        Raises:
+            ConfigurationError: An option is missing or wrong.
+        """
+        files = self.eval_files
         refuse(not files, "say on what: --data FILE, or --data NAME=FILE,NAME=FILE")
-        told = _of_the_run(Path(self.path))
-        told |= {field.name: getattr(self, field.name) for field in fields(self) if field.name != "path"}
-        if told.get("dtype", "auto") == "auto":  # the program that asks the engines sees no GPU
-            told["dtype"] = "bfloat16" if gpus() else "float32"
-        told |= {"model_name_or_path": str(model), "data_path": next(iter(files.values()))}
-        told |= {"samples_per_question": size, "batch_size": max(1, AT_ONCE // size), "max_staleness": 0}
-        told["evaluation_verifiers"] = max(self.evaluation_verifiers, self.verifiers_per_reward)
+        options = _options_without_a_flag(Path(self.path))
+        for field in fields(self):
+            if field.name != "path":
+                options[field.name] = getattr(self, field.name)
+        if options.get("dtype", "auto") == "auto":
+            # "auto" is resolved here: the evaluation program sees no GPU, because the engines have all of them
+            options["dtype"] = "bfloat16" if gpus() else "float32"
         if self.eval_max_tokens is not None:
-            told["max_generation_tokens"] = self.eval_max_tokens
-        told |= {"max_tokens_per_gpu": 1 << 30, "experience_timeout_s": DAYS_S, "eval_pinned": True}
-        return Untrained(**told, resume="never")
+            options["max_generation_tokens"] = self.eval_max_tokens
+        group_size = max(2, self.eval_samples)  # a run's groups have at least two samples
+        options |= {
+            "model_name_or_path": str(model),
+            "data_path": next(iter(files.values())),
+            "samples_per_question": group_size,
+            "batch_size": max(1, COMPLETIONS_AT_ONCE // group_size),
+            "max_staleness": 0,
+            "evaluation_verifiers": max(self.evaluation_verifiers, self.verifiers_per_reward),
+            "max_tokens_per_gpu": MAX_TOKENS_PER_GPU,
+            "experience_timeout_s": EVALUATION_TIMEOUT_S,
+            "eval_pinned": True,
+            "resume": "never",
+        }
+        return Untrained(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Untrained(LocalConfig):
-    """A run without trainer ranks: the engines have all GPUs."""
+    """Options of a run without trainer ranks: the engines get all GPUs."""
 
     nproc_per_node: int = option(0, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)
 
 
 def evaluate(config: EvalConfig) -> None:
-    """Have engines answer and rewards score; results are shown, and written to `output_dir`. Raises as `run_locally`."""
-    model, step = Path(config.path), 0
-    known = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
-    refuse(not known, f"{model} holds no model (config.json), no run and no checkpoint")
+    """Generate and score completions, print the results, and write them to `output_dir`.
+
+    Raises:
+        ConfigurationError: The folder holds neither a model nor a checkpoint, or an option is wrong.
+        AsyncGrpoError: As `run_locally` does.
+    """
+    model = Path(config.path)
+    step = 0
+    is_valid_folder = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
+    refuse(not is_valid_folder, f"{model} holds no model (config.json), no run and no checkpoint")
     with private_folder("grpo-eval-") as scratch:
         if not (model / "config.json").exists():
             model = scratch / "model"
-            to = {"output_dir": str(model), "dtype": config.as_run(model).dtype}
-            step = export(ExportConfig(path=config.path, **to)).step
+            dtype = config.as_run(model).dtype
+            manifest = export(ExportConfig(path=config.path, output_dir=str(model), dtype=dtype))
+            step = manifest.step
         run = config.as_run(model)
         check(run)
         claim(run.output_path)
-        program = [sys.executable, "-m", "async_grpo.launch.evaluate", parameters(run)]
-        start(run, [*program, f"--evaluated={config.path}", f"--step={step}"])
+        program = [
+            sys.executable,
+            "-m",
+            "async_grpo.launch.evaluate",
+            parameters(run),
+            f"--evaluated={config.path}",
+            f"--step={step}",
+        ]
+        start(run, program)
 
 
 def _options_of(folder: Path) -> dict[str, Any]:
     """Return the options of the run that wrote a checkpoint.
 
-    They are {} for a model's folder, whatever else lies in it, and where the export will refuse the checkpoint.
+    The result is {} for the folder of a model, and for a broken checkpoint, which the export refuses later.
     """
     if (folder / "config.json").exists():
         return {}
     try:
-        stored = read(next(iter(checkpoints_of(folder)), folder)).options
+        checkpoint = next(iter(checkpoints_of(folder)), folder)
+        options = read(checkpoint).options
     except CheckpointBroken:
         return {}
-    names = stored.get("reward_fns")
+    names = options.get("reward_fns")
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        stored = stored | {"reward_fns": ",".join(names)}  # kept as a list
-    return stored
+        options = options | {"reward_fns": ",".join(names)}  # a manifest has them as a list
+    return options
 
 
-def _of_the_run(folder: Path) -> dict[str, Any]:
-    """Return what an evaluation needs of a checkpoint's run and has no option for."""
-    stored = _options_of(folder)
-    known = choices_of(RunConfig.__dataclass_fields__["advantage_estimator"])
-    if stored.get("advantage_estimator") not in known:
-        stored.pop("advantage_estimator", None)  # the run's own code; an evaluation computes no advantages
-    return portable_options(RunConfig, stored, OF_THE_RUN, folder)
+def _options_without_a_flag(folder: Path) -> dict[str, Any]:
+    """Return the options of a checkpoint's run that `async-grpo eval` needs and has no option of its own for."""
+    options = _options_of(folder)
+    shipped_estimators = choices_of(RunConfig.__dataclass_fields__["advantage_estimator"])
+    if options.get("advantage_estimator") not in shipped_estimators:
+        # It names a file of code, which is not needed: an evaluation computes no advantages
+        options.pop("advantage_estimator", None)
+    return portable_options(RunConfig, options, OPTIONS_OF_THE_RUN, folder)
 
 
-def _names_shipped_ones(name: str, value: Any) -> bool:
-    """Return whether the user's value of an option names nothing but what this library ships."""
-    portable = EvalConfig.__dataclass_fields__[name].metadata["portable"]
+def _names_only_shipped(option_name: str, value: Any) -> bool:
+    """Return whether an option's value, a comma list, names only what ships with this library."""
+    portable = EvalConfig.__dataclass_fields__[option_name].metadata["portable"]
     return not value or {part.strip() for part in str(value).split(",")} <= {*names_in(portable)}
 
 
@@ -192,36 +244,50 @@ class EvaluatorConfig(RunConfig):
 
 
 def ask_and_score(config: EvaluatorConfig) -> None:
-    """Evaluate on every file; show what was found, and write it down."""
+    """Evaluate the model on every file, print a table of the results, and append them to `RESULTS_FILE`.
+
+    Raises:
+        AsyncGrpoError: As `prepare` and the calls of the controller do.
+    """
     set_up_logging(config.logging_level, "[evaluator] ", ConsoleHandler())
-    # Heavy imports only once the options are known to be good
+    # These imports take seconds, so a wrong option is refused before them
     from async_grpo.cluster.ray_session import answer, connect
     from async_grpo.cluster.remote_experience import start_batcher, write_evaluation
     from async_grpo.cluster.trainer_rank import await_workers, close_run, open_run
     from async_grpo.config.preflight import prepare
 
     prepared = prepare(config)
-    questions, path = prepared.eval_questions, config.output_path / RESULTS_FILE
+    questions = prepared.eval_questions
+    path = config.output_path / RESULTS_FILE
     connect(config.run_name, config.logging_level)
     controller = open_run(config, replace(prepared.settings, trains=False))
     answer(start_batcher(controller, prepared), config.start_timeout_s)
     await_workers(controller, config)
     with show_waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
-        found = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
-    columns = []
-    for name, result in found.items():
+        results = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
+    columns = {}
+    for name, result in results.items():
+        # The engines count versions from 0, whatever step the weights are of
         result |= {"version_min": config.step, "version_max": config.step}
         for sample in result["samples"]:
             sample["oldest_version"] = config.step
-        means = means_of(write_evaluation(path, config.step, name, result, evaluated=config.evaluated))
-        scored = f"{result['num_reward_ok']} of {result['num_samples']}"
-        columns.append({**means, "scored": scored, "seconds": f"{result['seconds']:.1f}"})
+        line = write_evaluation(path, config.step, name, result, evaluated=config.evaluated)
+        columns[name or "held-out"] = {
+            **means_of(line),
+            "scored": f"{result['num_reward_ok']} of {result['num_samples']}",
+            "seconds": f"{result['seconds']:.1f}",
+        }
     close_run(controller, "the evaluation is done")
-    table = Table("", *(name or "held-out" for name in found), title=config.evaluated, title_justify="left")
-    for label in dict.fromkeys(label for column in columns for label in column):
-        table.add_row(label, *(column.get(label, "-") for column in columns))
-    Console().print(table)
+    _print_table(columns, config.evaluated)
     Console().print(f"results: {path}", soft_wrap=True, highlight=False)
+
+
+def _print_table(columns: Mapping[str, Mapping[str, str]], title: str) -> None:
+    table = Table("", *columns, title=title, title_justify="left")
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
+    for label in labels:
+        table.add_row(label, *(column.get(label, "-") for column in columns.values()))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`async-grpo export`: the model of a checkpoint, in the Hugging Face format, as any library loads it."""
+"""`async-grpo export`: write the model of a checkpoint in the Hugging Face format."""
 
 import logging
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Section):
-    """Which checkpoint, and where its model goes."""
+    """Options of `async-grpo export`."""
 
     path: str = required(
         "Folder of a checkpoint, or of a run (its newest checkpoint).", "Export", argument=True
@@ -25,31 +25,38 @@ class ExportConfig(Section):
 
 
 def export(config: ExportConfig) -> Manifest:
-    """Write the model; return what the checkpoint is of.
+    """Write the model, and return the checkpoint's manifest.
 
     Raises:
-        ConfigurationError: there is no whole checkpoint, or the output folder exists.
-        CheckpointBroken: the checkpoint is of another model than its manifest says.
+        ConfigurationError: There is no complete checkpoint, or the output folder exists.
+        CheckpointBroken: The checkpoint's model is not the one that its manifest names.
     """
-    folder, target = Path(config.path), Path(config.output_dir)
+    target = Path(config.output_dir)
     refuse(target.exists(), f"--output-dir {target} exists: choose another folder")
-    folder, manifest = named(folder)
+    folder, manifest = named(Path(config.path))
     source = manifest.options.get("model_name_or_path")
     if not isinstance(source, str) or "\0" in source:
         raise ConfigurationError(
             f"{folder} does not say of which model it is (model_name_or_path in its manifest)"
         )
-    # Heavy imports only once there is something to export
+    # These imports take seconds, so wrong options are refused before them
     from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
     from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
     from async_grpo.training.checkpoint import load_weights
     from async_grpo.training.export import write_model
 
-    dtype, has_critic = torch_dtype(config.dtype), manifest.options.get("advantage_estimator") == "gae"
+    dtype = torch_dtype(config.dtype)
+    has_critic = manifest.options.get("advantage_estimator") == "gae"
     policy = PolicyModel(load_causal_lm(source, "float32"), value_head=has_critic)
     load_weights(policy, folder)
     state = {name: tensor.to(dtype, copy=True) for name, tensor in named_full_tensors(policy)}
-    written = policy.model, state, value_head_tensors(policy), target
-    write_model(*written, source=model_folder(source), dtype=dtype)
+    write_model(
+        policy.model,
+        state,
+        value_head_tensors(policy),
+        target,
+        source=model_folder(source),
+        dtype=dtype,
+    )
     log.info("the model after step %d, trained on %d samples: %s", manifest.step, manifest.samples, target)
     return manifest

@@ -1,4 +1,4 @@
-"""`async_grpo.train`: a whole run on this machine, started from a Python program or a notebook."""
+"""`async_grpo.train`: start a whole run on this machine from a Python program or a notebook."""
 
 import dataclasses
 import enum
@@ -28,25 +28,25 @@ from async_grpo.training.checkpoint_folder import checkpoints_of
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 Field = dataclasses.Field[Any]
-# Options that have an argument of another name
+# Options that are arguments of `train` with another name
 ARGUMENTS = {"model_name_or_path": "model", "data_path": "dataset", "eval_data_path": "eval_dataset"}
 DEFAULT_PICTURE = "training.svg"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a run has left in its output folder."""
+    """The contents of a run's output folder."""
 
     output_dir: Path
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)  # one dict per step
     # One per evaluation and file, with keys `eval_...`
     evaluations: list[dict[str, Any]] = dataclasses.field(repr=False)
-    checkpoints: list[Path]  # to resume from, the oldest first
+    checkpoints: list[Path]  # from which the run can continue, the oldest first
     model: Path | None  # the newest exported model, a Hugging Face folder; None if there is none
 
     @classmethod
     def read(cls, output_dir: str | Path) -> "TrainResult":
-        """Read the folder of a run, also of one that still goes on or was started by `async-grpo run`."""
+        """Read the folder of a run. The run may be in progress, and `async-grpo run` may have started it."""
         folder = Path(output_dir)
         models = [path for path in (folder / "hf_format").glob("samples_*") if path.name[8:].isdecimal()]
         return cls(
@@ -61,16 +61,16 @@ class TrainResult:
         """Draw metrics over the samples trained on, as `async-grpo plot` does.
 
         Args:
-            path: The picture (.svg, .png, .pdf, .html); default: `training.svg` in the output folder.
-            keys: Keys of `metrics`, a subplot each; default: reward, best reward of each group, tokens, KL.
+            path: Path of the picture (.svg, .png, .pdf, .html). The default is `training.svg` in the output folder.
+            keys: Keys of `metrics`, one for each subplot. The default is reward, best reward of each group, tokens, KL.
 
         Returns:
             The picture's path.
 
         Raises:
-            ConfigurationError: no step has such numbers, or the file cannot be written.
+            ConfigurationError: No step has numbers for these keys, or the file cannot be written.
         """
-        from async_grpo.observe.plot import plot  # typer
+        from async_grpo.observe.plot import plot  # imports typer, which training does not need
 
         picture = self.output_dir / DEFAULT_PICTURE if path is None else Path(path)
         plot([self.output_dir / METRICS_FILE], list(keys), smooth=True, output=picture)
@@ -86,11 +86,11 @@ def train(
     output_dir: str | os.PathLike[str] = "outputs/train",
     **options: Any,
 ) -> TrainResult:
-    """Train a model with asynchronous GRPO on this machine, and return what the run has left.
+    """Train a model with asynchronous GRPO on this machine, and return the contents of the run's output folder.
 
-    The run is that of `async-grpo run` with the same options. Ray, engines and trainer are programs of their own, so the
-    caller needs no `if __name__ == "__main__"`, and may be a notebook. A run in `output_dir` goes on, if there is one
-    (`resume="never"` refuses that). Ctrl-C, or the notebook's stop, ends the run in order.
+    The run is the same as that of `async-grpo run` with the same options. Ray, engines and trainer run as separate
+    programs, so the caller may be a notebook, and needs no `if __name__ == "__main__"`. If `output_dir` already holds a
+    run, that run continues, unless you pass `resume="never"`. Ctrl-C, or the notebook's stop, ends the run in order.
 
         def brevity(sample):
             return -len(sample["completion"]) / 1000
@@ -100,23 +100,24 @@ def train(
 
     Args:
         model: A Hugging Face folder.
-        dataset: The questions: the path of a JSONL file, or anything that yields dicts (a list, a `datasets.Dataset`), each
-            with `prompt` as a text or a list of messages, and whatever the rewards read. "environment": rows that the
-            environment makes.
+        dataset: The questions: the path of a JSONL file, or anything that yields dicts (a list, a `datasets.Dataset`). Each
+            dict has `prompt`, a text or a list of messages, and the columns that the rewards read. Pass "environment" if
+            the environment makes the rows.
         reward_fns: Names of the registry ("math_verify"), `FILE.py:NAME`, and functions. A function takes one sample, a
-            dict, and returns a number or a dict (docs/rewards.md). One that names `completions` is called as TRL would,
-            with one sample at a time (see `rewards.adapter.trl_signature`). Functions are pickled, closures and lambdas
-            included, and run in processes of their own. A run that goes on takes them from this call.
-        eval_dataset: Held-out questions, as `dataset`; or several, by name.
+            dict, and returns a number or a dict (docs/rewards.md). A function with an argument `completions` is called as
+            TRL calls it, with one sample at a time (see `rewards.adapter.trl_signature`). Functions, including closures
+            and lambdas, are pickled and run in separate processes. A run that continues uses the functions of this call.
+        eval_dataset: Held-out questions, in the same form as `dataset`; or a dict of several data sets by name.
         output_dir: Folder of metrics, logs, checkpoints and models.
-        options: Every option of `async-grpo run`, with underscores; lists and dicts as in a TOML file. `ray_address`
+        options: Any option of `async-grpo run`, with underscores; lists and dicts as in a TOML file. `ray_address`
             joins a cluster.
 
     Raises:
-        ConfigurationError: a setting or an input cannot work; nothing was started.
-        RunFailed, WorkerLost: a program of the run ended before its time; says which and why.
-        RunInterrupted: `max_hours` are over, and a checkpoint is saved: the same call goes on.
-        KeyboardInterrupt: the run was interrupted; says whether a checkpoint was saved.
+        ConfigurationError: An option or an input cannot work. Nothing was started.
+        RunFailed: A program of the run ended before its time. The message names the program and the reason.
+        WorkerLost: A worker of the run ended before its time. The message names the worker and the reason.
+        RunInterrupted: `max_hours` have passed, and a checkpoint was saved. The same call continues the run.
+        KeyboardInterrupt: The run was interrupted. The message says whether a checkpoint was saved.
     """
     values = _option_values(options)
     with _console_of_a_command(str(values.get("logging_level", "INFO"))):
@@ -137,14 +138,17 @@ def train(
 def _claimed_config(
     model: str, dataset: Any, reward_fns: Any, eval_dataset: Any, output_dir: Path, values: dict[str, Any]
 ) -> LocalConfig:
-    """Return the configuration of a run whose output folder is this process's, and holds its inputs."""
-    # What stands here for the inputs is replaced below: a wrong option must be refused before anything is written
+    """Write the run's inputs into its output folder, and return the run's configuration.
+
+    The output folder is claimed: until `release`, no other process can start a run in it.
+    """
+    # A wrong option must be refused before anything is written, so placeholders stand for the inputs at first
     values = {**values, "model_name_or_path": model, "data_path": "dataset", "output_dir": str(output_dir)}
-    first_look = {**values, "reward_fns": "countdown"}
+    placeholders = {"reward_fns": "countdown"}
     if eval_dataset is not None:
-        first_look["eval_data_path"] = "eval_dataset"
-    config = _config(first_look)
-    claim(config.output_path, again=goes_on(config))
+        placeholders["eval_data_path"] = "eval_dataset"
+    config = _config({**values, **placeholders})
+    claim(config.output_path, may_hold_run=goes_on(config))
     try:
         folder = folder_of_program(config.output_path)
         rows = row_file(dataset, folder, "dataset")
@@ -186,7 +190,7 @@ def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options by the names of their fields, with values of the fields' types.
 
     Raises:
-        ConfigurationError: an option is unknown, stands twice, or has a value of another kind.
+        ConfigurationError: An option is unknown, is given twice, or has a value of a wrong type.
     """
     fields = fields_in_order(LocalConfig)
     by_name = {field.name: field for field in fields}
@@ -207,9 +211,13 @@ def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(field: Field, value: Any) -> Any:
-    """Return a value as the command line would make it, from its text or from a Python value."""
-    kind, *others = get_args(field.type) or (field.type,)
-    if value is None and others:
+    """Return the value that the command line would make of a text or of a Python value.
+
+    Raises:
+        ConfigurationError: The value has a wrong type.
+    """
+    kind, *alternatives = get_args(field.type) or (field.type,)
+    if value is None and alternatives:  # the field's type is `kind | None`
         return None
     if isinstance(value, enum.Enum):
         value = value.value
@@ -221,7 +229,7 @@ def _converted(field: Field, value: Any) -> Any:
         if isinstance(value, bool):
             raise TypeError
         if kind is int and not isinstance(value, str):
-            return operator.index(value)  # takes numpy's integers, and no fractions
+            return operator.index(value)  # accepts numpy's integers, and refuses fractions
         return kind(value)
     except (TypeError, ValueError):
         form = {
@@ -234,7 +242,7 @@ def _converted(field: Field, value: Any) -> Any:
 
 
 def _truth(value: Any) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # the latter is numpy's
+    if type(value).__name__ not in ("bool", "bool_"):  # "bool_" is numpy's type
         raise TypeError
     return bool(value)
 
@@ -256,15 +264,21 @@ def _config(values: Mapping[str, Any]) -> LocalConfig:
 
 @contextmanager
 def _console_of_a_command(level: str) -> Iterator[None]:
-    """Show the library's log as its commands do, and hide secrets in it; afterwards the program has its own log again."""
+    """Set up the library's log as the commands do, with secrets hidden, and restore the program's own setup at the end."""
     log = logging.getLogger("async_grpo")
-    handlers, propagate, earlier_level = log.handlers, log.propagate, log.level
-    make_record, report, report_thread = logging.getLogRecordFactory(), sys.excepthook, threading.excepthook
+    handlers = log.handlers
+    propagates = log.propagate
+    program_level = log.level
+    make_record = logging.getLogRecordFactory()
+    report_exception = sys.excepthook
+    report_thread_exception = threading.excepthook
     set_up_logging(level)
     try:
         yield
     finally:
-        log.handlers, log.propagate = handlers, propagate
-        log.setLevel(earlier_level)
+        log.handlers = handlers
+        log.propagate = propagates
+        log.setLevel(program_level)
         logging.setLogRecordFactory(make_record)
-        sys.excepthook, threading.excepthook = report, report_thread
+        sys.excepthook = report_exception
+        threading.excepthook = report_thread_exception

@@ -1,4 +1,4 @@
-"""The judge of a run on this machine: what may be said of it on the command line, and its servers."""
+"""The judge that `async-grpo run` serves on this machine: its options and its servers."""
 
 import hashlib
 import logging
@@ -20,7 +20,7 @@ _judge = partial(option, panel="Judge")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJudge(RewardConfig):
-    """A model that `async-grpo run` serves for the judges of the registry file."""
+    """Options of rewards, and of a model that `async-grpo run` serves for the judges of the registry file."""
 
     judge_model: str | None = _judge(
         None,
@@ -51,69 +51,96 @@ class LocalJudge(RewardConfig):
 
     @property
     def model_urls(self) -> tuple[str, ...]:
-        """As of any run; of servers that will be started it is only known that they will be here."""
+        """The URLs of the judges' servers. The ports of servers that the run starts itself are not known yet."""
         return ("http://127.0.0.1",) if self.judge_model else super().model_urls
 
     @property
     def shared_gpus(self) -> list[str]:
-        """The ids in `--judge-gpus`, a server each."""
+        """The GPU ids in `--judge-gpus`, one for each server."""
         return [] if self.judge_gpus is None else [gpu.strip() for gpu in self.judge_gpus.split(",")]
 
     @property
     def judge_gpus_alone(self) -> int:
-        """How many GPUs belong to the judge alone."""
+        """The number of GPUs that only the judge uses."""
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
 
 
-def broken_judge(c: LocalJudge, visible: Sequence[str]) -> Broken:
-    """Yield what can never work; `visible` holds the ids of the GPUs that this process may use."""
-    if c.judge_model is None:
+def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
+    """Yield the options of the judge that cannot work, each with the reason.
+
+    Args:
+        config: The options.
+        visible_gpus: Ids of the GPUs that this process may use.
+    """
+    if config.judge_model is None:
         flags = "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization"
-        yield from idle(c, flags, "without --judge-model")
-        if not c.judge_urls:
-            yield from idle(c, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
+        yield from idle(config, flags, "without --judge-model")
+        if not config.judge_urls:
+            yield from idle(config, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
         return
-    if c.judge_urls:
+    if config.judge_urls:
         yield "judge_urls", "stands beside --judge-model: leave one of the two out"
-    if not Path(c.judge_model).is_dir():
+    if not Path(config.judge_model).is_dir():
         yield "judge_model", "is no folder here"
-    # By any other id a server may take a GPU that somebody else works on
-    if unknown := ", ".join(repr(gpu) for gpu in c.shared_gpus if gpu not in visible):
-        none = "for there is none: leave it out, and the CPU serves"
-        shown = f"which are {', '.join(visible)}" if visible else none
-        yield "judge_gpus", f"names {unknown}, none of the visible GPUs, {shown} (CUDA_VISIBLE_DEVICES)"
-    if c.shared_gpus and len(c.shared_gpus) != c.judge_replicas:
-        yield "judge_gpus", f"must name one GPU for each of the {c.judge_replicas} servers"
+    # With the id of an invisible GPU, a server could take a GPU that another user works on
+    invisible_gpus = [repr(gpu) for gpu in config.shared_gpus if gpu not in visible_gpus]
+    if invisible_gpus:
+        explanation = "for there is none: leave it out, and the CPU serves"
+        if visible_gpus:
+            explanation = f"which are {', '.join(visible_gpus)}"
+        names = ", ".join(invisible_gpus)
+        yield "judge_gpus", f"names {names}, none of the visible GPUs, {explanation} (CUDA_VISIBLE_DEVICES)"
+    if config.shared_gpus and len(config.shared_gpus) != config.judge_replicas:
+        yield "judge_gpus", f"must name one GPU for each of the {config.judge_replicas} servers"
 
 
 @contextmanager
 def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
-    """Start the judge's servers if there are to be any, and yield the options by which the run's judges find them.
+    """Run the judge's servers, and yield the options with which the run's judges find them.
 
-    ConfigurationError: the servers cannot work so. WorkerLost, DeadlineExceeded: one of them did not start.
+    Without `--judge-model` no server is started, and the options are empty.
+
+    Args:
+        config: The options.
+        gpus: Ids of the GPUs that this process may use; the last ones serve the judge unless `--judge-gpus` is set.
+        log_folder: Folder of the servers' logs.
+        eager: Start vLLM without compilation and CUDA graphs.
+
+    Raises:
+        ConfigurationError: The servers cannot work with these options.
+        WorkerLost: A server ended while it was starting.
+        DeadlineExceeded: A server did not start in time.
     """
     if not config.judge_model:
         yield {}
         return
     log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
-    length, share = config.judge_max_model_len, config.judge_gpu_memory_utilization
-    options = {"enforce-eager": eager, "max-model-len": length, "gpu-memory-utilization": share}
+    server_options = {
+        "enforce-eager": eager,
+        "max-model-len": config.judge_max_model_len,
+        "gpu-memory-utilization": config.judge_gpu_memory_utilization,
+    }
     with JudgeServer(
         config.judge_model,
         log_folder=log_folder,
         replicas=config.judge_replicas,
         devices=config.shared_gpus or gpus[-config.judge_replicas :] or None,
         runner=config.judge_runner,
-        options={name: value for name, value in options.items() if value is not None},
+        options={name: value for name, value in server_options.items() if value is not None},
         sleep_mode=config.judge_idle_sleep_s is not None,
     ) as server:
         if server.sleep_mode:
-            server.sleep()  # or those who share its GPUs would find no room when they start
+            server.sleep()  # otherwise programs that share its GPUs would have no memory to start with
         yield {"judge_urls": ",".join(server.urls), "judge_model_id": folder_id(config.judge_model)}
 
 
 def folder_id(folder: str | os.PathLike[str]) -> str:
-    """Tells a folder from another with other files (their names, sizes and times), wherever it lies."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    listing = [(str(one.relative_to(folder)), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    """Return a digest of the names, sizes and modification times of a folder's files.
+
+    The digest does not depend on where the folder lies.
+    """
+    listing = []
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        status = path.stat()
+        listing.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
     return hashlib.sha256(repr(listing).encode()).hexdigest()

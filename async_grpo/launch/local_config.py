@@ -12,7 +12,7 @@ from async_grpo.options.fields import POSITIVE, option, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(LocalJudge, EngineOptions, RunConfig):
-    """A `RunConfig` and what the workers beside it need."""
+    """Options of `async-grpo run`: those of a run, of its workers, and of the judge's servers."""
 
     nproc_per_node: int = option(1, "Number of trainer ranks.", "Local", range=POSITIVE, everyday=True)
     generation_workers: int = option(
@@ -25,16 +25,22 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        group, room = self.samples_per_question, self.max_sequences
-        engine = f"an engine of {room} sequences (--max-num-seqs + --overhead-seqs)"
-        refuse(group > room, f"a group of {group} (--samples-per-question) does not fit {engine}")
-        refuse_broken(self, broken_judge(self, gpus()))
-        of_ray = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
-        of_ray *= not self.ray_address  # a cluster that is joined has GPUs of its own
-        needed, here = self.nproc_per_node + of_ray + self.judge_gpus_alone, len(gpus())
         refuse(
-            0 < here < needed,
-            f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers {of_ray}, "
-            f"judges {self.judge_gpus_alone}), {here} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU",
+            self.samples_per_question > self.max_sequences,
+            f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of "
+            f"{self.max_sequences} sequences (--max-num-seqs + --overhead-seqs)",
+        )
+        visible_gpus = gpus()
+        refuse_broken(self, broken_judge(self, visible_gpus))
+        num_worker_gpus = 0  # workers of a cluster that the run joins use the GPUs of that cluster
+        if not self.ray_address:
+            num_worker_gpus = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
+        num_needed_gpus = self.nproc_per_node + num_worker_gpus + self.judge_gpus_alone
+        num_gpus = len(visible_gpus)
+        refuse(
+            0 < num_gpus < num_needed_gpus,
+            f"{num_needed_gpus} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers "
+            f"{num_worker_gpus}, judges {self.judge_gpus_alone}), {num_gpus} are here: use fewer, or "
+            "CUDA_VISIBLE_DEVICES= for the CPU",
         )
         refuse(not self.reward_fns, "name the rewards of the run: --reward-fns countdown,format")

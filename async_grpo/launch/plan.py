@@ -1,4 +1,4 @@
-"""What a run will take (processes, memory, disk, time), and whether it is there: looks that cost less than a second."""
+"""Estimates of a run's processes, memory, disk space and time, compared with what the machine has, within a second."""
 
 import math
 import resource
@@ -7,7 +7,7 @@ import statistics
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 from rich.console import Console
@@ -25,41 +25,61 @@ from async_grpo.training.checkpoint_folder import checkpoints_of
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-OK, WARNING, ERROR = "ok", "warning", "error"  # an error: no run could work so
+OK = "ok"
+WARNING = "warning"
+ERROR = "error"  # no run can work in this state
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
-SHARED_MEMORY, SMALL = Path("/dev/shm"), GIB // 4  # with less Ray keeps everything on the disk
-FEW_FILES, TOO_FEW_FILES = 4096, 256  # a process of Ray has one open for each process and connection
-NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)  # the last for words in the place of numbers
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_MEMORY_BYTES = GIB // 4  # with less, Ray stores all objects on the disk
+# A process of Ray opens one file for each process and each connection
+FEW_FILES = 4096
+TOO_FEW_FILES = 256
+# What `cards` may raise; ValueError if nvidia-smi prints a word in place of a number
+NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
+NUM_PACE_STEPS = 20  # steps whose median is the expected time of a step
+NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 class Finding(NamedTuple):
-    """What one look has found; the cure is for what is not ok."""
+    """The result of one check."""
 
     name: str
     level: str
     found: str
-    cure: str = ""
+    cure: str = ""  # shown unless the level is OK
 
 
 def show(findings: Iterable[Finding]) -> None:
     """Print one line per finding."""
-    for name, level, found, cure in findings:
-        said = f"{name:<18} {found}" + (f". Cure: {cure}" if cure and level != OK else "")
-        said = repr(said)[1:-1]  # it may hold anything
-        Console().print(Text.assemble((f"{level:<8}", STYLES[level]), said), soft_wrap=True)
+    for finding in findings:
+        text = f"{finding.name:<18} {finding.found}"
+        if finding.cure and finding.level != OK:
+            text += f". Cure: {finding.cure}"
+        printable_text = repr(text)[1:-1]  # names of files and models may contain control characters
+        level = (f"{finding.level:<8}", STYLES[finding.level])
+        Console().print(Text.assemble(level, printable_text), soft_wrap=True)
 
 
 def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
-    """Check limits, disk and memory, as `run` does. ConfigurationError: the model's weights are not whole."""
-    total = parameters_of(Path(config.model_name_or_path))
-    return [*limits(2 * total), disk(config, total), *memory(config, prepared, total)]
+    """Check limits, disk and memory.
+
+    Raises:
+        ConfigurationError: Weights of the model are missing, or are stored as pickles.
+    """
+    num_parameters = parameters_of(Path(config.model_name_or_path))
+    package_bytes = 2 * num_parameters  # as in bfloat16
+    return [
+        *limits(package_bytes),
+        disk(config, num_parameters),
+        *memory(config, prepared, num_parameters),
+    ]
 
 
 def parameters_of(folder: Path) -> int:
-    """Return how many numbers a model's weights have, read off the headers.
+    """Return the number of a model's parameters, read from the headers of its files.
 
     Raises:
-        ConfigurationError: there are no weights, not all of them, or they are pickles.
+        ConfigurationError: Weights are missing, or are stored as pickles.
     """
     from async_grpo.modeling.model_files import refuse_pickles, weight_shapes
 
@@ -67,110 +87,209 @@ def parameters_of(folder: Path) -> int:
     return sum(math.prod(shape) for shape in weight_shapes(folder).values())
 
 
-def limits(package: int = 0) -> Iterator[Finding]:
-    """Open files, and shared memory for two copies of the weights on their way (`package` bytes) and one in the making."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level = ERROR if limit < TOO_FEW_FILES else WARNING if limit < FEW_FILES else OK
-    yield Finding("open files", level, f"at most {limit} in a process", "ulimit -n 65536")
-    free, wanted = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0, SMALL + 3 * package
-    said = f"{decimal(free)} free in {SHARED_MEMORY}, {decimal(wanted)} wanted, or Ray uses the disk"
-    level = WARNING if free < wanted else OK
-    yield Finding("shared memory", level, said, "docker run --shm-size=16g, or --ipc=host")
+def limits(package_bytes: int = 0) -> Iterator[Finding]:
+    """Check the number of open files, and the shared memory for three copies of the weights.
+
+    Two copies may be on their way to the engines while the next one is made.
+
+    Args:
+        package_bytes: Size of one copy of the weights.
+    """
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level = OK
+    if max_files < TOO_FEW_FILES:
+        level = ERROR
+    elif max_files < FEW_FILES:
+        level = WARNING
+    yield Finding("open files", level, f"at most {max_files} in a process", "ulimit -n 65536")
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    needed_bytes = MIN_SHARED_MEMORY_BYTES + 3 * package_bytes
+    text = (
+        f"{decimal(free_bytes)} free in {SHARED_MEMORY}, {decimal(needed_bytes)} wanted, or Ray uses the disk"
+    )
+    level = WARNING if free_bytes < needed_bytes else OK
+    yield Finding("shared memory", level, text, "docker run --shm-size=16g, or --ipc=host")
 
 
-def disk(config: LocalConfig, total: int) -> Finding:
-    """Room for the checkpoints that are kept, one in the making, and the models."""
-    place, checkpoint, model = nearest_folder(config.output_path), 12 * total, 2 * total
-    models = math.ceil(config.num_steps * config.samples_per_step / config.samples_between_models)
-    free, models = shutil.disk_usage(place).free, config.keep_models or models
-    checkpoints = max(1, config.keep_checkpoints + 1 - len(checkpoints_of(config.output_path)))
-    need = checkpoints * checkpoint + models * model
-    said = f"{decimal(free)} free in {place}; {checkpoints} checkpoints and {models:,} models take {decimal(need)}"
-    level = ERROR if free < checkpoint + model else WARNING if free < need else OK
-    return Finding("disk", level, said, "another --output-dir, or a lower --keep-models (0 keeps all)")
+def disk(config: LocalConfig, num_parameters: int) -> Finding:
+    """Check the disk space for all checkpoints and models that the run will keep, and for the checkpoint it is writing."""
+    place = nearest_folder(config.output_path)
+    checkpoint_bytes = 12 * num_parameters  # float32 weights and both moments of Adam
+    model_bytes = 2 * num_parameters  # bfloat16
+    num_samples = config.num_steps * config.samples_per_step
+    num_models = config.keep_models or math.ceil(num_samples / config.samples_between_models)
+    num_existing = len(checkpoints_of(config.output_path))
+    num_checkpoints = max(1, config.keep_checkpoints + 1 - num_existing)
+    free_bytes = shutil.disk_usage(place).free
+    needed_bytes = num_checkpoints * checkpoint_bytes + num_models * model_bytes
+    level = OK
+    if free_bytes < checkpoint_bytes + model_bytes:
+        level = ERROR
+    elif free_bytes < needed_bytes:
+        level = WARNING
+    return Finding(
+        "disk",
+        level,
+        f"{decimal(free_bytes)} free in {place}; {num_checkpoints} checkpoints and {num_models:,} models take "
+        f"{decimal(needed_bytes)}",
+        "another --output-dir, or a lower --keep-models (0 keeps all)",
+    )
 
 
 def nearest_folder(path: Path) -> Path:
     """Return the folder itself, or the first folder above it that exists."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def cards() -> list[list[str]]:
-    """Return name, MiB in all, MiB free and driver of each visible GPU, as nvidia-smi says.
+    """Return name, MiB in total, MiB free and driver of each visible GPU, as nvidia-smi prints them.
 
-    CUDA itself would take memory on them.
+    nvidia-smi is asked because CUDA itself would allocate memory on each GPU.
 
-    Raises one of NO_CARDS: there is no nvidia-smi, or it fails.
+    Raises:
+        OSError: nvidia-smi is not installed.
+        SubprocessError: nvidia-smi fails.
     """
-    query = ["--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
-    command = ["nvidia-smi", f"--id={','.join(gpus())}", *query]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10.0).stdout
-    return [line.split(", ") for line in said.splitlines()]
+    process = subprocess.run(
+        [
+            "nvidia-smi",
+            f"--id={','.join(gpus())}",
+            "--query-gpu=name,memory.total,memory.free,driver_version",
+            "--format=csv,noheader,nounits",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=NVIDIA_SMI_TIMEOUT_S,
+    )
+    return [line.split(", ") for line in process.stdout.splitlines()]
 
 
-def roles(config: LocalConfig, prepared: "Prepared", total: int) -> Iterator[tuple[str, int, int, float]]:
-    """All but the rewards' processes: name, how many, GPUs of each, and bytes of each (allocators lose some more).
+def roles(
+    config: LocalConfig, prepared: "Prepared", num_parameters: int
+) -> Iterator[tuple[str, int, int, float]]:
+    """Yield the estimated memory of all processes but those of the rewards.
 
-    The formulas stand in docs/operations.md, "Before a week is spent"; `total`: the model's parameters.
+    The formulas are explained in docs/operations.md, "Before a week is spent". Allocators need somewhat more memory.
+
+    Args:
+        config: The run's options.
+        prepared: The run's inputs.
+        num_parameters: Number of the model's parameters.
+
+    Yields:
+        Name of the process, number of such processes, GPUs of each, and bytes of each.
     """
     from async_grpo.modeling.load import load_config, torch_dtype
 
-    settings, model = prepared.settings, load_config(config.model_name_or_path).get_text_config()
-    b, layers, width = torch_dtype(settings.dtype).itemsize, model.num_hidden_layers, model.hidden_size
-    inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
-    inner *= getattr(model, "num_experts_per_tok", None) or 1
-    cache, tokens, ranks = kv_cache_bytes(model, b), config.max_tokens_per_gpu, config.nproc_per_node
-    kept = layers * b * (16 * width + 4 * inner) + 2 * cache
-    if config.gradient_checkpointing:
-        kept = layers * b * width + kept // layers
-    head = 4 * settings.vocab_size * (3 * min(config.logprob_chunk_size, tokens) + width)
-    moments = 2 if config.optimizer == "adamw_8bit" else 8
-    state = (8 + moments + 4 * config.update_stats) * total / (config.fsdp_size or ranks)
-    offloaded = state if config.cpu_offload else 0.0
-    yield "trainer rank", ranks, 1, state - offloaded + tokens * kept + head
-    alive = math.ceil(settings.samples_in_flight / config.generation_workers)
-    held = min(config.max_num_seqs or 1024, alive) * settings.max_total_tokens * cache
-    engine = b * total + (held if gpus() else cpu_kv_cache())
-    yield "engine", config.generation_workers, config.tensor_parallel_size, engine
+    settings = prepared.settings
+    model = load_config(config.model_name_or_path).get_text_config()
+    dtype_bytes = torch_dtype(settings.dtype).itemsize
+    num_ranks = config.nproc_per_node
+
+    # An engine: weights, and keys and values of the sequences that it generates at once
+    token_cache_bytes = kv_cache_bytes(model, dtype_bytes)
+    sequences_per_engine = math.ceil(settings.samples_in_flight / config.generation_workers)
+    num_sequences = min(config.max_num_seqs or 1024, sequences_per_engine)
+    cache_bytes = num_sequences * settings.max_total_tokens * token_cache_bytes
+    engine_bytes = dtype_bytes * num_parameters + (cache_bytes if gpus() else cpu_kv_cache())
+
+    # Three float32 tensors as large as a chunk's logits, and the gradient of the head
+    chunk_tokens = min(config.logprob_chunk_size, config.max_tokens_per_gpu)
+    head_bytes = 4 * settings.vocab_size * (3 * chunk_tokens + model.hidden_size)
+
+    # A trainer rank: its shard of weights, gradients and moments, and the activations of a micro-batch
+    parameter_bytes = 8  # float32 weight and gradient
+    parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
+    if config.update_stats:
+        parameter_bytes += 4
+    state_bytes = parameter_bytes * num_parameters / (config.fsdp_size or num_ranks)
+    offloaded_bytes = state_bytes if config.cpu_offload else 0.0
+    activation_bytes = config.max_tokens_per_gpu * _token_activation_bytes(config, model, dtype_bytes)
+    rank_bytes = state_bytes - offloaded_bytes + activation_bytes + head_bytes
+
+    yield "trainer rank", num_ranks, 1, rank_bytes
+    yield "engine", config.generation_workers, config.tensor_parallel_size, engine_bytes
     for name in config.logprob_roles:
-        yield f"{name} worker", 1, 1, b * total + head
-    yield "rank 0's machine", 1, 0, (2 * b + 12) * total + ranks * offloaded
+        yield f"{name} worker", 1, 1, dtype_bytes * num_parameters + head_bytes
+    # Two packages of weights, a checkpoint that is being written, and the state that the ranks offload
+    main_memory_bytes = (2 * dtype_bytes + 12) * num_parameters + num_ranks * offloaded_bytes
+    yield "rank 0's machine", 1, 0, main_memory_bytes
 
 
-def memory(config: LocalConfig, prepared: "Prepared", total: int) -> Iterator[Finding]:
-    """Each role against what is there. Never an error: it is an estimate."""
-    free, rest, card = psutil.virtual_memory().available, 0, 0
+def _token_activation_bytes(config: LocalConfig, model: Any, dtype_bytes: int) -> int:
+    """Return the bytes of activations that a rank keeps for the backward pass of one token."""
+    width = model.hidden_size
+    layers = model.num_hidden_layers
+    mlp_width = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
+    num_active_experts = getattr(model, "num_experts_per_tok", None) or 1
+    inner_width = mlp_width * num_active_experts
+    all_layers_bytes = layers * dtype_bytes * (16 * width + 4 * inner_width)
+    all_layers_bytes += 2 * kv_cache_bytes(model, dtype_bytes)
+    if config.gradient_checkpointing:
+        # The inputs of all layers, and everything of the one layer that is recomputed
+        return layers * dtype_bytes * width + all_layers_bytes // layers
+    return all_layers_bytes
+
+
+def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> Iterator[Finding]:
+    """Compare the estimated memory of each process with the memory that is there.
+
+    The findings are at most warnings, because the estimates are rough.
+    """
     cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, --cpu-offload, or more ranks or engines"
+    free_bytes = psutil.virtual_memory().available
+    card_bytes = 0  # memory of the smallest GPU; 0 without GPUs
     try:
-        card = min(int(mib) << 20 for _, mib, *_ in cards()) if gpus() else 0
+        if gpus():
+            card_bytes = min(int(mebibytes) << 20 for _, mebibytes, *_ in cards())
     except NO_CARDS as error:
         yield Finding("GPU memory", WARNING, f"nvidia-smi fails: {error}", "install it with the driver")
-    for name, count, each, need in roles(config, prepared, total):
-        have, where = float(free), "in the machine's memory"
-        if card * each:
+    main_memory_bytes = 0
+    for name, count, num_gpus, process_bytes in roles(config, prepared, num_parameters):
+        if card_bytes and num_gpus:
             share = config.gpu_memory_utilization if name == "engine" else 1
-            have, where = share * card * each, f"{each} GPU each"
+            available_bytes = share * card_bytes * num_gpus
+            place = f"{num_gpus} GPU each"
         else:
-            rest += count * int(need)
-        said = f"{count} x about {decimal(int(need))} of {decimal(int(have))}, {where}"
-        yield Finding(name, WARNING if need > have else OK, said, cure)
-    said = f"together about {decimal(rest)} of {decimal(free)} that are free"
-    yield Finding("machine's memory", WARNING if rest > free else OK, said, cure)
+            available_bytes = float(free_bytes)
+            place = "in the machine's memory"
+            main_memory_bytes += count * int(process_bytes)
+        level = WARNING if process_bytes > available_bytes else OK
+        sizes = f"{decimal(int(process_bytes))} of {decimal(int(available_bytes))}"
+        yield Finding(name, level, f"{count} x about {sizes}, {place}", cure)
+    level = WARNING if main_memory_bytes > free_bytes else OK
+    text = f"together about {decimal(main_memory_bytes)} of {decimal(free_bytes)} that are free"
+    yield Finding("machine's memory", level, text, cure)
 
 
 def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Return what `run` would do."""
-    settings, step = prepared.settings, prepared.resumed.step if prepared.resumed else 0
-    size, left, alive = config.samples_per_step, config.num_steps - step, settings.samples_in_flight
+    """Yield what `run` would do: where, how many samples and steps, and how long it takes."""
+    settings = prepared.settings
+    step = prepared.resumed.step if prepared.resumed else 0
+    step_samples = config.samples_per_step
+    remaining_steps = config.num_steps - step
     begins = f"goes on after step {step}" if step else "begins"
     yield Finding("run", OK, f"{config.run_name} {begins} in {config.output_path}")
-    said = f"{left:,} of {size:,} samples of at most {settings.max_total_tokens} tokens"
-    yield Finding("steps", OK, f"{said}: {left * size:,} samples of {len(prepared.questions):,} questions")
-    said = f"at most {config.max_staleness} steps; with {alive:,} samples alive on average "
-    yield Finding("staleness", OK, f"{said}{max(0.0, alive / size - 1):.3g} at most")
-    said = "not measured yet; the run's first steps in this folder do"
-    lines = metrics_lines(config.output_path / METRICS_FILE, 20)
-    if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
-        pace = statistics.median(paces)
-        said = f"{pace:.3g} s, the median of the last {len(lines)}; {duration(pace * left)} in all"
-    yield Finding("a step takes", OK, said)
+    yield Finding(
+        "steps",
+        OK,
+        f"{remaining_steps:,} of {step_samples:,} samples of at most {settings.max_total_tokens} tokens: "
+        f"{remaining_steps * step_samples:,} samples of {len(prepared.questions):,} questions",
+    )
+    samples_in_flight = settings.samples_in_flight
+    mean_staleness = max(0.0, samples_in_flight / step_samples - 1)
+    yield Finding(
+        "staleness",
+        OK,
+        f"at most {config.max_staleness} steps; with {samples_in_flight:,} samples alive on average "
+        f"{mean_staleness:.3g} at most",
+    )
+    lines = metrics_lines(config.output_path / METRICS_FILE, NUM_PACE_STEPS)
+    step_times_s = [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]
+    text = "not measured yet; the run's first steps in this folder do"
+    if step_times_s:
+        step_time_s = statistics.median(step_times_s)
+        total = duration(step_time_s * remaining_steps)
+        text = f"{step_time_s:.3g} s, the median of the last {len(lines)}; {total} in all"
+    yield Finding("a step takes", OK, text)

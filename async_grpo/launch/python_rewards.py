@@ -1,4 +1,4 @@
-"""The rewards of a Python program: functions become a file of rewards that the run reads as any other `FILE.py:NAME`."""
+"""Rewards that are passed to `async_grpo.train`: functions are written to a file that the run reads as `FILE.py:NAME`."""
 
 import keyword
 from collections.abc import Collection, Iterable
@@ -25,12 +25,13 @@ def reward_names(reward_fns: Any, folder: Path, columns: Collection[str] | None)
     """Return the rewards as the option `--reward-fns`, with the functions among them written to a file.
 
     Args:
-        reward_fns: A name of the registry, `FILE.py:NAME`, a function, or a list of these; None: no rewards.
-        folder: Where the file of functions is written. It is private: what lies there is executed.
-        columns: Columns of the data set, against which a function's arguments are checked; None: they are not known.
+        reward_fns: A name of the registry, `FILE.py:NAME`, a function, or a list of these; None for no rewards.
+        folder: Private folder that the file of functions is written to. The run executes the file.
+        columns: Columns of the data set, against which a function's arguments are checked; None if they are not known.
 
     Raises:
-        ConfigurationError: a reward is neither a name nor a function, cannot be pickled, or needs unknown arguments.
+        ConfigurationError: A reward is neither a name nor a function, cannot be pickled, or has an argument that is no
+            column.
     """
     names: list[str] = []
     functions: dict[str, Any] = {}
@@ -51,58 +52,60 @@ def reward_names(reward_fns: Any, folder: Path, columns: Collection[str] | None)
 def _listed(reward_fns: Any) -> list[Any]:
     if reward_fns is None:
         return []
-    is_one = isinstance(reward_fns, str) or _is_reward(reward_fns) or not isinstance(reward_fns, Iterable)
-    return [reward_fns] if is_one else list(reward_fns)
+    is_single = isinstance(reward_fns, str) or _is_reward(reward_fns) or not isinstance(reward_fns, Iterable)
+    return [reward_fns] if is_single else list(reward_fns)
 
 
 def _is_reward(value: Any) -> bool:
-    return callable(value) or callable(getattr(value, "score", None))  # the latter is a judge's
+    return callable(value) or callable(getattr(value, "score", None))  # judges have a method `score`
 
 
 def _name_of(reward: Any, position: int) -> str:
-    """Return the name by which metrics call a function; a lambda has none of its own."""
+    """Return the name of a function in metrics. A lambda is named by its position in the list of rewards."""
     while hasattr(reward, "func") and not hasattr(reward, "__name__"):  # functools.partial
         reward = reward.func
     name = getattr(reward, "__name__", type(reward).__name__)
     is_plain = (
         isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     )
-    # The file of rewards defines two names of its own
+    # The file of rewards imports functions of these two names
     return name if is_plain and name not in ("unpickled", "trl_reward") else f"reward_{position}"
 
 
-def _free_name(name: str, taken: Collection[str]) -> str:
-    """Return the name, with a number behind it where another function has it: closures of one maker share their name."""
-    number, free = 1, name
-    while free in taken:
+def _free_name(name: str, used_names: Collection[str]) -> str:
+    """Return the name, with a number appended if another function has it, as two closures of one definition do."""
+    free_name = name
+    number = 1
+    while free_name in used_names:
         number += 1
-        free = f"{name}_{number}"
-    return free
+        free_name = f"{name}_{number}"
+    return free_name
 
 
 def _check(reward: Any, name: str, columns: Collection[str] | None) -> None:
     way_out = "a name of the registry, FILE.py:NAME, or a function such as `lambda sample: len(sample['completion'])`"
     refuse(not _is_reward(reward), f"the reward {reward!r:.80} is a {type(reward).__name__}: give {way_out}")
-    traits_of(reward)  # raises for what cannot be called
+    traits_of(reward)  # raises if the function cannot be called with a sample
     if not _is_trl_reward(reward):
         return
     refuse(
         isinstance(reward, type),
         f"the reward {name} is a class with TRL's signature: give an object of it, {name}()",
     )
-    unknown = unknown_arguments(reward, columns) if columns is not None else []
-    if unknown:
-        known = ", ".join(sorted(columns or ()))
+    if columns is None:
+        return
+    missing_columns = unknown_arguments(reward, columns)
+    if missing_columns:
         raise ConfigurationError(
-            f"the reward {name} needs {', '.join(unknown)}, which is no column of every row: the columns are {known}; give "
-            "the argument a default, or add the column"
+            f"the reward {name} needs {', '.join(missing_columns)}, which is no column of every row: the columns are "
+            f"{', '.join(sorted(columns))}; give the argument a default, or add the column"
         )
 
 
 def _is_trl_reward(reward: Any) -> bool:
     try:
         return _is_function(reward) and has_trl_signature(reward)
-    except ValueError:  # a builtin without a signature that Python knows
+    except ValueError:  # Python knows no signature of some builtins
         return False
 
 
@@ -114,7 +117,7 @@ def _is_function(reward: Any) -> bool:
 def _definition(name: str, reward: Any) -> str:
     """Return the lines that define a reward in the file."""
     text = pickled(reward, name)
-    loaded = f'unpickled(\n    "{text}",\n    sha256="{pickle_digest(text)}",\n)'
+    expression = f'unpickled(\n    "{text}",\n    sha256="{pickle_digest(text)}",\n)'
     if _is_trl_reward(reward):
-        loaded = f"trl_reward({loaded})"
-    return f"\n{name} = {loaded}\n"
+        expression = f"trl_reward({expression})"
+    return f"\n{name} = {expression}\n"

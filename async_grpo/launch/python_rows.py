@@ -1,4 +1,4 @@
-"""The data set of a Python program as a JSONL file, in the format of docs/your-data.md."""
+"""Data sets that are passed to `async_grpo.train`: rows are written to a JSONL file (docs/your-data.md)."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from async_grpo.launch.python_files import write_private_file
 from async_grpo.options.fields import refuse
 
 TOKENS = "input_token_ids"
-SHOWN_COLUMNS = 12  # of a row whose prompt is missing
+SHOWN_COLUMNS = 12  # columns that the message about a row without a prompt names
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A data set on the disk. `columns`: those that every row has; None for a file that was given as a path."""
+    """A data set on the disk."""
 
     path: str
-    columns: frozenset[str] | None
+    columns: frozenset[str] | None  # the columns that every row has; None if the caller passed a path
 
 
 def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
@@ -29,13 +29,14 @@ def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
 
     Args:
         dataset: The path of a JSONL file, or rows: anything that yields dicts, such as a list or a `datasets.Dataset`.
-            Each dict has `prompt` (a text, or a list of messages), `messages`, `input` or `input_token_ids`; all its
-            columns go to the rewards.
-        folder: Where rows are written, under a name with their digest: the rows of an earlier run stay as they are.
-        name: What messages and the file call it.
+            Each dict has `prompt` (a text, or a list of messages), `messages`, `input` or `input_token_ids`. Rewards
+            receive all columns.
+        folder: Private folder that the rows are written to. The file's name has their digest, so the rows of an earlier
+            run are not overwritten.
+        name: Name of the data set in messages and in the file's name.
 
     Raises:
-        ConfigurationError: names the first row that cannot be used, and why.
+        ConfigurationError: A row cannot be used. The message names the first such row and the reason.
     """
     if isinstance(dataset, str | os.PathLike):
         return RowFile(os.fspath(dataset), None)
@@ -45,12 +46,12 @@ def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
     def lines() -> Iterator[bytes]:
         number = -1
         for number, row in enumerate(dataset):
-            where = f"{name}, row {number}"
-            checked = _checked_row(row, where)
+            place = f"{name}, row {number}"
+            checked_row = _checked_row(row, place)
             if number == 0:
-                columns.update(checked)
-            columns.intersection_update(checked)
-            yield _as_json(checked, where).encode() + b"\n"
+                columns.update(checked_row)
+            columns.intersection_update(checked_row)
+            yield _as_json(checked_row, place).encode() + b"\n"
         refuse(number < 0, f"{name} holds no rows")
 
     path = write_private_file(folder, f"{name}-{{digest}}.jsonl", lines())
@@ -72,62 +73,63 @@ def _refuse_what_holds_no_rows(dataset: Any, name: str) -> None:
     refuse(not is_rows, f"{name} is a {kind}: give the path of a JSONL file, or a list of dicts")
 
 
-def _checked_row(row: Any, where: str) -> dict[str, Any]:
+def _checked_row(row: Any, place: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise ConfigurationError(
-            f'{where} is a {type(row).__name__}, not a dict such as {{"prompt": "3 + 4 = ?"}}'
+            f'{place} is a {type(row).__name__}, not a dict such as {{"prompt": "3 + 4 = ?"}}'
         )
-    checked = dict(row)
+    checked_row = dict(row)
     for column in (TOKENS, *PROMPT_COLUMNS):
-        if checked.get(column, ...) is None:  # `datasets` fills columns that a row does not have
-            del checked[column]
-    present = [column for column in (TOKENS, *PROMPT_COLUMNS) if column in checked]
-    if not present:
+        if checked_row.get(column, ...) is None:  # `datasets` sets a column to None if a row does not have it
+            del checked_row[column]
+    prompt_columns = [column for column in (TOKENS, *PROMPT_COLUMNS) if column in checked_row]
+    if not prompt_columns:
         names = ", ".join(map(str, list(row)[:SHOWN_COLUMNS])) or "none"
         raise ConfigurationError(
-            f"{where} has no prompt: its columns are {names}. Name the question `prompt`, as a text or as a list of "
+            f"{place} has no prompt: its columns are {names}. Name the question `prompt`, as a text or as a list of "
             'messages: {"role": "user", "content": "..."}'
         )
-    for column in present:
-        _check_prompt(column, checked[column], where)
-    return checked
+    for column in prompt_columns:
+        _check_prompt(column, checked_row[column], place)
+    return checked_row
 
 
-def _check_prompt(column: str, value: Any, where: str) -> None:
+def _check_prompt(column: str, value: Any, place: str) -> None:
     if column == TOKENS:
         return
     is_text = isinstance(value, str) and column != "messages"
     are_messages = isinstance(value, list | tuple) and column != "input" and _are_messages(value)
     form = {"input": "a text", "messages": "a list of messages"}.get(column, "a text or a list of messages")
-    refuse(
-        not (is_text or are_messages),
-        f"{where}: {column} must be {form}"
-        + ("" if column == "input" else ', each a dict such as {"role": "user", "content": "3 + 4 = ?"}')
-        + f", not {value!r:.80}",
-    )
+    if column != "input":
+        form += ', each a dict such as {"role": "user", "content": "3 + 4 = ?"}'
+    refuse(not (is_text or are_messages), f"{place}: {column} must be {form}, not {value!r:.80}")
 
 
 def _are_messages(value: Any) -> bool:
     return bool(value) and all(isinstance(message, Mapping) and "content" in message for message in value)
 
 
-def _as_json(row: dict[str, Any], where: str) -> str:
+def _as_json(row: dict[str, Any], place: str) -> str:
     try:
         return json.dumps(row, allow_nan=False, default=_plain)
-    except (TypeError, ValueError, RecursionError) as whole:
+    except (TypeError, ValueError, RecursionError) as row_error:
         for column, value in row.items():
             try:
                 json.dumps({column: value}, allow_nan=False, default=_plain)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigurationError(
-                    f"{where}: the column {column} cannot be written as JSON ({error}): make it of texts, finite numbers, "
+                    f"{place}: the column {column} cannot be written as JSON ({error}): make it of texts, finite numbers, "
                     "lists and dicts, or leave the column out"
                 ) from error
-        raise ConfigurationError(f"{where} cannot be written as JSON ({whole})") from whole
+        raise ConfigurationError(f"{place} cannot be written as JSON ({row_error})") from row_error
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has for a number or an array of numpy or torch."""
+    """Return a number or an array of numpy or torch as a Python number or a list.
+
+    Raises:
+        TypeError: JSON has no form for the value.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

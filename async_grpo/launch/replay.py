@@ -1,9 +1,9 @@
-"""`async-grpo replay RUN`: train again from what `--record` kept, without engines or rewards.
+"""`async-grpo replay RUN`: train again on the samples that `--record` stored, without engines or rewards.
 
-The same options make the same weights, bit for bit in float32, on as many ranks as there were (`torchrun
---nproc-per-node N -m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say
-so. Of the folder, which may be somebody else's, only portable options are taken over (`options/portable.py`); a loss of
-your own must be given again.
+The same options on the same number of ranks make the same weights, bit for bit in float32 (`torchrun --nproc-per-node N
+-m async_grpo replay RUN`). Other options, such as another loss, train off-policy, because the samples are those of the
+recorded run; the metrics say so. The folder may have been written by somebody else, so only portable options of its run
+are taken over (`options/portable.py`). If the run had a loss from a file of code, pass it again.
 """
 
 import logging
@@ -26,31 +26,33 @@ from async_grpo.training.checkpoint_folder import checkpoints_of, named, read
 from async_grpo.weights.config import WeightConfig
 
 log = logging.getLogger(__name__)
-# What a replay does not use, as it has no engines, rewards or questions: it is neither taken over nor compared
-IDLE = {
-    *(
-        one.name
-        for room in (RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig)
-        for one in fields(room)
-    ),
-    *(
-        "data_path",
-        "dump_samples_filename",
-        "keep_sample_groups",
-        "max_resamples",
-        "keep_best",
-        "logging_level",
-        "prometheus_port",
-        "scheduling",
-        "track",
-    ),
+
+
+def _option_names(*config_classes: type) -> set[str]:
+    return {field.name for config_class in config_classes for field in fields(config_class)}
+
+
+# Options that a replay ignores, because it has no engines, rewards or questions. They are neither taken over nor compared
+UNUSED_OPTIONS = {
+    *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
+    "data_path",
+    "dump_samples_filename",
+    "keep_sample_groups",
+    "max_resamples",
+    "keep_best",
+    "logging_level",
+    "prometheus_port",
+    "scheduling",
+    "track",
 }
-OWN = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "run_name")
+
+# Options that concern the replay itself, whatever the recorded run had
+REPLAY_OPTIONS = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "run_name")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(RunConfig):
-    """Where the record is, and the options of its run, which hold unless others are given."""
+    """Options of `async-grpo replay`. Options that are not set take the values of the recorded run."""
 
     recorded: str = required("Folder of the recorded run.", "Replay", argument=True)
     from_step: int = option(
@@ -63,36 +65,42 @@ class ReplayConfig(RunConfig):
     data_path: str = option("", "JSONL file of questions.", everyday=True)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:
-        """Return the configuration of a command line, on which these options were `given`.
+    def from_options(cls, options: Mapping[str, Any], explicit_names: Collection[str]) -> Self:
+        """Return the configuration of a command line, completed by the options of the recorded run.
+
+        Args:
+            options: A value for every option.
+            explicit_names: The options that the user set; the recorded run does not override them.
 
         Raises:
-            ConfigurationError: there is no run, or it was given something that only the user may name.
+            ConfigurationError: There is no such run, or the run has an option that only the user may set.
         """
         run = Path(options["recorded"])
-        stored = options_of(run)
-        wanted = {one.name for one in fields(RunConfig)} - {*IDLE, *OWN, *given}
-        of_run = portable_options(RunConfig, stored, wanted - {"model_name_or_path"}, run)
-        if "model_name_or_path" not in given:
-            model = stored.get("model_name_or_path")
+        run_options = options_of(run)
+        names = {field.name for field in fields(RunConfig)} - {*UNUSED_OPTIONS, *REPLAY_OPTIONS}
+        inherited_names = names - {*explicit_names, "model_name_or_path"}
+        inherited = portable_options(RunConfig, run_options, inherited_names, run)
+        if "model_name_or_path" not in explicit_names:
+            model = run_options.get("model_name_or_path")
             refuse(not is_text(model), f"the run of {run} does not say its model: give --model-name-or-path")
-            of_run["model_name_or_path"] = model
-        if "output_dir" not in given:
-            of_run["output_dir"] = str(run / "replay")
-        return super().from_options({**options, **of_run}, {*given, *of_run})
+            inherited["model_name_or_path"] = model
+        if "output_dir" not in explicit_names:
+            inherited["output_dir"] = str(run / "replay")
+        return super().from_options({**options, **inherited}, {*explicit_names, *inherited})
 
 
 def replay(config: ReplayConfig) -> None:
-    """Train from the record to its end, and write metrics and the model.
+    """Train on the record up to its end, and write metrics and the model.
 
-    ConfigurationError: no such record, or no checkpoint to begin from.
+    Raises:
+        ConfigurationError: There is no such record, or no checkpoint of `--from-step`.
     """
     config = replace(config, record=False)
     run = Path(config.recorded)
-    stored = options_of(run)
-    refuse("settings" not in stored, f"{run / PARAMS_FILE} is of a run that never began")
-    folder = _checkpoint(run, config.from_step) if config.from_step else None
-    # Heavy imports only once the options are known to be good
+    run_options = options_of(run)
+    refuse("settings" not in run_options, f"{run / PARAMS_FILE} is of a run that never began")
+    checkpoint = _checkpoint(run, config.from_step) if config.from_step else None
+    # These imports take seconds, so a wrong option is refused before them
     from pydantic import TypeAdapter, ValidationError
 
     from async_grpo.cluster.make_trainer import make_trainer
@@ -101,52 +109,59 @@ def replay(config: ReplayConfig) -> None:
     from async_grpo.training.record import Recording
 
     try:
-        settings = TypeAdapter(SharedRunSettings).validate_python(stored["settings"])
+        settings = TypeAdapter(SharedRunSettings).validate_python(run_options["settings"])
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"{run / PARAMS_FILE}: settings.{where}: {first['msg']}") from error
-    # The transport is not used, and the folder could name a file of code
-    settings = replace(settings, checkpoint=str(folder or ""), transport=config.weight_transport)
+        problem = error.errors()[0]
+        field_path = ".".join(map(str, problem["loc"]))
+        raise ConfigurationError(f"{run / PARAMS_FILE}: settings.{field_path}: {problem['msg']}") from error
+    # The transport is not used, and the recorded run could name a file of code for it
+    settings = replace(settings, checkpoint=str(checkpoint or ""), transport=config.weight_transport)
     with distributed_run() as ranks:
         recording = Recording(run, ranks.world_size, config.from_step)
-        changed = _changed(config, recording.options)
+        changes = _changed_options(config, recording.options)
         if ranks.is_main:
             claim(config.output_path)
             log.info("from the record of %s, steps %d to %d", run, config.from_step + 1, recording.num_steps)
         trainer = make_trainer(config, settings, ranks, recording, publisher=Unpublished())
-        trainer.num_steps, trainer.checkpointer = recording.num_steps, None
-        label = {"replayed": str(run), "replayed_with": changed, "off_policy": bool(changed)}
+        trainer.num_steps = recording.num_steps
+        trainer.checkpointer = None
         if ranks.is_main:
+            label = {"replayed": str(run), "replayed_with": changes, "off_policy": bool(changes)}
             metrics = MetricsWriter(config.output_path, recording.num_steps)
             trainer.write = lambda line: metrics.write(line | label)
         trainer.run()
 
 
 def _checkpoint(run: Path, step: int) -> Path:
-    known = {read(folder).step: folder for folder in checkpoints_of(run)}
-    if step not in known:
-        steps = ", ".join(map(str, sorted(known))) or "none"
+    folders = {read(folder).step: folder for folder in checkpoints_of(run)}
+    if step not in folders:
+        steps = ", ".join(map(str, sorted(folders))) or "none"
         raise ConfigurationError(f"--from-step {step}: there are checkpoints after the steps {steps}")
-    return named(known[step])[0]
+    folder, _ = named(folders[step])
+    return folder
 
 
-def _changed(config: ReplayConfig, recorded: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what differs from the run, or within it, because it may have continued with other options."""
-    now = as_options(config)
-    of_machine = {one.name for one in fields(RunConfig) if not one.metadata["portable"]} - {
-        "model_name_or_path"
-    }
-    names = [one.name for one in fields(RunConfig) if one.name not in {*IDLE, *OWN, *of_machine}]
-    return [
-        f"--{dashed(name)} {now[name]}"
-        for name in names
-        if any(then.get(name, now[name]) != now[name] for then in recorded)
-    ]
+def _changed_options(config: ReplayConfig, recorded_options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the options that differ from those of the recorded run, as flags with their new values.
+
+    Args:
+        config: The options of the replay.
+        recorded_options: The run's options in each of its sessions. A run may have continued with other options.
+    """
+    options = as_options(config)
+    changes = []
+    for field in fields(RunConfig):
+        name = field.name
+        is_compared = field.metadata["portable"] or name == "model_name_or_path"
+        if not is_compared or name in UNUSED_OPTIONS or name in REPLAY_OPTIONS:
+            continue
+        if any(earlier.get(name, options[name]) != options[name] for earlier in recorded_options):
+            changes.append(f"--{dashed(name)} {options[name]}")
+    return changes
 
 
 class Unpublished:
-    """`WeightPublisher` without engines."""
+    """A `WeightPublisher` for training without engines: it publishes nothing."""
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> Any:
         return dict

@@ -1,4 +1,7 @@
-"""Train: `torchrun --nproc_per_node=N -m async_grpo.launch.trainer --model-name-or-path M --data-path D.jsonl`."""
+"""The program of one trainer rank.
+
+Usage: `torchrun --nproc_per_node=N -m async_grpo.launch.trainer --model-name-or-path M --data-path D.jsonl`.
+"""
 
 import json
 import os
@@ -26,18 +29,27 @@ RETIRED = {
 
 
 def run(config: RunConfig) -> None:
-    """Be one rank of the trainer, of which torchrun's environment says which."""
+    """Train as one rank. The rank's number is that of torchrun's environment, or 0.
+
+    Raises:
+        AsyncGrpoError: The run failed.
+    """
     rank = int(os.environ.get("RANK", 0))
-    shown = [] if rank or os.path.sameopenfile(1, 2) else [ConsoleHandler()]
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a watchdog: it would end the run
-    set_up_logging(config.logging_level, f"[trainer {rank}] ", *shown)
+    handlers = []
+    is_terminal_output_separate = not os.path.sameopenfile(1, 2)
+    if rank == 0 and is_terminal_output_separate:
+        handlers.append(ConsoleHandler())
+    # SIGUSR1 would end the process; once the watchdog runs, it handles the signal
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    set_up_logging(config.logging_level, f"[trainer {rank}] ", *handlers)
     try:
         _train(config, rank)
     except AsyncGrpoError as error:
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's report ends with it
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this at the end of its report
             report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
             Path(file).write_text(json.dumps(report), encoding="utf-8")
-        if isinstance(error, DeadlineExceeded):  # a thread that hangs would be waited for at exit
+        if isinstance(error, DeadlineExceeded):
+            # A normal exit would wait for the thread that hangs
             print(redacted(f"error: {error}"), file=sys.stderr)
             os._exit(EXIT_FAILED)
         raise
@@ -48,17 +60,18 @@ def run(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig, rank: int) -> None:
-    # Heavy imports only once the options are known to be good
+    # These imports take seconds, so a wrong option is refused before them
     from async_grpo.config.preflight import prepare
     from async_grpo.config.resume import goes_on
 
     prepared = None
-    if rank == 0:  # data and registry file are read on one node alone
+    if rank == 0:  # data and registry file need to exist on one node only
         prepared = prepare(config)
-        claim(config.output_path, again=goes_on(config))
+        claim(config.output_path, may_hold_run=goes_on(config))
     from async_grpo.cluster.trainer_rank import train_as_rank
 
-    if rank:  # importing Ray has set a handler that writes a page when torchrun ends this rank for another one's fault
+    if rank:
+        # Importing Ray set a handler that would print a stack trace when torchrun ends this rank because another one failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train_as_rank(config, prepared)
 

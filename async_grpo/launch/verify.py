@@ -1,4 +1,4 @@
-"""`async-grpo verify`: rewards on a file of completions, in the processes and the pool of a real run, without Ray."""
+"""`async-grpo verify`: try rewards on a file of completions, with the processes and the pool of a run, but without Ray."""
 
 import ast
 import asyncio
@@ -26,19 +26,19 @@ from async_grpo.rewards.bench.completions import (
     read_completion_rows,
     score_rows,
 )
-from async_grpo.rewards.bench.report import Report, one_line
+from async_grpo.rewards.bench.report import Report, Scorecard, one_line
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
-WIDTH = 100  # of what is no terminal
+FILE_WIDTH = 100  # columns of the report if it does not go to a terminal
 _bench = partial(option, panel="Bench")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(Section):
-    """On which file, how often and how long rewards are tried."""
+    """Options of `async-grpo verify`."""
 
     file: str = required(
         "JSONL file with one completion per row: `completion`, usually `answer`, and any column that the rewards "
@@ -81,60 +81,85 @@ class VerifyConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = (self.output or "", self.file)
-        if all(map(os.path.exists, both)) and os.path.samefile(*both):
+        if self.output is None or not os.path.exists(self.output) or not os.path.exists(self.file):
+            return
+        if os.path.samefile(self.output, self.file):
             raise ConfigurationError(f"--output {self.output} is the file of completions itself: use another")
 
 
 def verify(config: VerifyConfig) -> None:
-    """Score the file and tell what came out.
+    """Score every row of the file, and print a report.
 
-    ConfigurationError: a row, a reward or a setting is wrong; nothing was scored.
-    RunFailed: a reward failed or timed out on some row, or did not pass its check; the report has been printed.
+    Raises:
+        ConfigurationError: A row, a reward or an option is wrong. Nothing was scored.
+        RunFailed: A reward failed or timed out on some row, or did not pass its check. The report was printed.
     """
-    width = None if sys.stdout.isatty() else WIDTH
+    width = None if sys.stdout.isatty() else FILE_WIDTH
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     registry = registry_file(config.reward_registry)
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses(judge_urls=config.judge_urls, http_scorer_urls=config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
     rows = read_completion_rows(config.file)
-    texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}
-    for path, text in texts.items():
-        if modules := modules_beside(path, text):
-            console.print(
-                f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
-                f"of this file alone: install what it imports as a package there, or move it into the file",
-                soft_wrap=True,
-            )
+    _note_local_imports(console, registry, workers)
     report = Report(workers.adapters, config.threshold, any(row.label is not None for row in rows))
     try:
         asyncio.run(_score(config, workers, rows, report))
     except OSError as error:
         raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
     report.print(console, rows, config.repeat)
-    unscored = {name: card.num_unscored for name, card in report.scorecards.items() if card.num_unscored}
-    broken = [f"{name} failed or timed out {count} times" for name, count in unscored.items()]
-    for name, card in report.scorecards.items() if config.check else ():
-        rights, said, problems = [row.columns for row in card.right_rows], "passed", list[str]()
-        if name in workers.judges:
-            said = "skipped, a judge has no process"
-        elif not rights:
-            said = "skipped, it calls no row right"
-        elif problems := asyncio.run(check_adapter(name, workers.make, rights)):
-            said = ""
-            broken.append(f"{name} did not pass its check")
-        for text in (f"\ncheck of {name}: {said}", *(f"  {one_line(problem)}" for problem in problems)):
-            console.print(text, soft_wrap=True)
-    if broken:
-        raise RunFailed("; ".join(broken))
+    failures = []
+    for name, card in report.scorecards.items():
+        if card.num_unscored:
+            failures.append(f"{name} failed or timed out {card.num_unscored} times")
+    if config.check:
+        for name, card in report.scorecards.items():
+            if not _passes_check(console, workers, name, card):
+                failures.append(f"{name} did not pass its check")
+    if failures:
+        raise RunFailed("; ".join(failures))
+
+
+def _note_local_imports(console: Console, registry: Path, workers: LocalWorkers) -> None:
+    """Warn of reward files that import modules of their own folder, which the other nodes of a run do not get."""
+    texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}
+    for path, text in texts.items():
+        modules = modules_beside(path, text)
+        if modules:
+            console.print(
+                f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
+                f"of this file alone: install what it imports as a package there, or move it into the file",
+                soft_wrap=True,
+            )
+
+
+def _passes_check(console: Console, workers: LocalWorkers, name: str, card: Scorecard) -> bool:
+    """Check a reward on the rows that it scored as right, print the result, and return whether it passed."""
+    right_rows = [row.columns for row in card.right_rows]
+    problems: list[str] = []
+    if name in workers.judges:
+        result = "skipped, a judge has no process"
+    elif not right_rows:
+        result = "skipped, it calls no row right"
+    else:
+        problems = asyncio.run(check_adapter(name, workers.make, right_rows))
+        result = "" if problems else "passed"
+    console.print(f"\ncheck of {name}: {result}", soft_wrap=True)
+    for problem in problems:
+        console.print(f"  {one_line(problem)}", soft_wrap=True)
+    return not problems
 
 
 def modules_beside(path: str, text: str) -> list[str]:
-    """Return the modules that a file of this text imports, anywhere in it, and that lie in its own folder."""
+    """Return the names of the modules that a Python file imports from its own folder.
+
+    Args:
+        path: Path of the file.
+        text: Content of the file. The result is empty if the text is not valid Python.
+    """
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError):  # the process that imports the file will say so
+    except (SyntaxError, ValueError):  # the process that imports the file reports the error
         return []
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
@@ -146,9 +171,16 @@ async def _score(
     config: VerifyConfig, workers: LocalWorkers, rows: Sequence[CompletionRow], report: Report
 ) -> None:
     pool = VerifierPool(workers.adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
     with _opened(config.output or os.devnull) as output, progress:
         bar = progress.add_task("scoring", total=len(rows))
 
@@ -158,21 +190,40 @@ async def _score(
             output.write(json.dumps(_line(row, verdicts)) + "\n")
 
         async with pool:
-            started = time.monotonic()
+            start_time = time.monotonic()
             await score_rows(pool, rows, on_row, config.repeat)
-            report.seconds = time.monotonic() - started
+            report.seconds = time.monotonic() - start_time
 
 
 def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """`results`: for each reward, what it said in each run; status and reward: the first run's."""
-    results = defaultdict[str, list[dict[str, Any]]](list)
-    for result in (result for verdict in verdicts for result in verdict.results):
-        said = {name: getattr(result, name) for name in ("reward", "extra", "steps", "reason", "attempts")}
-        seconds = round(result.latency_s - result.queue_s, 6)
-        results[result.adapter].append({"status": result.status.value, **said, "seconds": seconds})
-    first = verdicts[0]
-    line = {"line": row.line, "status": first.status.value, "reward": first.reward, "label": row.label}
-    return line | {"results": results, "completion": row.columns["completion"]}
+    """Return a row's line of the output file.
+
+    Args:
+        row: The row.
+        verdicts: A verdict for each time that the row was scored. `status` and `reward` of the line are the first one's.
+    """
+    results_by_adapter: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for verdict in verdicts:
+        for result in verdict.results:
+            results_by_adapter[result.adapter].append(
+                {
+                    "status": result.status.value,
+                    "reward": result.reward,
+                    "extra": result.extra,
+                    "steps": result.steps,
+                    "reason": result.reason,
+                    "attempts": result.attempts,
+                    "seconds": round(result.latency_s - result.queue_s, 6),
+                }
+            )
+    return {
+        "line": row.line,
+        "status": verdicts[0].status.value,
+        "reward": verdicts[0].reward,
+        "label": row.label,
+        "results": results_by_adapter,
+        "completion": row.columns["completion"],
+    }
 
 
 def _opened(path: str) -> IO[str]:

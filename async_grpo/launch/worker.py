@@ -1,4 +1,4 @@
-"""Start one inference worker and keep it until the run is over: `async-grpo worker --mode generation ...`."""
+"""`async-grpo worker --mode generation ...`: start one inference worker and keep it until the run is over."""
 
 from functools import partial
 

@@ -182,7 +182,8 @@ def repeated_endings(completions: Iterable[tuple[Any, str]]) -> float:
         ending = text[-ENDING:]
         is_shared = len(prompts_by_ending[ending]) > 1
         is_loop = ending in text[:-1]
-        num_repeated += is_shared or is_loop
+        if is_shared or is_loop:
+            num_repeated += 1
     return num_repeated / max(num_completions, 1)
 
 

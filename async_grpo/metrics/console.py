@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def show_waiting(
-    what: str, every_s: float | None = None, until: Callable[[], bool] = lambda: False
+    wait: str, every_s: float | None = None, until: Callable[[], bool] = lambda: False
 ) -> Iterator[Callable[[], None]]:
     """Log a wait, and at intervals how long it has lasted, until the block ends.
 
     Args:
-        what: The wait, in words.
+        wait: The wait, in words.
         every_s: Seconds between two messages; None takes a default.
         until: Returns whether the wait is over before the end of the block.
 
@@ -58,9 +58,9 @@ def show_waiting(
 
     def report() -> None:
         while not is_over.wait(interval_s) and not until():
-            log.info("%s (%.0f s so far)", what, time.monotonic() - begin)
+            log.info("%s (%.0f s so far)", wait, time.monotonic() - begin)
 
-    log.info("%s", what)
+    log.info("%s", wait)
     threading.Thread(target=report, name="waiting", daemon=True).start()
     try:
         yield is_over.set

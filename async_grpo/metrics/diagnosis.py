@@ -49,84 +49,84 @@ class Snapshot:
         return sorted(waits, key=sort_key)
 
 
-def diagnose(seen: Snapshot) -> str:
+def diagnose(snapshot: Snapshot) -> str:
     """Return the first cause, which explains all other waits."""
-    cause = next(_causes(seen), NOTHING)
+    cause = next(_causes(snapshot), NOTHING)
     return cause[0].upper() + cause[1:]
 
 
-def _causes(seen: Snapshot) -> Iterator[str]:
+def _causes(snapshot: Snapshot) -> Iterator[str]:
     """Yield what may hold up the run, the first cause first: what is stopped, full or silent explains all waits."""
-    yield from _stopped_processes(seen)
-    for path, free_mb in seen.free_mb.items():
+    yield from _stopped_processes(snapshot)
+    for path, free_mb in snapshot.free_mb.items():
         if free_mb < FULL_MB:
             yield f"the disk of {path} is full: {free_mb:.0f} MB are free"
-    if seen.silence:
-        controllers = [str(process) for process in seen.processes if process.role == "the controller"]
+    if snapshot.silence:
+        controllers = [str(process) for process in snapshot.processes if process.role == "the controller"]
         controller = controllers[0] if controllers else "the controller"
-        yield f"{controller} is silent: {seen.silence}"
+        yield f"{controller} is silent: {snapshot.silence}"
     # A rank that does not wait for experience waits for workers to load weights, or for another rank
-    for wait in seen.of("weights"):
+    for wait in snapshot.of("weights"):
         yield f"the weights of {wait.who} have been on their way to {wait.whom} for {wait.age_s:.0f} s"
-    yield from _late_ranks(seen)
-    groups = seen.of("worker", "place", "reward", "step") or seen.of("slot")
+    yield from _late_ranks(snapshot)
+    groups = snapshot.of("worker", "place", "reward", "step") or snapshot.of("slot")
     if groups:
-        yield _cause_of_late_group(groups[0], seen)
+        yield _cause_of_late_group(groups[0], snapshot)
 
 
-def _stopped_processes(seen: Snapshot) -> Iterator[str]:
-    for process in seen.processes:
+def _stopped_processes(snapshot: Snapshot) -> Iterator[str]:
+    for process in snapshot.processes:
         if process.status == psutil.STATUS_STOPPED:
             is_engine = process.role == "the engine"
-            consequence = f", and holds up {len(seen.of('worker'))} groups" if is_engine else ""
+            consequence = f", and holds up {len(snapshot.of('worker'))} groups" if is_engine else ""
             yield (
                 f"{process.role} (process {process.pid}) is stopped, as by SIGSTOP{consequence}; "
                 f"`kill -CONT {process.pid}` lets it go on"
             )
 
 
-def _late_ranks(seen: Snapshot) -> Iterator[str]:
+def _late_ranks(snapshot: Snapshot) -> Iterator[str]:
     """Yield which ranks are late: those that are in no collective, in which the others wait."""
-    ranks = [process for process in seen.processes if process.role.startswith("rank ")]
+    ranks = [process for process in snapshot.processes if process.role.startswith("rank ")]
     late_ranks = [rank for rank in ranks if not _is_in_collective(rank)]
-    where = "; ".join(f"{rank} is in {rank.frames[0]}" for rank in late_ranks or ranks)
-    others = ", and the other ranks wait for it" if 0 < len(late_ranks) < len(ranks) else ""
-    for wait in seen.of("rank"):
+    places = "; ".join(f"{rank} is in {rank.frames[0]}" for rank in late_ranks or ranks)
+    consequence = ", and the other ranks wait for it" if 0 < len(late_ranks) < len(ranks) else ""
+    for wait in snapshot.of("rank"):
         if wait.whom not in ("waiting_for_experience", "evaluating"):
-            yield f"{where}{others}: {wait.who} has been {wait.whom} for {wait.age_s:.0f} s"
+            yield f"{places}{consequence}: {wait.who} has been {wait.whom} for {wait.age_s:.0f} s"
 
 
 def _is_in_collective(rank: ProcessState) -> bool:
     return any("torch/distributed/" in frame for frame in rank.frames[:3])
 
 
-def _cause_of_late_group(group: Wait, seen: Snapshot) -> str:
+def _cause_of_late_group(group: Wait, snapshot: Snapshot) -> str:
     """Return what a group on its way to a step waits for.
 
     A group that waits for a verdict is explained by the waits of the samples of that reward.
 
     Args:
         group: The oldest wait of a group.
-        seen: The state of the run.
+        snapshot: The state of the run.
     """
     name = group.whom
-    waits = [wait for wait in seen.of(group.kind) if wait.whom == name]
+    waits = [wait for wait in snapshot.of(group.kind) if wait.whom == name]
     # Each kind is further on the way of a sample
     for kind in ("call", "permit", "sent"):
-        waits = [wait for wait in seen.of(kind) if wait.who == name] or waits
-    many = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"
-    verifiers = [process for process in seen.processes if process.role == "the process of a verifier"]
+        waits = [wait for wait in snapshot.of(kind) if wait.who == name] or waits
+    count = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"
+    verifiers = [process for process in snapshot.processes if process.role == "the process of a verifier"]
     busy_verifiers = [process for process in verifiers if process.cores > BUSY_CORES]
     loop = f"; {busy_verifiers[0]} may be in an endless loop" if busy_verifiers else ""
-    idle = "" if seen.of("worker") else f", {NOBODY}"
+    idle = "" if snapshot.of("worker") else f", {NOBODY}"
     sentences = {
-        "worker": f"{name} keeps a group waiting {many}",
-        "place": f"a group waits for {name} {many}{idle}",
-        "step": f"the queue of finished groups is deadlocked: one waits for {name} {many}",
-        "slot": f"{group.who} waits for {name} {many}, {NOBODY}",
-        "reward": f"the queue of the verifier {name} is deadlocked: no worker has a sample of it {many}",
-        "call": f"the verifier {name} owes a verdict {many}{loop}",
-        "permit": f"a call of the judge {name} waits for a permit {many}, {NOBODY}, or its limits leave none",
-        "sent": f"the judge {name} at {waits[0].whom} owes an answer {many}",
+        "worker": f"{name} keeps a group waiting {count}",
+        "place": f"a group waits for {name} {count}{idle}",
+        "step": f"the queue of finished groups is deadlocked: one waits for {name} {count}",
+        "slot": f"{group.who} waits for {name} {count}, {NOBODY}",
+        "reward": f"the queue of the verifier {name} is deadlocked: no worker has a sample of it {count}",
+        "call": f"the verifier {name} owes a verdict {count}{loop}",
+        "permit": f"a call of the judge {name} waits for a permit {count}, {NOBODY}, or its limits leave none",
+        "sent": f"the judge {name} at {waits[0].whom} owes an answer {count}",
     }
     return sentences[waits[0].kind]

@@ -33,18 +33,21 @@ class FreeNumbers:
             source: The reward that names the numbers, or `environment`, which also stands for agents.
             numbers: The numbers, by name.
         """
-        kept = {}
+        accepted = {}
         for name, value in numbers.items():
             reason = self._refusal(source, name, value)
             if reason is None:
-                kept[name] = value
+                accepted[name] = value
             elif reason not in self._reasons:
                 self._reasons.add(reason)
-                shown = ascii(name)[:MAX_LOGGED_CHARACTERS]
+                printed_name = ascii(name)[:MAX_LOGGED_CHARACTERS]
                 log.warning(
-                    "%s: the number %s is not logged: %s; no more warnings of this", source, shown, reason
+                    "%s: the number %s is not logged: %s; no more warnings of this",
+                    source,
+                    printed_name,
+                    reason,
                 )
-        return kept
+        return accepted
 
     def _refusal(self, source: str, name: str, value: float) -> str | None:
         if _NAME.fullmatch(name) is None:

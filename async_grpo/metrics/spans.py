@@ -19,13 +19,13 @@ class Spans(list[Span]):
     """Collects spans until they are taken. Several tasks of one event loop may measure at the same time."""
 
     @contextmanager
-    def measure(self, lane: str, what: str) -> Iterator[None]:
+    def measure(self, lane: str, activity: str) -> Iterator[None]:
         """Add a span of the `with` block, whether it succeeds or fails."""
         begin = time.time()
         try:
             yield
         finally:
-            self.append((lane, what, begin, time.time()))
+            self.append((lane, activity, begin, time.time()))
 
     def take(self) -> list[Span]:
         """Return the condensed spans since the last call."""
@@ -34,31 +34,31 @@ class Spans(list[Span]):
         return spans
 
 
-def condensed(spans: Iterable[Span], most: int = MOST) -> list[Span]:
+def condensed(spans: Iterable[Span], max_spans: int = MOST) -> list[Span]:
     """Join the spans of one lane and kind where they overlap.
 
-    If more than `most` of them are left, those with the shortest gaps between them are joined as well.
+    If more than `max_spans` of them are left, those with the shortest gaps between them are joined as well.
 
-    >>> condensed([("e", "wait", 0, 2), ("e", "wait", 1, 3), ("e", "wait", 3.5, 4), ("e", "wait", 9, 10)], most=2)
+    >>> condensed([("e", "wait", 0, 2), ("e", "wait", 1, 3), ("e", "wait", 3.5, 4), ("e", "wait", 9, 10)], max_spans=2)
     [('e', 'wait', 0, 4), ('e', 'wait', 9, 10)]
     """
     kinds: dict[tuple[str, str], list[Interval]] = {}
-    for lane, what, begin, end in spans:
-        kinds.setdefault((lane, what), []).append((begin, end))
+    for lane, activity, begin, end in spans:
+        kinds.setdefault((lane, activity), []).append((begin, end))
     joined: list[Span] = []
     for kind, intervals in kinds.items():
         intervals = union(intervals)
         gaps = [after[0] - before[1] for before, after in itertools.pairwise(intervals)]
-        if len(gaps) >= most:
-            # The longest gaps, one less than `most`, stay open
-            longest_closed_gap = sorted(gaps, reverse=True)[most - 1]
+        if len(gaps) >= max_spans:
+            # The longest gaps, one less than `max_spans`, stay open
+            longest_closed_gap = sorted(gaps, reverse=True)[max_spans - 1]
             intervals = union(intervals, longest_closed_gap)
         joined += [(*kind, begin, end) for begin, end in intervals if end - begin >= SHORTEST_S]
     return joined
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Return the intervals in order, with those joined that overlap or lie at most `gap` apart.
+    """Return the intervals in order, with those joined that overlap or lie at max_spans `gap` apart.
 
     >>> union([(1, 3), (5, 6), (0, 2)])
     [(0, 3), (5, 6)]

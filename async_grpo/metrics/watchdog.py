@@ -89,17 +89,17 @@ class Watchdog:
         """Look at the run, and write a report."""
         age_s = time.monotonic() - self._step_done_at
         now = time.strftime("%Y%m%d-%H%M%S")
-        seen = self._look()
+        snapshot = self._look()
         folder = self._folder / "stalls" / f"{now}_step{self._step}"
-        diagnosis = diagnose(seen)
+        diagnosis = diagnose(snapshot)
         log_parts = []
         for path in sorted((self._folder / "logs").glob("*.log")):
             log_parts.append("\n".join([f"== {path.name}", *last_lines(path, LOG_LINES)]))
         parts_by_file = {
-            "stacks": [f"{process}\n{process.stack}" for process in seen.processes if process.stack],
+            "stacks": [f"{process}\n{process.stack}" for process in snapshot.processes if process.stack],
             "logs": log_parts,
             # The last one, so that a reader who sees it finds the other files complete
-            "why": [diagnosis, "", f"Step {self._step} was done {age_s:.0f} s before.", *_details(seen)],
+            "why": [diagnosis, "", f"Step {self._step} was done {age_s:.0f} s before.", *_details(snapshot)],
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,14 +135,14 @@ class Watchdog:
         return Snapshot(waits, silence, look(roots), free_mb)
 
 
-def _details(seen: Snapshot) -> list[str]:
+def _details(snapshot: Snapshot) -> list[str]:
     """Return the lines of a report with all waits, processes and disks."""
-    waits = [f"{wait.age_s:9.1f} s  {wait.who} -> {wait.whom} ({wait.kind})" for wait in seen.waits]
+    waits = [f"{wait.age_s:9.1f} s  {wait.who} -> {wait.whom} ({wait.kind})" for wait in snapshot.waits]
     processes = []
-    for process in seen.processes:
+    for process in snapshot.processes:
         frames = " < ".join(process.frames[:3])
         processes.append(f"{process.memory_mb:9.0f} MB  {process}: {frames}")
-    free_mb = {"memory": psutil.virtual_memory().available / 2**20, **seen.free_mb}
+    free_mb = {"memory": psutil.virtual_memory().available / 2**20, **snapshot.free_mb}
     disks = [f"{mb:9.0f} MB of {name} are free" for name, mb in free_mb.items()]
     return [
         "\nWho waits for whom:",

@@ -39,13 +39,13 @@ _CONSOLE = Console()
 _lock_files: list[IO[str]] = []
 
 
-def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None:
+def claim(folder: Path, mark: str | None = None, *, may_hold_run: bool = False) -> None:
     """Make the folder, and keep other runs out of it until this process ends. Its child processes may claim it, too.
 
     Args:
         folder: The folder.
         mark: Name of a file. A folder that holds the file is emptied, and a folder that holds anything else is refused.
-        again: The folder may hold a run, which continues.
+        may_hold_run: The folder may hold a run, which continues.
 
     Raises:
         ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must not
@@ -54,7 +54,7 @@ def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None
     flag = f"--output-dir {folder}"
 
     def refuse_contents() -> None:
-        has_run = mark is None and not again and (folder / METRICS_FILE).exists()
+        has_run = mark is None and not may_hold_run and (folder / METRICS_FILE).exists()
         refuse(
             has_run,
             f"{flag} already holds a run ({METRICS_FILE}): choose another folder, or --resume auto to go on with it",
@@ -242,8 +242,10 @@ class MetricsWriter:
         self._append(self._timeline, [{"step": step, **_span(*span)} for span in condensed(spans)])
         self._append(self._metrics, [line])
         self._track(line)
-        shown = {**line, "alarms": self._new_alarms(line.get("alarms", []))}
-        _CONSOLE.print(console_line(_finite(shown), self._num_steps), highlight=False, soft_wrap=True)
+        console_values = {**line, "alarms": self._new_alarms(line.get("alarms", []))}
+        _CONSOLE.print(
+            console_line(_finite(console_values), self._num_steps), highlight=False, soft_wrap=True
+        )
         self._progress.update(self._bar, completed=step)
 
     def _token_counts(self, timeline: Sequence[tuple[float, int]], spans: Sequence[Span]) -> dict[str, int]:
@@ -254,7 +256,7 @@ class MetricsWriter:
             spans: The spans of this step.
         """
         # The tokens of a step may have been generated while earlier steps trained
-        self._train_intervals += [(begin, end) for _, what, begin, end in spans if what == "train"]
+        self._train_intervals += [(begin, end) for _, activity, begin, end in spans if activity == "train"]
         first_time = timeline[0][0] if timeline else 0.0
         self._train_intervals = [interval for interval in self._train_intervals if interval[1] >= first_time]
         num_while_training = 0
@@ -296,8 +298,8 @@ class MetricsWriter:
         self._progress.stop()
 
 
-def _span(lane: str, what: str, begin: float, end: float) -> dict[str, Any]:
-    return {"lane": lane, "what": what, "begin": round(begin, 3), "end": round(end, 3)}
+def _span(lane: str, activity: str, begin: float, end: float) -> dict[str, Any]:
+    return {"lane": lane, "what": activity, "begin": round(begin, 3), "end": round(end, 3)}
 
 
 class ConsoleHandler(logging.Handler):

@@ -17,9 +17,21 @@ from async_grpo.processes.untrusted_files import read_json
 disable_progress_bar()  # the bars would appear between the run's own lines in logs and on the console
 # Fields that must be equal for the weights of one folder to fit a model that is built from another folder
 ARCHITECTURE_FIELDS = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
-    *("rope_parameters", "sliding_window", "layer_types", "attention_bias", "mlp_bias"),
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "attention_bias",
+    "mlp_bias",
     "tie_word_embeddings",
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

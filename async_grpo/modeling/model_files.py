@@ -22,10 +22,24 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Files besides the weights that transformers and vLLM open if they exist
 NEEDED_FILES = (
-    *("config.json", "generation_config.json", "adapter_config.json", INDEX_FILE),
-    *(TOKENIZER_CONFIG_FILE, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("preprocessor_config.json", "processor_config.json", "spiece.model", "tekken.json"),
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    INDEX_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "spiece.model",
+    "tekken.json",
 )
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
@@ -56,9 +70,9 @@ CONVERT = (
 
 def check_model_folder(folder: Path) -> None:
     """Raise ConfigurationError for a folder that names code, or whose configuration is implausible."""
-    needed = {*NEEDED_FILES, *(file.name for file in folder.glob("*.safetensors"))}
+    needed_names = {*NEEDED_FILES, *(file.name for file in folder.glob("*.safetensors"))}
     for entry in sorted(folder.iterdir()):
-        _refuse_special(entry, is_needed=entry.name in needed)
+        _refuse_special(entry, is_needed=entry.name in needed_names)
     if (folder / "adapter_config.json").exists():
         raise ConfigurationError(
             f"{folder} holds an adapter (adapter_config.json), which names another model: merge it into its model "

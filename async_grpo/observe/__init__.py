@@ -1,1 +1,1 @@
-"""How a run is looked at, from its files alone: a table, a page for the browser, or a picture."""
+"""Commands that show a run from its files: a table, a page for the browser, or a picture."""

@@ -1,4 +1,7 @@
-"""What pictures of runs have in common; what is no finite number is a gap in the line, a step without the key is none."""
+"""Drawing of metrics and timelines with matplotlib.
+
+In a line, a value that is no finite number is a gap. A step that lacks the key is left out, without a gap.
+"""
 
 import html
 import io
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf", ".html")
+MAX_STEP_LABELS = 25  # along a timeline
 OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-COLOURS = dict(  # of the timeline: Okabe and Ito's; they are those of the page as well
+# Colors of a timeline's activities, from the palette of Okabe and Ito. The page of `watch` uses the same ones
+COLOURS = dict(
     generate="#009e73", score="#e69f00", logprobs="#56b4e9", train="#0072b2",
     sync="#d55e00", save="#cc79a7", evaluate="#f0e442", wait="#c4c9d4",
 )  # fmt: skip
@@ -33,13 +38,17 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{}</
 
 @contextmanager
 def picture(output: Path | None) -> Iterator["Figure"]:
-    """Yield an empty figure; once filled, it is written in the format of the suffix, or shown in a window (None).
+    """Yield an empty figure, and write or show it once the caller has filled it.
 
-    ConfigurationError: of no such format, there is no display, or the file cannot be written.
+    Args:
+        output: File to write, in the format of its suffix; None shows the figure in a window.
+
+    Raises:
+        ConfigurationError: The suffix is unknown, there is no display, or the file cannot be written.
     """
     suffix = output.suffix.lower() if output else ""
-    unknown, known = output is not None and suffix not in PICTURE_SUFFIXES, ", ".join(PICTURE_SUFFIXES)
-    refuse(unknown, f"cannot write {output}: the name must end in {known}")
+    if output is not None and suffix not in PICTURE_SUFFIXES:
+        raise ConfigurationError(f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}")
     try:
         import matplotlib
         import matplotlib.pyplot as plt
@@ -49,37 +58,41 @@ def picture(output: Path | None) -> Iterator["Figure"]:
         backend = plt.get_backend()
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"matplotlib cannot draw ({error}); unset MPLBACKEND") from error
-    # A "$" in a key or a file name would be parsed as a formula, and fail if it is not one.
+    # matplotlib would parse a "$" in a key or a file name as a formula, and fail if it is none
     with matplotlib.rc_context({"text.parse_math": False}):
         if output is None:
-            windows = map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE))
-            nothing = backend.lower() not in windows
-            refuse(nothing, f"matplotlib's backend {backend!r} has no display; pass -o FILE")
+            window_backends = map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE))
+            has_display = backend.lower() in window_backends
+            refuse(not has_display, f"matplotlib's backend {backend!r} has no display; pass -o FILE")
             yield plt.figure()
             plt.show()
             return
-        figure, content = Figure(), io.BytesIO()  # without pyplot: no display is looked for
+        figure = Figure()  # pyplot would look for a display
         yield figure
-        figure.savefig(content, format="svg" if suffix == ".html" else suffix[1:], dpi=150)
-    written = content.getvalue()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg" if suffix == ".html" else suffix[1:], dpi=150)
+    content = buffer.getvalue()
     if suffix == ".html":
-        _, begin, svg = written.decode().partition("<svg")
-        written = PAGE.format(html.escape(output.stem), begin + svg).encode()
+        _, begin, svg = content.decode().partition("<svg")
+        content = PAGE.format(html.escape(output.stem), begin + svg).encode()
     try:
-        output.write_bytes(written)
+        output.write_bytes(content)
     except OSError as error:
         raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
 
 
 def subplots(figure: "Figure", titles: Sequence[str], x_label: str, caption: str = "") -> "list[Axes]":
-    """Return a subplot for each title, in up to two columns, and size the figure to their number."""
+    """Add a subplot for each title, in up to two columns, and return the subplots.
+
+    The size of the figure follows from the number of subplots.
+    """
     columns = min(2, len(titles))
     rows = math.ceil(len(titles) / columns)
     figure.set_size_inches((8.0, 4.8) if columns == 1 else (12.0, 3.6 * rows + 0.6))
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for unused in axes[len(titles) :]:
-        unused.remove()
+    for unused_ax in axes[len(titles) :]:
+        unused_ax.remove()
     for ax, title in zip(axes, titles, strict=False):
         ax.set(title=title, xlabel=x_label, axisbelow=True)
         ax.grid(True, color="0.88", linewidth=0.8)
@@ -98,55 +111,94 @@ def draw(
     window: int | None,
     legend: bool,
 ) -> None:
-    """Draw a subplot for each variable and one legend above all; beside a moving average the raw line is faded."""
+    """Draw a subplot for each variable, with a line for each run.
+
+    Args:
+        figure: An empty figure.
+        runs: The runs.
+        variables: Keys of the metrics, one for each subplot.
+        x_key: Key of the x axis.
+        window: Steps of a moving average that is drawn over the raw line, which is then faded; None draws no average.
+        legend: Draw a legend with the names of the runs above all subplots.
+    """
     from matplotlib.lines import Line2D
 
     colours = colours_for(len(runs))
     for ax, key in zip(subplots(figure, variables, x_key), variables, strict=True):
         for run, colour in zip(runs, colours, strict=True):
-            x_T, y_T = series = run.series(x_key, key)
-            # A number between two gaps has no line segment: without a marker it would be invisible.
-            drawn = np.pad(np.isfinite(series).all(axis=0), 1)
-            lone = np.flatnonzero(drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]).tolist()
-            style: dict[str, Any] = dict(color=colour, marker="o", markersize=4, markevery=lone)
-            faded: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.3} if window else {"linewidth": 1.6}
-            ax.plot(x_T, y_T, **style, **faded)
+            series_2T = run.series(x_key, key)
+            x_T, y_T = series_2T
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": "o",
+                "markersize": 4,
+                "markevery": _isolated_points(series_2T),
+            }
             if window:
+                ax.plot(x_T, y_T, linewidth=1.0, alpha=0.3, **style)
                 ax.plot(x_T, moving_average(y_T, window), linewidth=2.0, **style)
+            else:
+                ax.plot(x_T, y_T, linewidth=1.6, **style)
     if legend:
         handles = [Line2D([], [], color=colour, linewidth=2) for colour in colours]
         names = [run.name for run in runs]
         figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
 
 
+def _isolated_points(series_2T: np.ndarray) -> list[int]:
+    """Return the positions of points between two gaps. No line reaches them, so they are invisible without a marker."""
+    is_drawn = np.pad(np.isfinite(series_2T).all(axis=0), 1)
+    is_isolated = is_drawn[1:-1] & ~is_drawn[:-2] & ~is_drawn[2:]
+    return np.flatnonzero(is_isolated).tolist()
+
+
 def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
-    """Draw a row for each lane of a timeline, a bar for each span, and a line at the end of each step."""
+    """Draw a row for each lane of a timeline, a bar for each span, and a vertical line at the end of each step.
+
+    Args:
+        figure: An empty figure.
+        spans: Lines of the timeline's file; at least one.
+    """
     lanes = sorted({span["lane"] for span in spans})
-    zero = min(span["begin"] for span in spans)
+    start_time = min(span["begin"] for span in spans)
     figure.set_size_inches(12.0, 1.6 + 0.4 * len(lanes))
     figure.set_layout_engine("constrained")
     ax = figure.subplots()
-    for what, colour in COLOURS.items():
-        if found := [span for span in spans if span["what"] == what]:
-            rows = [lanes.index(span["lane"]) for span in found]
-            seconds = [span["end"] - span["begin"] for span in found]
-            ax.barh(rows, seconds, 0.8, [span["begin"] - zero for span in found], color=colour, label=what)
-    in_order = sorted(spans, key=lambda span: span["end"])
-    ends = {span["step"]: span["end"] - zero for span in in_order if span["lane"].startswith("trainer")}
-    for step, end in ends.items():
+    for activity, colour in COLOURS.items():
+        activity_spans = [span for span in spans if span["what"] == activity]
+        if not activity_spans:
+            continue
+        ax.barh(
+            y=[lanes.index(span["lane"]) for span in activity_spans],
+            width=[span["end"] - span["begin"] for span in activity_spans],
+            height=0.8,
+            left=[span["begin"] - start_time for span in activity_spans],
+            color=colour,
+            label=activity,
+        )
+    step_ends: dict[int, float] = {}  # the end of a step's last span
+    for span in sorted(spans, key=lambda span: span["end"]):
+        if span["lane"].startswith("trainer"):
+            step_ends[span["step"]] = span["end"] - start_time
+    for step, end in step_ends.items():
         ax.axvline(end, color="0.35", linewidth=0.8)
-        if step % math.ceil(len(ends) / 25) == 0:
+        if step % math.ceil(len(step_ends) / MAX_STEP_LABELS) == 0:
             ax.annotate(str(step), (end, 1.0), xycoords=("data", "axes fraction"), ha="right", va="bottom")
-    begun = f"{datetime.fromtimestamp(zero, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    start_text = f"{datetime.fromtimestamp(start_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
     ax.set_yticks(range(len(lanes)), lanes)
-    ax.set(ylim=(len(lanes) - 0.5, -0.5), xlabel=f"seconds since {begun}; above: the steps that end there")
+    ax.set(
+        ylim=(len(lanes) - 0.5, -0.5), xlabel=f"seconds since {start_text}; above: the steps that end there"
+    )
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.0)
     figure.legend(loc="outside lower center", ncols=len(COLOURS), frameon=False)
 
 
 def colours_for(count: int) -> list[Any]:
-    """So many colours that the colour-blind, too, can tell apart: of Okabe and Ito, beyond their eight of viridis."""
+    """Return `count` colors that color-blind readers can distinguish.
+
+    They are those of Okabe and Ito; more than their eight colors are taken from matplotlib's viridis.
+    """
     if count <= len(OKABE_ITO):
         return list(OKABE_ITO[:count])
     import matplotlib
@@ -155,21 +207,35 @@ def colours_for(count: int) -> list[Any]:
 
 
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
-    """Return the centred moving average, shape (T,), over the steps t - window//2 to t + (window-1)//2 that exist.
+    """Return the centered moving average, shape (T,), over the existing steps t - window//2 to t + (window-1)//2.
 
-    NaN stays NaN and counts in no average.
+    NaN stays NaN, and no average includes it.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)
     array([1. , 3. , 4.5, nan, 4. ])
     """
-    steps = range(len(values_T))
-    width = min(window, len(steps))
-    near = [values_T[max(0, t - width // 2) : t + (width - 1) // 2 + 1] for t in steps]
-    return np.array([np.nanmean(near[t]) if np.isfinite(values_T[t]) else np.nan for t in steps])
+    width = min(window, len(values_T))
+    averages_T = np.full(len(values_T), np.nan)
+    for t in np.flatnonzero(np.isfinite(values_T)):
+        averages_T[t] = np.nanmean(values_T[max(0, t - width // 2) : t + (width - 1) // 2 + 1])
+    return averages_T
 
 
 def mean_and_band(runs: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """Of curves (2, T_r): x, mean, lower and upper end, (4, T), at those x of the shortest one that all have reached.
+    """Return the mean of several curves, with a band.
+
+    The band reaches from the lowest to the highest of two curves. For more curves it is the 95 % interval of their mean,
+    by Student's t distribution.
+
+    Args:
+        runs: Curves of shape (2, T_r), rows x and y, with rising x.
+        name: Name of the curves in the error message.
+
+    Returns:
+        Shape (4, T): x, mean, lower and upper end of the band, at the x of the shortest curve that all curves cover.
+
+    Raises:
+        ConfigurationError: The curves have no x in common.
 
     >>> mean_and_band([np.array([[0, 2, 4], [0, 2, 4]]), np.array([[1, 2], [3, 4]])], "a").tolist()
     [[1.0, 2.0], [2.0, 3.0], [1.0, 2.0], [3.0, 4.0]]
@@ -177,11 +243,13 @@ def mean_and_band(runs: Sequence[np.ndarray], name: str) -> np.ndarray:
     shortest = min(runs, key=lambda run: float(run[0, -1]))
     x_T = shortest[0][shortest[0] >= max(run[0, 0] for run in runs)]
     refuse(not x_T.size, f"the runs of {name} have no x in common")
-    y_RT, freedom = np.stack([np.interp(x_T, *run) for run in runs]), len(runs) - 1
-    mean_T, low_T, high_T = y_RT.mean(0), y_RT.min(0), y_RT.max(0)
-    if freedom > 1:
-        # Student's t at 97.5 % within 0.1 %: the expansion of Abramowitz and Stegun 26.7.5, its last term fitted
-        t = 1.95996 + 2.37227 / freedom + 2.82250 / freedom**2 + 2.55585 / freedom**3 + 2.1 / freedom**4
-        half_T = t * y_RT.std(0, ddof=1) / len(runs) ** 0.5
-        low_T, high_T = mean_T - half_T, mean_T + half_T
-    return np.stack([x_T, mean_T, low_T, high_T])
+    y_RT = np.stack([np.interp(x_T, *run) for run in runs])
+    mean_T = y_RT.mean(0)
+    n = len(runs) - 1  # degrees of freedom
+    if n < 2:
+        return np.stack([x_T, mean_T, y_RT.min(0), y_RT.max(0)])
+    # Quantile of Student's t distribution at 97.5 %, within 0.1 %: the expansion of Abramowitz and Stegun 26.7.5, with a
+    # fitted last term
+    t = 1.95996 + 2.37227 / n + 2.82250 / n**2 + 2.55585 / n**3 + 2.1 / n**4
+    half_width_T = t * y_RT.std(0, ddof=1) / len(runs) ** 0.5
+    return np.stack([x_T, mean_T, mean_T - half_width_T, mean_T + half_width_T])

@@ -1,10 +1,12 @@
-"""Where a run is heading: a sigmoid of the compute.
+"""Forecast of a run: a sigmoid of the compute, fitted by least squares.
 
-Khatri et al. (2025), "The Art of Scaling Reinforcement Learning Compute":
+The curve is that of Khatri et al. (2025), "The Art of Scaling Reinforcement Learning Compute":
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
 
-by least squares. Intervals are of the curve, not of single steps: 95 %, by a bootstrap of the residuals.
+A bootstrap of the residuals gives 95 % intervals of the curve, not of single steps.
+
+Names ending in `_T` have an axis of steps, in `_G` of grid points, in `_2` of the two parameters that are searched.
 """
 
 from typing import Any, NamedTuple
@@ -13,16 +15,20 @@ import numpy as np
 
 from async_grpo.options.fields import refuse
 
-FEWEST, MOST = 12, 100  # points of a fit: of more, means of so many blocks
-RESAMPLES = 200
-VERY_STRONG = 10  # evidence, as a difference in BIC (Kass and Raftery 1995)
+MIN_POINTS = 12
+MAX_POINTS = 100  # more points are averaged in this number of blocks
+NUM_RESAMPLES = 200
+MIN_BIC_GAIN = 10  # "very strong" evidence (Kass and Raftery 1995)
+NUM_SIGMOID_PARAMETERS = 4
 
 
 class Sigmoid(NamedTuple):
+    """Parameters of the curve."""
+
     start: float  # R0
     asymptote: float  # A
-    log_middle: float  # of C_mid, where half of the rise is done
-    log_exponent: float  # of B
+    log_middle: float  # logarithm of C_mid, at which half of the rise is done
+    log_exponent: float  # logarithm of B
 
     def at(self, x_T: np.ndarray) -> np.ndarray:
         """Return the curve (T,) at these steps."""
@@ -30,62 +36,116 @@ class Sigmoid(NamedTuple):
 
 
 def _rise(x_T: np.ndarray, log_middle: Any, log_exponent: Any) -> np.ndarray:
-    """From 0 to 1, (T,), or (G, T) of (G, 1)."""
-    with np.errstate(over="ignore"):  # at 0 nothing has risen
+    """Return the share of the rise, from 0 to 1, that is done at each x.
+
+    Args:
+        x_T: Compute, shape (T,).
+        log_middle: Logarithm of C_mid; a number, or shape (G, 1).
+        log_exponent: Logarithm of B, of the same shape.
+
+    Returns:
+        Shape (T,) or (G, T).
+    """
+    with np.errstate(over="ignore"):  # at x = 0 the exponential is infinite, and the share is 0
         return 1 / (1 + np.exp(np.exp(log_exponent) * (log_middle - np.log(np.maximum(x_T, 1e-300)))))
 
 
 def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
-    """Fit the curve by least squares; `x_T` rises and is not negative.
+    """Fit the curve by least squares.
 
-    With C_mid and B given, R is a straight line in the rise: R0 and A follow. Those two are looked for on a grid of all
-    that they may be, and then on smaller and smaller ones around the best so far.
+    For given C_mid and B, R is a straight line of `_rise`, whose coefficients give R0 and A. C_mid and B are searched on
+    a grid over their whole range, and then on smaller and smaller grids around the best pair.
+
+    Args:
+        x_T: Compute, rising and not negative.
+        y_T: The metric.
     """
-    low_2, high_2 = np.log([x_T[x_T > 0][0] / 10, 0.2]), np.log([x_T[-1] * 100, 20])
-    best_2, reach_2 = (low_2 + high_2) / 2, (high_2 - low_2) / 2
-    for points in (31, *[7] * 45):
-        around_2G = np.stack(np.meshgrid(*[np.linspace(-1, 1, points)] * 2)).reshape(2, -1)
-        grid_G2 = np.clip(best_2 + reach_2 * around_2G.T, low_2, high_2)
+    low_2 = np.log([x_T[x_T > 0][0] / 10, 0.2])
+    high_2 = np.log([x_T[-1] * 100, 20])
+    best_2 = (low_2 + high_2) / 2
+    reach_2 = (high_2 - low_2) / 2
+    num_fine_points = 7
+    for num_points in (31, *[num_fine_points] * 45):
+        side = np.linspace(-1, 1, num_points)
+        offsets_2G = np.stack(np.meshgrid(side, side)).reshape(2, -1)
+        grid_G2 = np.clip(best_2 + reach_2 * offsets_2G.T, low_2, high_2)
         rise_GT = _rise(x_T, *grid_G2.T[..., None])
-        along_GT = rise_GT - rise_GT.mean(1, keepdims=True)
-        # a curve that does not rise within the data explains nothing
-        slope_G = along_GT @ y_T / ((along_GT**2).sum(1) + 1e-12)
-        left_GT = y_T - y_T.mean() - slope_G[:, None] * along_GT
-        best = int((left_GT**2).sum(1).argmin())
-        best_2, reach_2 = grid_G2[best], reach_2 * (0.6 if points == 7 else 0.2)
+        centered_GT = rise_GT - rise_GT.mean(1, keepdims=True)
+        # The small number keeps the slope of a curve that does not rise within the data at 0
+        slope_G = centered_GT @ y_T / ((centered_GT**2).sum(1) + 1e-12)
+        residuals_GT = y_T - y_T.mean() - slope_G[:, None] * centered_GT
+        best = int((residuals_GT**2).sum(1).argmin())
+        best_2 = grid_G2[best]
+        reach_2 = reach_2 * (0.6 if num_points == num_fine_points else 0.2)
     start = y_T.mean() - slope_G[best] * rise_GT[best].mean()
     return Sigmoid(start, start + slope_G[best], *best_2)
 
 
-def fits(seen_2T: np.ndarray, what: str) -> tuple[Sigmoid, list[Sigmoid]]:
-    """Return the best fit and those of resampled data. ConfigurationError: the data do not bear a forecast."""
-    no, count = f"no forecast of {what}: ", min(MOST, seen_2T.shape[1])
-    refuse(count < FEWEST, f"{no}{count} points are too few, {FEWEST} are needed")
-    x_T, y_T = np.stack([of.mean(1) for of in np.array_split(seen_2T, count, axis=1)], axis=1)
-    refuse(np.ptp(y_T) == 0, f"{no}it is {y_T[0]:g} throughout")
+def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
+    """Return the best fit, and the fits of resampled data.
+
+    Args:
+        curve_2T: Compute and metric, shape (2, T), with rising compute.
+        label: Name of the curve in error messages.
+
+    Raises:
+        ConfigurationError: The data do not determine the curve. The message says why.
+    """
+    refusal = f"no forecast of {label}: "
+    count = min(MAX_POINTS, curve_2T.shape[1])
+    refuse(count < MIN_POINTS, f"{refusal}{count} points are too few, {MIN_POINTS} are needed")
+    blocks = np.array_split(curve_2T, count, axis=1)
+    x_T, y_T = np.stack([block_2T.mean(1) for block_2T in blocks], axis=1)
+    refuse(np.ptp(y_T) == 0, f"{refusal}it is {y_T[0]:g} throughout")
     best = fit(x_T, y_T)
-    fitted_T, line_T = best.at(x_T), np.polyval(np.polyfit(x_T, y_T, 1), x_T)
-    left_T = y_T - fitted_T
-    squares, straight = np.maximum([left_T @ left_T, ((y_T - line_T) ** 2).sum()], 1e-12 * y_T.var() * count)
-    # Points that err alike tell less: noise of lag-one correlation r counts as (1 + r) / (1 - r) times its variance.
-    # What is left of a fit of four parameters is less alike by some 4 / count than the noise.
-    alike = np.clip((left_T[1:] * left_T[:-1]).sum() / squares + 4 / count, 0, 0.99)
-    excess = (1 + alike) / (1 - alike)
-    # The curve has two parameters more
-    gain = count / excess * np.log(straight / squares) - 2 * np.log(count)
-    weak = f"a sigmoid fits hardly better than a straight line (BIC better by {gain:.1f}, not {VERY_STRONG})"
-    refuse(gain < VERY_STRONG, no + weak)
-    refuse((rise := fitted_T[-1] - fitted_T[0]) <= 0, f"{no}it falls")
-    left_T *= np.sqrt(excess * count / (count - 4))
+    fitted_T = best.at(x_T)
+    residuals_T = y_T - fitted_T
+    line_residuals_T = y_T - np.polyval(np.polyfit(x_T, y_T, 1), x_T)
+    min_squares = 1e-12 * y_T.var() * count  # a perfect fit would have an infinite advantage
+    squares = max(residuals_T @ residuals_T, min_squares)
+    line_squares = max((line_residuals_T**2).sum(), min_squares)
+    variance_factor = _variance_factor(residuals_T, squares)
+    # The sigmoid has two parameters more than the line
+    bic_gain = count / variance_factor * np.log(line_squares / squares) - 2 * np.log(count)
+    refuse(
+        bic_gain < MIN_BIC_GAIN,
+        f"{refusal}a sigmoid fits hardly better than a straight line (BIC better by {bic_gain:.1f}, not {MIN_BIC_GAIN})",
+    )
+    rise = fitted_T[-1] - fitted_T[0]
+    refuse(rise <= 0, f"{refusal}it falls")
+    scaled_residuals_T = residuals_T * np.sqrt(variance_factor * count / (count - NUM_SIGMOID_PARAMETERS))
     random = np.random.default_rng(0)
-    resampled = [fit(x_T, fitted_T + random.choice(left_T, count)) for _ in range(RESAMPLES)]
-    low, high = np.exp(interval([one.log_middle for one in resampled]))
-    early = f"half of the rise may lie beyond the end of the data, {x_T[-1]:g}: between {low:g} and {high:g}"
-    refuse(high > x_T[-1], no + early)
-    low, high = interval([one.asymptote for one in resampled])
-    wide = f"its asymptote may lie between {low:g} and {high:g}, an interval wider than the rise so far, {rise:g}"
-    refuse(high - low > rise, no + wide)
-    return best, resampled
+    resampled_fits = []
+    for _ in range(NUM_RESAMPLES):
+        noise_T = random.choice(scaled_residuals_T, count)
+        resampled_fits.append(fit(x_T, fitted_T + noise_T))
+    low, high = np.exp(interval([curve.log_middle for curve in resampled_fits]))
+    refuse(
+        high > x_T[-1],
+        f"{refusal}half of the rise may lie beyond the end of the data, {x_T[-1]:g}: between {low:g} and {high:g}",
+    )
+    low, high = interval([curve.asymptote for curve in resampled_fits])
+    refuse(
+        high - low > rise,
+        f"{refusal}its asymptote may lie between {low:g} and {high:g}, an interval wider than the rise so far, {rise:g}",
+    )
+    return best, resampled_fits
+
+
+def _variance_factor(residuals_T: np.ndarray, squares: float) -> float:
+    """Return the factor by which correlation between neighboring residuals increases the variance of a mean.
+
+    Noise with a lag-one correlation r counts as (1 + r) / (1 - r) times its variance. The residuals of a fit of four
+    parameters are less correlated than the noise, by about 4 / T.
+
+    Args:
+        residuals_T: The residuals.
+        squares: Sum of their squares, not 0.
+    """
+    num_points = len(residuals_T)
+    correlation = (residuals_T[1:] * residuals_T[:-1]).sum() / squares
+    correlation = np.clip(correlation + NUM_SIGMOID_PARAMETERS / num_points, 0, 0.99)
+    return float((1 + correlation) / (1 - correlation))
 
 
 def interval(values: Any) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""`async-grpo plot FILE...`, `plot compare|forecast|staleness|timeline|info RUN`: draw or tabulate what runs wrote."""
+"""`async-grpo plot FILE...`, `plot compare|forecast|staleness|timeline|info RUN`: draw or tabulate the metrics of runs.
+
+Names ending in `_T` are arrays of shape (T,), and names ending in `_2T` of shape (2, T), with rows x and y.
+"""
 
 import logging
 import re
@@ -20,7 +23,7 @@ from async_grpo.metrics.lines import duration
 from async_grpo.metrics.writer import TIMELINE_FILE
 from async_grpo.observe import figures
 from async_grpo.observe.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
-from async_grpo.observe.forecast import fits, interval
+from async_grpo.observe.forecast import Sigmoid, fits, interval
 from async_grpo.observe.reader import DEFAULT_X_KEY, UNITS, RunMetrics, curve, load_runs, read_run
 from async_grpo.observe.run_view import RunView
 from async_grpo.options.command_line import run_app
@@ -37,9 +40,14 @@ DEFAULT_VARIABLES = (
     "avg_kl_div",
 )
 BANDS = "bands: of two runs from one to the other, of more the 95 % t interval of their mean"
+PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
-TIMES = (1, 2, 4)  # how far a forecast looks, in multiples of what was seen
-LAST_STEPS, LAST_LINES = 10, 5000  # of a timeline, where no steps are named
+HORIZONS = (1, 2, 4)  # how far a forecast reaches, in multiples of the run's x
+# The part of a timeline that is drawn if the user names no steps
+LAST_STEPS = 10
+LAST_LINES = 5000
+MIN_TABLE_WIDTH = 60  # columns of text
+TABLE_WIDTH_PER_RUN = 40
 
 log = logging.getLogger(__name__)
 
@@ -98,19 +106,26 @@ def plot(
 ) -> None:
     """Draw one or several runs, one subplot per key. `plot info FILE` lists the keys of a run."""
     runs = load_runs(files, names, remote)
-    plottable = {key for run in runs for key in run.plottable_keys}
+    plottable_keys = {key for run in runs for key in run.plottable_keys}
     if not variables:
         variables = _default_variables(runs)
-    variables, known = list(dict.fromkeys(variables)), ", ".join(sorted(plottable)) or "none"
+    variables = list(dict.fromkeys(variables))
     for key in variables:
-        without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
-        nowhere = len(without) == len(runs)
-        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; -v and -x may name: {known}")
-        if without:
-            log.warning("%s: nothing to draw in %s", key, ", ".join(without))
+        runs_without_key = [run.name for run in runs if not _has_points(run, x_key, key)]
+        if len(runs_without_key) == len(runs):
+            key_list = ", ".join(sorted(plottable_keys)) or "none"
+            raise ConfigurationError(
+                f"no step has numbers for both {key!r} and {x_key!r}; -v and -x may name: {key_list}"
+            )
+        if runs_without_key:
+            log.warning("%s: nothing to draw in %s", key, ", ".join(runs_without_key))
     with figures.picture(output) as figure:
-        legend = len(runs) > 1 or bool(names)
-        figures.draw(figure, runs, variables, x_key, smooth_window if smooth else None, legend)
+        has_legend = len(runs) > 1 or bool(names)
+        figures.draw(figure, runs, variables, x_key, smooth_window if smooth else None, has_legend)
+
+
+def _has_points(run: RunMetrics, x_key: str, key: str) -> bool:
+    return bool(np.isfinite(run.series(x_key, key)).all(axis=0).any())
 
 
 def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
@@ -121,7 +136,9 @@ def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
             # eval_pass@1, or eval_NAME_pass@1 of one of several files
             if key.startswith("eval_") and key.endswith("pass@1"):
                 evaluations.add(key)
-    variables, constant, missing = [], [], []
+    variables: list[str] = []
+    constant: list[str] = []
+    missing: list[str] = []
     for key in [*sorted(evaluations), *DEFAULT_VARIABLES]:
         values = np.unique(np.concatenate([run.column(key) for run in runs]))
         values = values[np.isfinite(values)]
@@ -152,25 +169,52 @@ def compare(
     output: Output = None,
 ) -> None:
     """Draw several runs, or means of several seeds, over steps, samples, tokens, seconds or GPU-hours."""
-    globs, keys = [name.partition("=")[::2] for name in names or ()], y.split(",")
-    groups: dict[str, list[RunMetrics]] = {name: [] for name, _ in globs}
-    for path, run in zip(runs, load_runs(runs), strict=True):
-        fitting = [name for name, glob in globs if fnmatch(str(path), glob)]
-        groups.setdefault((fitting or [run.name])[0], []).append(run)
-    empty = ", ".join(name for name, of in groups.items() if not of)
-    refuse(bool(empty), f"--name {empty}: NAME=GLOB is wanted, with a GLOB that fits some of the runs given")
-    curves = {key: [[curve(run, x, key, gpus) for run in of] for of in groups.values()] for key in keys}
+    groups = _grouped(runs, names or [])
+    keys = y.split(",")
+    curves_by_key = {}
+    for key in keys:  # the curves are computed before the figure is made, because `curve` may refuse a key
+        curves_by_key[key] = [[curve(run, x, key, gpus) for run in group] for group in groups.values()]
     with figures.picture(output) as figure:
         axes = subplots(figure, keys, x, BANDS if names else "")
+        colours = figures.colours_for(len(groups))
         for ax, key in zip(axes, keys, strict=True):
-            width = 1 if key.startswith("eval_") else smooth_window  # evaluations are few, and means already
-            for name, of, colour in zip(groups, curves[key], figures.colours_for(len(groups)), strict=True):
-                smooth = [np.stack([x_T, figures.moving_average(y_T, width)]) for x_T, y_T in of]
-                x_T, mean_T, low_T, high_T = figures.mean_and_band(smooth, name)
-                label = f"{name} ({len(of)} runs)" if len(of) > 1 else name
+            # Evaluations are few, and each is a mean already
+            window = 1 if key.startswith("eval_") else smooth_window
+            for name, curves, colour in zip(groups, curves_by_key[key], colours, strict=True):
+                smooth_curves = [np.stack([x_T, figures.moving_average(y_T, window)]) for x_T, y_T in curves]
+                x_T, mean_T, low_T, high_T = figures.mean_and_band(smooth_curves, name)
+                label = f"{name} ({len(curves)} runs)" if len(curves) > 1 else name
                 ax.plot(x_T, mean_T, color=colour, linewidth=1.8, label=label)
                 ax.fill_between(x_T, low_T, high_T, color=colour, alpha=0.2, linewidth=0)
         figure.legend(handles=axes[0].get_lines(), loc="outside upper center", ncols=4, frameon=False)
+
+
+def _grouped(paths: list[Path], names: Sequence[str]) -> dict[str, list[RunMetrics]]:
+    """Read the runs, and return them by the name of their curve.
+
+    Args:
+        paths: Folders of runs, or metrics files.
+        names: Texts `NAME=GLOB`. A run belongs to the first name whose glob fits its path, or else to a name of its own.
+
+    Raises:
+        ConfigurationError: A run cannot be read, or no run fits a glob.
+    """
+    groups: dict[str, list[RunMetrics]] = {}
+    globs = {}
+    for text in names:
+        name, _, glob = text.partition("=")
+        globs[name] = glob
+        groups[name] = []
+    for path, run in zip(paths, load_runs(paths), strict=True):
+        fitting_names = [name for name, glob in globs.items() if fnmatch(str(path), glob)]
+        name = fitting_names[0] if fitting_names else run.name
+        groups.setdefault(name, []).append(run)
+    empty_names = ", ".join(name for name, group in groups.items() if not group)
+    refuse(
+        bool(empty_names),
+        f"--name {empty_names}: NAME=GLOB is wanted, with a GLOB that fits some of the runs given",
+    )
+    return groups
 
 
 @app.command()
@@ -183,48 +227,68 @@ def forecast(
     output: Output = None,
 ) -> None:
     """Tell where a run is heading, with intervals, or why its data do not say; without -o in words alone."""
-    seen_2T = curve(read_run(run), x, y, gpus)
-    seen_2T = seen_2T[:, seen_2T[0] >= begin]
-    best, resampled = fits(seen_2T, f"{y} over {x}")
-    ahead_T = seen_2T[0, -1] * np.array(TIMES)
-    told = ["R0", "A", "C_mid", "B", *(f"after {far:.6g} {x}" for far in ahead_T)]
-    values = np.array([[*one[:2], *np.exp(one[2:]), *one.at(ahead_T)] for one in (best, *resampled)])
-    found = zip(told, values[0], *interval(values[1:]), strict=True)
-    words = [f"{name} = {value:.4g} ({low:.4g} to {high:.4g})" for name, value, low, high in found]
+    curve_2T = curve(read_run(run), x, y, gpus)
+    curve_2T = curve_2T[:, curve_2T[0] >= begin]
+    best, resampled = fits(curve_2T, f"{y} over {x}")
+    horizons_T = curve_2T[0, -1] * np.array(HORIZONS)
+    lines = _forecast_lines(best, resampled, horizons_T, x)
     if output is not None:
         with figures.picture(output) as figure:
-            (ax,) = subplots(figure, [y], x, f"{SIGMOID}\n{'; '.join(words[:4])}")
-            far_T = np.linspace(seen_2T[0, 0], ahead_T[-1], 300)
-            ax.plot(*seen_2T, color="0.6", linewidth=0.8, label="measured")
-            ax.plot(far_T, best.at(far_T), color=OKABE_ITO[0], linewidth=2, label="forecast")
-            band_2T = interval([one.at(far_T) for one in resampled])
-            ax.fill_between(far_T, *band_2T, color=OKABE_ITO[0], alpha=0.2, linewidth=0)
+            parameter_lines = "; ".join(lines[: len(PARAMETERS)])
+            (ax,) = subplots(figure, [y], x, f"{SIGMOID}\n{parameter_lines}")
+            x_T = np.linspace(curve_2T[0, 0], horizons_T[-1], 300)
+            ax.plot(*curve_2T, color="0.6", linewidth=0.8, label="measured")
+            ax.plot(x_T, best.at(x_T), color=OKABE_ITO[0], linewidth=2, label="forecast")
+            low_T, high_T = interval([sigmoid.at(x_T) for sigmoid in resampled])
+            ax.fill_between(x_T, low_T, high_T, color=OKABE_ITO[0], alpha=0.2, linewidth=0)
             ax.axhline(best.asymptote, color=OKABE_ITO[1], linestyle="--", label="A, its asymptote")
-            ax.axvline(ahead_T[0], color="0.4", linestyle=":", label="end of the data")
+            ax.axvline(horizons_T[0], color="0.4", linestyle=":", label="end of the data")
             ax.legend(frameon=False, loc="lower right")
-    print("\n".join(words))
+    print("\n".join(lines))
+
+
+def _forecast_lines(
+    best: Sigmoid, resampled: Sequence[Sigmoid], horizons_T: np.ndarray, unit: str
+) -> list[str]:
+    """Return a line for each parameter of the curve and for each horizon, with its 95 % interval."""
+    names = [*PARAMETERS, *(f"after {horizon:.6g} {unit}" for horizon in horizons_T)]
+    rows = []
+    for sigmoid in (best, *resampled):
+        parameters = [sigmoid.start, sigmoid.asymptote, *np.exp([sigmoid.log_middle, sigmoid.log_exponent])]
+        rows.append([*parameters, *sigmoid.at(horizons_T)])
+    lows, highs = interval(rows[1:])
+    return [
+        f"{name} = {value:.4g} ({low:.4g} to {high:.4g})"
+        for name, value, low, high in zip(names, rows[0], lows, highs, strict=True)
+    ]
 
 
 @app.command()
 def staleness(run: OneRun, output: Output = None) -> None:
     """Draw how old the tokens were that a run trained on, over the steps and by share, beside the bound."""
-    told = read_run(run)
-    step_T, mean_T, most_T = map(told.column, ("step", "staleness_mean", "staleness_max"))
-    refuse(not np.isfinite(mean_T).any(), f"{told.source} does not say how old its tokens were")
-    ages = [key for key in told.keys if key.startswith("staleness_tokens.")]
-    words = f"mean of the steps {np.nanmean(mean_T):.3g}, largest {np.nanmax(most_T):g}"
+    metrics = read_run(run)
+    step_T = metrics.column("step")
+    mean_T = metrics.column("staleness_mean")
+    max_T = metrics.column("staleness_max")
+    refuse(not np.isfinite(mean_T).any(), f"{metrics.source} does not say how old its tokens were")
+    age_keys = [key for key in metrics.keys if key.startswith("staleness_tokens.")]
+    titles = ["staleness"]
+    if age_keys:  # runs of older versions did not count the tokens of each age
+        titles.append("share of tokens")
+    caption = f"mean of the steps {np.nanmean(mean_T):.3g}, largest {np.nanmax(max_T):g}"
     with figures.picture(output) as figure:
-        titles = ["staleness", *(["share of tokens"] if ages else [])]  # an old run did not count them
-        over_steps, *shares = subplots(figure, titles, "step", words)
-        over_steps.plot(step_T, mean_T, color=OKABE_ITO[0], label="mean over tokens")
-        over_steps.plot(step_T, most_T, color=OKABE_ITO[3], label="largest")
-        if (bound := told.options.get("max_staleness")) is not None:
-            over_steps.axhline(bound, color=OKABE_ITO[1], linestyle="--", label=f"bound: {bound}")
-        over_steps.legend(frameon=False)
-        for ax in shares:
-            tokens = np.array([np.nansum(told.column(key)) for key in ages])
-            ax.bar([int(key.partition(".")[2]) for key in ages], tokens / tokens.sum(), color=OKABE_ITO[0])
-            ax.set_xlabel("steps between the policy that wrote a token and the trained one")
+        axes = subplots(figure, titles, "step", caption)
+        axes[0].plot(step_T, mean_T, color=OKABE_ITO[0], label="mean over tokens")
+        axes[0].plot(step_T, max_T, color=OKABE_ITO[3], label="largest")
+        bound = metrics.options.get("max_staleness")
+        if bound is not None:
+            axes[0].axhline(bound, color=OKABE_ITO[1], linestyle="--", label=f"bound: {bound}")
+        axes[0].legend(frameon=False)
+        if age_keys:
+            ages = [int(key.partition(".")[2]) for key in age_keys]
+            tokens = np.array([np.nansum(metrics.column(key)) for key in age_keys])
+            axes[1].bar(ages, tokens / tokens.sum(), color=OKABE_ITO[0])
+            axes[1].set_xlabel("steps between the policy that wrote a token and the trained one")
 
 
 @app.command()
@@ -235,14 +299,16 @@ def timeline(
 ) -> None:
     """Draw what engines, rewards and trainer of a run did when."""
     folder = run.parent if run.is_file() else run
-    of_run = RunView(folder)
+    view = RunView(folder)
     if steps:
-        if not (words := re.fullmatch(r"(\d*):(\d*)", steps)):
+        match = re.fullmatch(r"(\d*):(\d*)", steps)
+        if not match:
             raise ConfigurationError(f"--steps {steps!r} is not A:B, as 5:20, 5: or :20")
-        first, last = int(words[1] or 0), int(words[2] or sys.maxsize)
-        spans = of_run.spans_of_steps(first, last)
+        first_step = int(match[1] or 0)
+        last_step = int(match[2] or sys.maxsize)
+        spans = view.spans_of_steps(first_step, last_step)
     else:
-        spans = of_run.spans(LAST_LINES)
+        spans = view.spans(LAST_LINES)
         spans = [span for span in spans if span["step"] > spans[-1]["step"] - LAST_STEPS]
     refuse(not spans, f"{folder / TIMELINE_FILE} holds no spans{' of these steps' if steps else ''}")
     with figures.picture(output) as figure:
@@ -252,52 +318,78 @@ def timeline(
 @app.command()
 def info(files: Runs) -> None:
     """List the keys of a run with their first, last, smallest and largest value; of several, how they differ."""
-    run, *others = runs = load_runs(files)
-    if others:
-        # Into a pipe, nothing is cut to the 80 columns of a terminal that is not there
-        wide = None if sys.stdout.isatty() else 60 + 40 * len(files)
-        Console(width=wide).print(compared(runs))
+    runs = load_runs(files)
+    if len(runs) > 1:
+        # If the output is a pipe, rich would cut the table to the 80 columns of a terminal
+        width = None if sys.stdout.isatty() else MIN_TABLE_WIDTH + TABLE_WIDTH_PER_RUN * len(files)
+        Console(width=width).print(compared(runs))
         return
+    run = runs[0]
     print(f"{run.source}: {len(run.steps)} steps")
-    finite = {key: run.series(key)[0] for key in run.plottable_keys}
-    if (x_T := finite.get(DEFAULT_X_KEY)) is not None:
-        print(f"{DEFAULT_X_KEY}: {_shown(np.nanmin(x_T))} to {_shown(np.nanmax(x_T))}")
-    if (moments_T := finite.get("timestamp")) is not None:
-        lasted = duration(float(np.nanmax(moments_T) - np.nanmin(moments_T)))
-        print(f"wall time from the first to the last step: {lasted}")
-    widest = max(map(len, ["key", *finite]))
-    print(f"{'key':<{widest}}", *(f"{title:>12}" for title in ("first", "last", "min", "max", "non-numbers")))
-    for key, of_T in finite.items():
-        cells = *map(_shown, (of_T[0], of_T[-1], np.nanmin(of_T), np.nanmax(of_T))), np.isnan(of_T).sum()
-        print(f"{key:<{widest}}", *(f"{cell:>12}" for cell in cells))
-    if unknown := [key for key in run.keys if key not in finite]:
-        print(f"not plottable (no numbers): {', '.join(unknown)}")
+    columns = {key: run.series(key)[0] for key in run.plottable_keys}
+    if DEFAULT_X_KEY in columns:
+        x_T = columns[DEFAULT_X_KEY]
+        print(f"{DEFAULT_X_KEY}: {_number_text(np.nanmin(x_T))} to {_number_text(np.nanmax(x_T))}")
+    if "timestamp" in columns:
+        seconds = np.nanmax(columns["timestamp"]) - np.nanmin(columns["timestamp"])
+        print(f"wall time from the first to the last step: {duration(float(seconds))}")
+    key_width = max(map(len, ["key", *columns]))
+    titles = ("first", "last", "min", "max", "non-numbers")
+    print(f"{'key':<{key_width}}", *(f"{title:>12}" for title in titles))
+    for key, values_T in columns.items():
+        cells = [
+            _number_text(values_T[0]),
+            _number_text(values_T[-1]),
+            _number_text(np.nanmin(values_T)),
+            _number_text(np.nanmax(values_T)),
+            str(np.isnan(values_T).sum()),
+        ]
+        print(f"{key:<{key_width}}", *(f"{cell:>12}" for cell in cells))
+    other_keys = [key for key in run.keys if key not in columns]
+    if other_keys:
+        print(f"not plottable (no numbers): {', '.join(other_keys)}")
 
 
 def compared(runs: list[RunMetrics]) -> Table:
-    """Show a column per run: the options that differ, marked by a star, and the last number of every key."""
-    told = [run.options for run in runs if run.options]
-    options = dict.fromkeys(key for of in told for key in of if not key.startswith("settings."))
-    differing = [key for key in options if any(of.get(key) != told[0].get(key) for of in told)]
-    table = Table(caption=f"* options that differ; {len(options) - len(differing)} more are the same")
+    """Return a table with a column per run: the options that differ, marked by a star, and the last number of each key."""
+    options_of_runs = [run.options for run in runs if run.options]
+    option_keys = dict.fromkeys(
+        key for options in options_of_runs for key in options if not key.startswith("settings.")
+    )
+    differing_keys = []
+    for key in option_keys:
+        first_value = options_of_runs[0].get(key)
+        if any(options.get(key) != first_value for options in options_of_runs):
+            differing_keys.append(key)
+    num_equal = len(option_keys) - len(differing_keys)
+    table = Table(caption=f"* options that differ; {num_equal} more are the same")
     for name in ("", *(run.name for run in runs)):
         table.add_column(Text(name), justify="right" if name else "left", overflow="fold")
     table.add_row("steps", *(str(len(run.steps)) for run in runs), end_section=True)
-    for key in differing:
+    for key in differing_keys:
         cells = [Text(str(run.options.get(key, "-"))) for run in runs]
-        table.add_row(Text(f"* {key}"), *cells, style="bold", end_section=key == differing[-1])
+        table.add_row(Text(f"* {key}"), *cells, style="bold", end_section=key == differing_keys[-1])
     for key in dict.fromkeys(key for run in runs for key in run.plottable_keys):
-        numbers = [values_T[np.isfinite(values_T)] for values_T in (run.column(key) for run in runs)]
-        table.add_row(Text(key), *(_shown(float(of_T[-1])) if of_T.size else "-" for of_T in numbers))
+        table.add_row(Text(key), *(_last_number(run, key) for run in runs))
     return table
 
 
-def _shown(number: float) -> str:
+def _last_number(run: RunMetrics, key: str) -> str:
+    values_T = run.column(key)
+    finite_values_T = values_T[np.isfinite(values_T)]
+    return _number_text(float(finite_values_T[-1])) if finite_values_T.size else "-"
+
+
+def _number_text(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the program's own), and exit."""
+    """Run the command line `argv`, and exit. If it names no command, run `plot`.
+
+    Args:
+        argv: The arguments; None takes those of this process.
+    """
     run_app(typer.main.get_command(app), argv, None)
 
 

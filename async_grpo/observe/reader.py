@@ -1,6 +1,7 @@
-"""Reads `training_metrics.jsonl` files, here or on another machine.
+"""Reading of `training_metrics.jsonl` files, on this machine or another one.
 
-A *key* names one value of a line, with dots for those of nested objects. Names ending in `_T`: (steps,), float64.
+A *key* names one value of a line, with dots for the values of nested objects. Names ending in `_T` are arrays of shape
+(steps,), float64.
 """
 
 import logging
@@ -32,28 +33,34 @@ DEFAULT_X_KEY = "total_samples_accumulated"
 UNITS = ("steps", "samples", "tokens", "seconds", "gpu-hours")
 CONNECT_TIMEOUT_S = 10
 FETCH_TIMEOUT_S = 120
-MAX_FILE_BYTES = 2 << 30  # of metrics: some 300,000 steps
+MAX_FILE_BYTES = 2 << 30  # some 300,000 steps
+# A larger number counts as infinite, because matplotlib's arithmetic on the axes would overflow
+MAX_NUMBER = 1e300
 
-# A host that begins with "-" would be an option to scp.
+# scp would read a host that begins with "-" as an option
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REMOTE = re.compile(rf"({_WORD}@)?({_WORD}|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])")
-_REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")  # scp of before OpenSSH 9 hands the path to a shell
+_REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")  # scp before OpenSSH 9 passes the path to a shell
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """One metrics file."""
+    """The content of one metrics file."""
 
-    source: str  # names it in messages
-    name: str  # in the legend
-    steps: list[dict[str, object]]  # flat
+    source: str  # name in messages
+    name: str  # name in the legend
+    steps: list[dict[str, object]]  # values by key
     folder: Path = Path(os.devnull)
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Of the run, flat: `training_params.json` beside the file; {} where there is none."""
+        """The run's options by key, from `training_params.json` beside the file; {} if there is no such file.
+
+        Raises:
+            ConfigurationError: The file cannot be read.
+        """
         params = self.folder / PARAMS_FILE
         if not params.exists():
             return {}
@@ -68,7 +75,7 @@ class RunMetrics:
 
     @cached_property
     def keys(self) -> list[str]:
-        """All keys, in order of first appearance."""
+        """All keys, in the order of their first appearance."""
         return list(dict.fromkeys(key for step in self.steps for key in step))
 
     @cached_property
@@ -77,19 +84,17 @@ class RunMetrics:
         return [key for key in self.keys if np.isfinite(self.column(key)).any()]
 
     def column(self, key: str) -> np.ndarray:
-        """Return the values of `key`, shape (T,), NaN where a step has no finite number of that name."""
+        """Return the values of a key, shape (T,), with NaN for steps that have no finite number."""
         return np.array([_number(step.get(key)) for step in self.steps])
 
     def series(self, *keys: str) -> np.ndarray:
-        """Return the values of K keys, shape (K, T), over the steps that have all; NaN where one is no finite number."""
-        wanted = set(keys)
-        steps = [step for step in self.steps if step.keys() >= wanted]
+        """Return the values of K keys, shape (K, T), over the steps that have all keys. NaN stands for other values."""
+        steps = [step for step in self.steps if step.keys() >= set(keys)]
         return np.array([[_number(step[key]) for step in steps] for key in keys])
 
 
 def _number(value: object) -> float:
-    # Beyond 1e300 matplotlib's axis arithmetic overflows; such a number counts as infinite.
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER:
         return float(value)
     return math.nan
 
@@ -97,19 +102,29 @@ def _number(value: object) -> float:
 def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in step.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat
 
 
 def read_run(path: Path, name: str | None = None, source: str | None = None) -> RunMetrics:
-    """Read a metrics file, or that of a run's folder; the last line may be unfinished: the run is still writing it.
+    """Read a metrics file. Its last line may be unfinished, because the run may still write it.
 
-    Raises ConfigurationError for an unreadable or empty file and for a malformed line.
+    Args:
+        path: The file, or the folder of a run.
+        name: Name of the run in legends; the default is the name of `path`.
+        source: Name of the file in messages; the default is the file's path.
+
+    Raises:
+        ConfigurationError: The file is unreadable, too large or empty, or a line is malformed.
     """
     file = path / METRICS_FILE if path.is_dir() else path
-    source, steps = source or str(file), []
+    source = source or str(file)
+    steps = []
     try:
-        # A file that the user has named may be a link; that of a run's folder is its own
+        # A file that the user names may be a link. In a run's folder, which somebody else may have made, it may not
         with open_regular(file, follow_links=file == path) as metrics:
             num_bytes = os.fstat(metrics.fileno()).st_size
             refuse(
@@ -126,97 +141,177 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
 
 
 def _step(line: bytes | None, source: str, number: int) -> dict[str, object]:
-    """Return the values of a line; {} for an empty one, and for an unfinished one at the end of the file."""
-    where = f"{source}, line {number}"
-    refuse(line is None, f"{where}: it is longer than {MAX_LINE_BYTES >> 20} MB, so it is no line of metrics")
+    """Return the values of a line by key; {} for an empty line, and for an unfinished line at the end of the file."""
+    place = f"{source}, line {number}"
+    refuse(line is None, f"{place}: it is longer than {MAX_LINE_BYTES >> 20} MB, so it is no line of metrics")
     if not line or not line.strip():
         return {}
     try:
         step = parse_json(line)
     except ValueError as error:
         if line.endswith(b"\n"):
-            raise ConfigurationError(f"{where}: not valid JSON ({error})") from error
+            raise ConfigurationError(f"{place}: not valid JSON ({error})") from error
         log.warning("%s: the last line (%d) is unfinished and was skipped", source, number)
         return {}
     kind = type(step).__name__
-    refuse(not isinstance(step, dict), f"{where}: expected a JSON object, found {kind}")
+    refuse(not isinstance(step, dict), f"{place}: expected a JSON object, found {kind}")
     return _flat(step)
 
 
 def load_runs(
     files: list[Path], names: list[str] | None = None, remote: str | None = None
 ) -> list[RunMetrics]:
-    """Read all files, from the machine `remote` ("[user@]host") if given. `names`: one per file, or none."""
+    """Read several metrics files.
+
+    Args:
+        files: Metrics files or folders of runs.
+        names: A name for each file. By default the files' paths are shortened by the folder that they have in common.
+        remote: The machine that has the files, "[user@]host"; None for this machine.
+
+    Raises:
+        ConfigurationError: A file cannot be read, or the number of names is not the number of files.
+        RunFailed: A file cannot be copied from the other machine.
+    """
     if not names:
-        places = [file.absolute() for file in files]
-        above = os.path.commonpath([place.parent for place in places])
-        names = [str(place.relative_to(above)) for place in places]
+        paths = [file.absolute() for file in files]
+        common_folder = os.path.commonpath([path.parent for path in paths])
+        names = [str(path.relative_to(common_folder)) for path in paths]
     refuse(len(names) != len(files), f"{len(names)} names for {len(files)} files; give one per file or none")
     if remote is None:
         return list(map(read_run, files, names))
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
         copies = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
-        return list(map(read_run, copies, names, [f"{remote}:{file}" for file in files]))
+        for copy, name, file in zip(copies, names, files, strict=True):
+            runs.append(read_run(copy, name, f"{remote}:{file}"))
+    return runs
 
 
 def fetch(remote: str, path: str, target: Path) -> Path:
-    """Copy `path` of `remote` ("[user@]host", IPv6 in brackets) to `target`. RunFailed has scp's own words."""
-    host_fits, path_fits = _REMOTE.fullmatch(remote), _REMOTE_PATH.fullmatch(path)
-    refuse(not host_fits, f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
-    refuse(not path_fits, f"remote path {path!r} has characters that a shell interprets; rename it")
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
-    command = ["scp", *options, "--", f"{remote}:{path}", str(target)]
+    """Copy a file from another machine with scp, and return `target`.
+
+    Args:
+        remote: The other machine, "[user@]host", with an IPv6 address in brackets.
+        path: The file on the other machine.
+        target: The copy.
+
+    Raises:
+        ConfigurationError: The machine's name or the path is invalid.
+        RunFailed: scp failed. The message contains its output.
+    """
+    refuse(
+        not _REMOTE.fullmatch(remote),
+        f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)",
+    )
+    refuse(
+        not _REMOTE_PATH.fullmatch(path),
+        f"remote path {path!r} has characters that a shell interprets; rename it",
+    )
+    command = [
+        "scp",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        f"ConnectTimeout={CONNECT_TIMEOUT_S}",
+        "--",
+        f"{remote}:{path}",
+        str(target),
+    ]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S)
-        if done.returncode == 0 and target.is_file():
+        process = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S
+        )
+        if process.returncode == 0 and target.is_file():
             return target
-        words = done.stderr.decode(errors="replace").strip() or "it said nothing"
-        why = f"(exit code {done.returncode}): {words}"
+        output = process.stderr.decode(errors="replace").strip() or "it said nothing"
+        reason = f"(exit code {process.returncode}): {output}"
     except OSError as error:
-        why = f": the program scp did not start ({error.strerror})"
+        reason = f": the program scp did not start ({error.strerror})"
     except subprocess.TimeoutExpired:
-        why = f"within {FETCH_TIMEOUT_S} s"
-    raise RunFailed(f"scp could not fetch {remote}:{path} {why}")
+        reason = f"within {FETCH_TIMEOUT_S} s"
+    raise RunFailed(f"scp could not fetch {remote}:{path} {reason}")
 
 
 def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
-    """(2, T): `progress`, rising, and `key`, where both are finite numbers. An evaluation stands where it began."""
-    x_T, y_T = progress(run, unit, gpus), run.column(key)
-    if key.startswith("eval_"):  # its line is that of the step in which it ended
-        step_T, began_T = run.column("step"), run.column("eval_step")
-        x_T = np.interp(np.where(np.isfinite(began_T), began_T, step_T), [0, *step_T], [0, *x_T])
-    found_2T = np.stack([x_T, y_T])[:, np.isfinite(x_T) & np.isfinite(y_T)]
-    known = ", ".join(run.plottable_keys)
-    refuse(not found_2T.size, f"{run.source}: no step has {unit} and a number {key!r}; --y may name: {known}")
-    return found_2T[:, np.argsort(found_2T[0], kind="stable")]
+    """Return a metric over the run's progress, shape (2, T), at the steps where both are finite numbers.
+
+    The first row is `progress`, which rises. An evaluation is placed at the step at which it began.
+
+    Args:
+        run: The run.
+        unit: Unit of the progress, one of `UNITS`.
+        key: Key of the metric.
+        gpus: Number of the run's GPUs; the default is `gpus_of`.
+
+    Raises:
+        ConfigurationError: The unit is unknown, or no step has both numbers.
+    """
+    x_T = progress(run, unit, gpus)
+    y_T = run.column(key)
+    if key.startswith("eval_"):
+        # An evaluation is in the line of the step in which it ended
+        step_T = run.column("step")
+        start_step_T = run.column("eval_step")
+        start_step_T = np.where(np.isfinite(start_step_T), start_step_T, step_T)
+        x_T = np.interp(start_step_T, [0, *step_T], [0, *x_T])
+    curve_2T = np.stack([x_T, y_T])
+    curve_2T = curve_2T[:, np.isfinite(curve_2T).all(axis=0)]
+    refuse(
+        not curve_2T.size,
+        f"{run.source}: no step has {unit} and a number {key!r}; --y may name: {', '.join(run.plottable_keys)}",
+    )
+    return curve_2T[:, np.argsort(curve_2T[0], kind="stable")]
 
 
 def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
-    """(T,): how far the run had come after each step, in one of `UNITS`.
+    """Return how far the run had come after each step, shape (T,).
 
-    Tokens: that the engines generated. Seconds: without the time that the run lay dead between two steps. `gpus`: default
-    `gpus_of`.
+    "tokens" counts the tokens that the engines generated. "seconds" and "gpu-hours" leave out the time between two steps
+    in which the run was stopped.
+
+    Args:
+        run: The run.
+        unit: One of `UNITS`.
+        gpus: Number of the run's GPUs; the default is `gpus_of`.
+
+    Raises:
+        ConfigurationError: The unit is unknown, or the number of GPUs is needed and not known.
     """
     refuse(unit not in UNITS, f"--x {unit!r} is unknown; known: {', '.join(UNITS)}")
     if unit in ("steps", "samples"):
         return run.column("step" if unit == "steps" else "total_samples_accumulated")
     if unit == "tokens":
         return np.cumsum(run.column("tokens_generated"))
-    after_T = np.nan_to_num([run.column("seconds_evaluating"), run.column("seconds_checkpointing")]).sum(0)
-    # Less has passed if it saved within the step, more if it died and went on later
+    evaluation_and_saving = [run.column("seconds_evaluating"), run.column("seconds_checkpointing")]
+    worked_T = run.column("time_per_batch") + np.nan_to_num(evaluation_and_saving).sum(0)
+    # Less time than that has passed if the run saved a checkpoint within the step. More has passed if the run was stopped
     passed_T = np.diff(run.column("timestamp"), prepend=np.nan)
-    seconds_T = np.cumsum(np.fmin(run.column("time_per_batch") + after_T, passed_T))
-    return seconds_T if unit == "seconds" else seconds_T / 3600 * (gpus or gpus_of(run))
+    seconds_T = np.cumsum(np.fmin(worked_T, passed_T))
+    if unit == "seconds":
+        return seconds_T
+    return seconds_T / 3600 * (gpus or gpus_of(run))
 
 
 def gpus_of(run: RunMetrics) -> int:
-    """Return the GPUs that the run was given for ranks, engines, logprob workers and judges."""
-    told, needed = run.options, ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")
-    silent = any(key not in told for key in needed)
-    refuse(silent, f"{run.source} does not say how many GPUs it was given: add --gpus, or choose another --x")
-    ranks, engines, roles = (told[key] for key in needed)
-    judges = told.get("judge_replicas") if told.get("judge_model") and not told.get("judge_gpus") else 0
-    numbers = (ranks, engines, told.get("tensor_parallel_size", 1), judges)
-    is_wrong = not all(map(is_count, numbers)) or not isinstance(roles, list)
-    refuse(is_wrong, f"{run.source} says no number of GPUs: add --gpus, or choose another --x")
-    return int(ranks + engines * numbers[2] + len(roles) + numbers[3])
+    """Return the number of GPUs that the run used for ranks, engines, logprob workers and judges.
+
+    Raises:
+        ConfigurationError: The run's options do not tell the number.
+    """
+    options = run.options
+    needed_keys = ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")
+    refuse(
+        any(key not in options for key in needed_keys),
+        f"{run.source} does not say how many GPUs it was given: add --gpus, or choose another --x",
+    )
+    num_ranks, num_engines, logprob_roles = (options[key] for key in needed_keys)
+    gpus_per_engine = options.get("tensor_parallel_size", 1)
+    num_judges: Any = 0
+    if options.get("judge_model") and not options.get("judge_gpus"):
+        num_judges = options.get("judge_replicas")
+    are_counts = all(map(is_count, (num_ranks, num_engines, gpus_per_engine, num_judges)))
+    refuse(
+        not are_counts or not isinstance(logprob_roles, list),
+        f"{run.source} says no number of GPUs: add --gpus, or choose another --x",
+    )
+    return int(num_ranks + num_engines * gpus_per_engine + len(logprob_roles) + num_judges)

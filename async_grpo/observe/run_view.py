@@ -1,6 +1,6 @@
-"""`RunView`: the files of one run, as all that shows a run reads them.
+"""`RunView`: reading of all files of one run, for the commands that show a run.
 
-Table, page and picture take it instead of opening files. Whatever made the folder, lines of another kind are passed over.
+A folder may have been made by somebody else, so lines of an unexpected form are skipped.
 """
 
 import re
@@ -40,9 +40,10 @@ Line = dict[str, Any]
 
 
 class RunView:
-    """What the folder of a run says. Options are read once; everything else, which a run still writes, at each call.
+    """The content of a run's folder.
 
-    ConfigurationError: by what needs the options, where the folder holds no run.
+    The options are read once. All other files are read at each call, because a run may still write them. Methods that
+    need the options raise ConfigurationError if the folder holds no run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,12 +52,16 @@ class RunView:
 
     @cached_property
     def options(self) -> Line:
-        """The run's options, and the facts of its start."""
+        """The run's options, and facts such as the number of its ranks."""
         return options_of(self.folder)
 
     @cached_property
     def total_steps(self) -> int:
-        """The number of optimizer steps of the whole run; ConfigurationError: its parameters do not say it."""
+        """The number of optimizer steps of the whole run.
+
+        Raises:
+            ConfigurationError: The run's parameters do not tell the number.
+        """
         group_size = whole_option(self.options, "samples_per_question")
         samples_per_batch = whole_option(self.options, "batch_size") * group_size
         samples_per_step = samples_per_batch
@@ -65,7 +70,7 @@ class RunView:
         return whole_option(self.options, "num_training_batches") * (samples_per_batch // samples_per_step)
 
     def writer_process(self) -> int | None:
-        """Return the process that writes the run, if it lives here; of a run on another machine nothing is known."""
+        """Return the id of the process that writes the run; None if it has ended or runs on another machine."""
         return holder(self.folder)
 
     def metrics(self, count: int) -> list[Line]:
@@ -73,16 +78,22 @@ class RunView:
         return metrics_lines(self.folder / METRICS_FILE, count)
 
     def metrics_from(self, byte: int, count: int) -> tuple[int, list[Line], int]:
-        """Return where reading began, at most `count` lines of metrics from there on, and the byte that follows them.
+        """Read lines of metrics from a byte on.
 
-        It begins at 0 if the file is shorter than `byte`, as after a resume.
+        Args:
+            byte: Where to begin. If the file is shorter, as after a resume, reading begins at 0.
+            count: The greatest number of lines; of more, evenly spread ones are read.
+
+        Returns:
+            The byte at which reading began, the lines, and the byte that follows them.
         """
         file = self.folder / METRICS_FILE
         if not is_regular(file) or file.stat().st_size < byte:
             byte = 0
         lines_with_ends = list(spread_metrics(file, byte, count))
         lines = [line for line, _ in lines_with_ends]
-        return byte, lines, lines_with_ends[-1][1] if lines_with_ends else byte
+        next_byte = lines_with_ends[-1][1] if lines_with_ends else byte
+        return byte, lines, next_byte
 
     def evaluations(self, count: int) -> list[Line]:
         """Return the newest `count` lines of evaluations."""
@@ -93,50 +104,66 @@ class RunView:
         return span_lines(last_records(self.folder / TIMELINE_FILE, count))
 
     def spans_of_steps(self, first: int, last: int) -> list[Line]:
-        """Return all spans of these steps, both included."""
-        records = (record for record, _ in spread_records(self.folder / TIMELINE_FILE, 0, sys.maxsize))
-        return span_lines(
-            record for record in records if is_count(record.get("step")) and first <= record["step"] <= last
-        )
+        """Return all spans of the steps from `first` to `last`, both included."""
+        records = []
+        for record, _ in spread_records(self.folder / TIMELINE_FILE, 0, sys.maxsize):
+            if is_count(record.get("step")) and first <= record["step"] <= last:
+                records.append(record)
+        return span_lines(records)
 
     def samples(self, count: int) -> list[Line]:
-        """Return the newest `count` samples of the training, oldest first; none if the run writes none.
+        """Return the newest `count` samples of the training, the oldest first; an empty list if the run writes none.
 
-        ConfigurationError: the parameters name a file outside the run's folder.
+        Raises:
+            ConfigurationError: The run's parameters name a file outside the run's folder.
         """
         name = self.options.get("dump_samples_filename") or SAMPLES_FILE
         return sample_lines(last_records(self.folder / _plain_name(name), count))
 
     def evaluation_samples(self, count: int) -> list[Line]:
-        """Return `count` samples of the newest evaluations, oldest first."""
+        """Return the newest `count` samples of evaluations, the oldest first."""
         return sorted(islice(self._evaluation_samples(count), count), key=itemgetter("step"))
 
     def _evaluation_samples(self, count: int) -> Iterator[Line]:
+        """Yield samples of the evaluations, the newest evaluation first, and at most `count` of each."""
         steps: dict[Path, int] = {}
         for file in files_inside(self.folder, "eval_samples_*.jsonl"):
-            if named := EVALUATION_SAMPLES.fullmatch(file.stem):
-                steps[file] = int(named[1])
+            if match := EVALUATION_SAMPLES.fullmatch(file.stem):
+                steps[file] = int(match[1])
         for file in sorted(steps, key=lambda file: steps[file], reverse=True):
             rows = [{"step": steps[file], "file": file.stem, **row} for row in last_records(file, count)]
             yield from sample_lines(rows)
 
     def stalls(self) -> dict[Path, str]:
-        """Return what was written of each stall, the newest first, by its folder."""
+        """Return the text that the watchdog wrote about each stall, by the stall's folder, the newest first."""
         return stalls_of(self.folder)
 
     def log_lines(self, count: int, name: str = "trainer") -> dict[str, list[str]]:
-        """Return the last lines of the logs of that name (`*`: of all), by file name."""
+        """Return the last lines of logs, by file name.
+
+        Args:
+            count: Number of lines of each log.
+            name: Name of a program, or `*` for all programs.
+        """
         return {path.name: last_lines(path, count) for path in files_inside(self.folder, f"logs/{name}.log")}
 
     def newest_manifest(self) -> Manifest | None:
-        """Return the manifest of the newest checkpoint. CheckpointBroken: it cannot be read."""
+        """Return the manifest of the newest checkpoint, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointBroken: The manifest cannot be read.
+        """
         for checkpoint in checkpoints_of(self.folder)[:1]:
             return read(checkpoint)
         return None
 
 
 def _plain_name(name: Any) -> str:
-    """Return the name of the samples' file; ConfigurationError: it leads out of the run's folder."""
+    """Return the name of the samples' file.
+
+    Raises:
+        ConfigurationError: The name is a path, which could lead out of the run's folder.
+    """
     try:
         parts = plain_parts(str(name))
     except OSError:

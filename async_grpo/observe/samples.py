@@ -1,4 +1,4 @@
-"""`async-grpo samples RUN -o samples.html`: look at what a run wrote, in one file that needs no network."""
+"""`async-grpo samples RUN -o samples.html`: write a page that shows a run's samples and needs no network."""
 
 import base64
 import hashlib
@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -21,15 +21,17 @@ from async_grpo.observe.run_view import RunView
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 from async_grpo.training.record import record_folder, recorded_completions
 
-TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory
-# What a record, or a tokenizer, of somebody else's run may raise: the page then shows no tokens
+# A browser holds the whole page in memory
+MAX_TOKENS = 500_000
+MAX_CHARACTERS = 40_000_000
+# What reading the record or the tokenizer of somebody else's run may raise; the page then shows no tokens
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig(Section):
-    """Which samples, and where the page goes."""
+    """Options of `async-grpo samples`."""
 
     path: str = required("Folder of the run.", "Samples", argument=True)
     output: str = option("samples.html", "File that the page is written to.", "Samples", also=("o",))
@@ -38,15 +40,23 @@ class SamplesConfig(Section):
 
 
 def write_samples_page(config: SamplesConfig) -> None:
-    """Write the page. ConfigurationError: the run wrote no samples."""
+    """Write the page.
+
+    Raises:
+        ConfigurationError: The folder holds no run, or the run wrote no samples.
+    """
     text = samples_page(config)
-    # A lone surrogate as JSON writes it
+    # UTF-8 has no form for a lone surrogate; the page's JSON can have it as an escape
     Path(config.output).write_text(text, encoding="utf-8", errors="backslashreplace")
     log.info("samples: %s", config.output)
 
 
 def samples_page(config: SamplesConfig) -> str:
-    """Return the newest samples that a browser can hold. ConfigurationError: there are none."""
+    """Return a page with the newest samples, as many as a browser can hold.
+
+    Raises:
+        ConfigurationError: The folder holds no run, or the run wrote no samples.
+    """
     run = RunView(Path(config.path))
     rows = [] if config.evaluation else run.samples(config.limit)
     if rows:
@@ -56,15 +66,34 @@ def samples_page(config: SamplesConfig) -> str:
             log.warning("%s: the page shows no tokens, as the record cannot be read: %s", run.folder, error)
     else:
         rows = run.evaluation_samples(config.limit)
-    what = "they are written after the first step (--keep-sample-groups) or evaluation (--eval-data-path)"
-    refuse(not rows, f"{run.folder}: there are no samples to look at: {what}")
-    sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
-    rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
+    cure = "they are written after the first step (--keep-sample-groups) or evaluation (--eval-data-path)"
+    refuse(not rows, f"{run.folder}: there are no samples to look at: {cure}")
+    rows = _newest_that_fit(rows)
     return page(rows, f"{run.folder.name}: {len(rows)} samples", _alarms(run))
 
 
+def _newest_that_fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest rows whose texts have at most `MAX_CHARACTERS` together, and at least one row."""
+    num_characters = 0
+    num_rows = 0
+    for row in reversed(rows):
+        num_characters += len(row["input"]) + len(row["completion"])
+        if num_characters > MAX_CHARACTERS:
+            break
+        num_rows += 1
+    return rows[-max(1, num_rows) :]
+
+
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the whole page. Rows are data: no text in them can end its element or become a script."""
+    """Return the page that shows samples.
+
+    The rows are embedded as data. No text in them can end the element that holds them, or become a script.
+
+    Args:
+        rows: The samples.
+        title: Title of the page.
+        alarms: Alarms of the run, each with `says`, `first` and `last`.
+    """
     template = (resources.files("async_grpo.observe") / "samples.html").read_text(encoding="utf-8")
     data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}">'
@@ -72,45 +101,88 @@ def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping
 
 
 def security_policy(page: str) -> str:
-    """By which a browser runs a page's own script and no other, and asks nobody."""
-    found = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert found is not None
-    digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+    """Return a Content-Security-Policy that allows only the page's own script, and no connections."""
+    match = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert match is not None
+    digest = base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()
     return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
 
 
 def _alarms(run: RunView) -> list[dict[str, Any]]:
-    """Return what the last steps warned of: the latest text of each kind, with its first and last step."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the alarms of the last steps: the latest text of each kind, with the first and the last step of the kind."""
+    alarms_by_kind: dict[str, dict[str, Any]] = {}
     for line in run.metrics(KEPT):
-        for alarm in line.get("alarms") or ():
-            kind = found.setdefault(alarm_kind(alarm), {"first": line["step"]})
-            kind |= {"says": alarm, "last": line["step"]}
-    return list(found.values())
+        for text in line.get("alarms") or ():
+            alarm = alarms_by_kind.setdefault(alarm_kind(text), {"first": line["step"]})
+            alarm["says"] = text
+            alarm["last"] = line["step"]
+    return list(alarms_by_kind.values())
+
+
+class RecordedCompletion(NamedTuple):
+    """A completion in the record of a run."""
+
+    token_ids: list[int]
+    numbers: dict[str, list[Any]]  # by name, one number for each token
 
 
 def _add_tokens(rows: Sequence[dict[str, Any]], run: RunView) -> None:
-    """Give the newest rows the tokens of their completions, as texts, and the numbers that the run's record has of each."""
+    """Add to the newest rows the text of each token of the completion, and the numbers that the run recorded of it.
+
+    Nothing is added if the run has no record, or its model is not on this machine. Trajectories are left out, because the
+    page shows them by their turns.
+    """
     model = run.options.get("model_name_or_path")
     if not (run.folder / "record").is_dir() or not isinstance(model, str) or not Path(model).is_dir():
         return
     from async_grpo.modeling.load import load_tokenizer
 
-    tokenizer, left = load_tokenizer(model), TOKENS
-    for step, of_step in groupby(reversed(rows), key=itemgetter("step")):
-        known: dict[tuple[int, str], list[Any]] = {}
-        for group, ids, numbers in recorded_completions(record_folder(run.folder, step - 1)):
-            ended = ids[-1] in run.options["settings"]["stop_token_ids"]
-            text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-            known.setdefault((group, text), []).append((ids, numbers))
-        for row in of_step:  # trajectories are shown by their turns
-            if "turns" not in row and (same := known.get((row["group"], row["completion"]))):
-                # Siblings of one text are told apart by their advantages
-                same.sort(key=lambda one: -abs(one[1]["advantages"][-1] - (row["advantage"] or 0.0)))
-                ids, numbers = same.pop()
-                if (left := left - len(ids)) < 0:
-                    return
-                ends = pairwise([0, *char_ends(tokenizer, ids, row["completion"]).tolist()])
-                tokens = [row["completion"][begin:end] for begin, end in ends]
-                tokens[-1] = tokens[-1] or tokenizer.decode(ids[-1:])  # what ended it is no part of the text
-                row.update(numbers, tokens=tokens)
+    tokenizer = load_tokenizer(model)
+    num_tokens = 0
+    for step, step_rows in groupby(reversed(rows), key=itemgetter("step")):
+        completions_by_text = _recorded_completions(run, step, tokenizer)
+        for row in step_rows:
+            if "turns" in row:
+                continue
+            completions = completions_by_text.get((row["group"], row["completion"]))
+            if not completions:
+                continue
+            completion = _pop_nearest(completions, row["advantage"] or 0.0)
+            num_tokens += len(completion.token_ids)
+            if num_tokens > MAX_TOKENS:
+                return
+            tokens = _token_texts(tokenizer, completion.token_ids, row["completion"])
+            row.update(completion.numbers, tokens=tokens)
+
+
+def _recorded_completions(
+    run: RunView, step: int, tokenizer: Any
+) -> dict[tuple[int, str], list[RecordedCompletion]]:
+    """Return the completions of a step, by their group and their text without the stop token."""
+    completions_by_text: dict[tuple[int, str], list[RecordedCompletion]] = {}
+    for group, token_ids, numbers in recorded_completions(record_folder(run.folder, step - 1)):
+        has_stop_token = token_ids[-1] in run.options["settings"]["stop_token_ids"]
+        text_ids = token_ids[:-1] if has_stop_token else token_ids
+        text = tokenizer.decode(text_ids, skip_special_tokens=False)
+        completion = RecordedCompletion(token_ids, numbers)
+        completions_by_text.setdefault((group, text), []).append(completion)
+    return completions_by_text
+
+
+def _pop_nearest(completions: list[RecordedCompletion], advantage: float) -> RecordedCompletion:
+    """Remove the completion with the nearest advantage and return it: completions of a group may have the same text."""
+
+    def distance(completion: RecordedCompletion) -> float:
+        return abs(completion.numbers["advantages"][-1] - advantage)
+
+    completions.sort(key=distance, reverse=True)
+    return completions.pop()
+
+
+def _token_texts(tokenizer: Any, token_ids: list[int], text: str) -> list[str]:
+    """Return the part of the completion's text that each token stands for."""
+    ends = char_ends(tokenizer, token_ids, text).tolist()
+    texts = [text[begin:end] for begin, end in pairwise([0, *ends])]
+    if not texts[-1]:  # the text of a completion does not contain its stop token
+        texts[-1] = tokenizer.decode(token_ids[-1:])
+    return texts

@@ -1,8 +1,8 @@
-"""`async-grpo status RUN`: what a run does now, from its files alone; also after its end."""
+"""`async-grpo status RUN`: show the state of a run on the terminal, while it runs or after its end."""
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,16 @@ from async_grpo.observe.run_view import Line, RunView
 from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
 from async_grpo.processes.untrusted_files import printable
 
-RECENT = 20  # steps, for the pace
+RECENT = 20  # steps over which times and rewards are averaged
+REWARD_STATUSES = ("ok", "failed", "timed_out", "abstained")
+RUNNING = "running"  # state of a run whose process lives on this machine
+SHOWN_EVALUATIONS = 3
+SHOWN_LOG_LINES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig(Section):
-    """Which run, and how often it is looked at."""
+    """Options of `async-grpo status`."""
 
     path: str = required("Folder of the run.", "Status", argument=True)
     every_s: float = option(
@@ -36,59 +40,86 @@ class StatusConfig(Section):
 
 
 def status(config: StatusConfig) -> None:
-    """Show it, until the run ends or Ctrl-C. ConfigurationError: the folder holds no run."""
-    run, console = RunView(Path(config.path)), Console()
+    """Show the state of a run. On a terminal the state is updated until the run ends.
+
+    Raises:
+        ConfigurationError: The folder holds no run.
+    """
+    run = RunView(Path(config.path))
+    console = Console()
     if config.once or not console.is_terminal:
         console.print(view(run))
         return
     with Live(view(run), console=console, auto_refresh=False) as live:
         while run.writer_process() is not None:
             time.sleep(config.every_s)
-            run = RunView(run.folder)  # a run that goes on writes its options anew
+            run = RunView(
+                run.folder
+            )  # a run that is resumed writes its options again, and a view reads them once
             live.update(view(run), refresh=True)
 
 
 def view(run: RunView) -> RenderableType:
-    """Everything on one screen."""
+    """Return the run's state: pace, metrics of the last step, rewards, alarms, evaluations and the newest stall."""
     lines = run.metrics(RECENT)
     parts: list[RenderableType] = [headline(run, lines)]
-    for line in lines[-1:]:
-        parts += [_times(lines), Text(console_line({**line, "alarms": []}, run.total_steps))]
-        if (spent := line.get("judge_budget_spent")) is not None:
-            parts.append(Text(f"spent on judges: {spent:.4g}"))
-        if line.get("verifiers"):
-            parts.append(_verifiers(lines))
-        parts += [Text(printable(f"ALARM {alarm}"), style="bold red") for alarm in line.get("alarms") or ()]
+    if lines:
+        parts += _last_step(run, lines)
     parts += [Text(printable(line)) for line in _evaluations(run)]
-    for place, text in list(run.stalls().items())[:1]:
+    stall = next(iter(run.stalls().items()), None)
+    if stall is not None:
+        folder, text = stall
         first_line = printable(text.partition("\n")[0])
-        parts.append(Text(f"STALL {place.name}: {first_line}", style="bold yellow"))
+        parts.append(Text(f"STALL {folder.name}: {first_line}", style="bold yellow"))
     if not lines:
-        for log_lines in run.log_lines(3).values():
+        for log_lines in run.log_lines(SHOWN_LOG_LINES).values():
             parts += [Text(printable(line), style="dim") for line in log_lines]
     return Group(*parts)
 
 
+def _last_step(run: RunView, lines: Sequence[Line]) -> list[RenderableType]:
+    line = lines[-1]
+    parts: list[RenderableType] = [
+        _times(lines),
+        Text(console_line({**line, "alarms": []}, run.total_steps)),
+    ]
+    judge_cost = line.get("judge_budget_spent")
+    if judge_cost is not None:
+        parts.append(Text(f"spent on judges: {judge_cost:.4g}"))
+    if line.get("verifiers"):
+        parts.append(_verifiers(lines))
+    for alarm in line.get("alarms") or ():
+        parts.append(Text(printable(f"ALARM {alarm}"), style="bold red"))
+    return parts
+
+
 def headline(run: RunView, lines: Sequence[Line]) -> Text:
-    """Step, state, pace, and how long it will take; `lines`: the last ones of the metrics."""
-    total = run.total_steps
+    """Return step, state and pace of a run, and the expected time until its end.
+
+    Args:
+        run: The run.
+        lines: The last lines of its metrics.
+    """
     step = lines[-1]["step"] if lines else 0
     state = _state(run, step)
-    text = f"{run.folder}: step {step} of {total}, {state}"
-    # Not from end to end: it may have lain dead between
-    if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
-        pace = statistics.fmean(paces)
-        left = duration(pace * (total - step))
-        text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
-    if lines and state == "running" and is_number(lines[-1].get("timestamp")):
-        ago = duration(time.time() - lines[-1]["timestamp"])
-        text += f"; the last one {ago} ago"
+    is_running = state == RUNNING
+    text = f"{run.folder}: step {step} of {run.total_steps}, {state}"
+    # Timestamps would include the time in which the run was stopped between two steps
+    step_times_s = [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]
+    if step_times_s:
+        mean_s = statistics.fmean(step_times_s)
+        text += f"; {mean_s:.2f} s a step"
+        if is_running:
+            text += f", {duration(mean_s * (run.total_steps - step))} left"
+    if lines and is_running and is_number(lines[-1].get("timestamp")):
+        seconds_ago = time.time() - lines[-1]["timestamp"]
+        text += f"; the last one {duration(seconds_ago)} ago"
     return Text(text, style="bold")
 
 
 def _state(run: RunView, step: int) -> str:
     if run.writer_process() is not None:
-        return "running"
+        return RUNNING
     if step >= run.total_steps:
         return "complete"
     try:
@@ -97,36 +128,51 @@ def _state(run: RunView, step: int) -> str:
         return f"ended; {error}"
     if manifest is None:
         return "ended, without a checkpoint"
-    why = f"told to end ({printable(manifest.ended)})" if manifest.ended else "died"
-    return f"{why}; goes on after step {manifest.step}"
+    reason = f"told to end ({printable(manifest.ended)})" if manifest.ended else "died"
+    return f"{reason}; goes on after step {manifest.step}"
 
 
 def _times(lines: Sequence[Line]) -> Text:
-    """Of the last steps, by whom and what for."""
-    found = {name: [line[key] for line in lines if is_number(line.get(key))] for name, key in CAUSES.items()}
-    means = (f"{name} {statistics.fmean(values):.2f}" for name, values in found.items() if values)
+    """Return the mean seconds of a step that each part of the run took."""
+    means = []
+    for name, key in CAUSES.items():
+        values = [line[key] for line in lines if is_number(line.get(key))]
+        if values:
+            means.append(f"{name} {statistics.fmean(values):.2f}")
     return Text(f"seconds of a step, mean of {len(lines)}: {', '.join(means)}")
 
 
 def _verifiers(lines: Sequence[Line]) -> Table:
-    """Return a table of the reward calls of the last steps; one that ends early is in the line of the step before."""
-    look: Any = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-    table = Table("", title=f"rewards of {len(lines)} steps", title_justify="left", **look)
-    counts, told = ("ok", "failed", "timed_out", "abstained"), [line.get("verifiers") or {} for line in lines]
-    for title in (*counts, "p50, s", "queue"):
+    """Return a table of the reward calls of the last steps.
+
+    Calls for a step may end early, during the step before. They are then counted in that step.
+    """
+    table = Table(
+        "",
+        title=f"rewards of {len(lines)} steps",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for title in (*REWARD_STATUSES, "p50, s", "queue"):
         table.add_column(title.replace("_", " "), justify="right")
-    for name in dict.fromkeys(name for of_line in told for name in of_line):
-        found = [of_line[name] for of_line in told if name in of_line]
-        sums = (str(sum(stats.get(count, 0) for stats in found)) for count in counts)
-        p50_s = max(stats.get("latency_p50_s") or 0.0 for stats in found)
-        table.add_row(Text(printable(name)), *sums, f"{p50_s:.1e}", str(found[-1].get("queue_depth", "-")))
+    stats_by_reward: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        for name, stats in (line.get("verifiers") or {}).items():
+            stats_by_reward.setdefault(name, []).append(stats)
+    for name, stats_of_steps in stats_by_reward.items():
+        counts = [str(sum(stats.get(key, 0) for stats in stats_of_steps)) for key in REWARD_STATUSES]
+        p50_s = max(stats.get("latency_p50_s") or 0.0 for stats in stats_of_steps)
+        queue_depth = stats_of_steps[-1].get("queue_depth", "-")
+        table.add_row(Text(printable(name)), *counts, f"{p50_s:.1e}", str(queue_depth))
     return table
 
 
 def _evaluations(run: RunView) -> list[str]:
-    said = []
-    for line in run.evaluations(3):
-        found = ", ".join(f"{mean} {value}" for mean, value in means_of(line, "eval_").items()) or "-"
-        name = f"held-out {line.get('file', '')}".rstrip()
-        said.append(f"{name} at step {line['step']}: {found}")
-    return said
+    texts = []
+    for line in run.evaluations(SHOWN_EVALUATIONS):
+        means = [f"{name} {value}" for name, value in means_of(line, "eval_").items()]
+        title = f"held-out {line.get('file', '')}".rstrip()
+        texts.append(f"{title} at step {line['step']}: {', '.join(means) or '-'}")
+    return texts

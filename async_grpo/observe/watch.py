@@ -1,7 +1,8 @@
-"""`async-grpo watch RUN`: a page that shows what a run does, from its files alone; also after its end.
+"""`async-grpo watch RUN`: serve a page that shows a run, while it runs or after its end.
 
-It is served to this user on this machine alone unless `--host` says otherwise, and can only be read. A browser is
-answered under an address or as localhost: a name that a foreign page has made point here (DNS rebinding) gets nothing.
+Unless `--host` says otherwise, only this user on this machine can open the page. The server answers GET requests only,
+and only requests for an IP address or for localhost: a foreign web page could make a name of its own point to this machine
+(DNS rebinding).
 """
 
 import asyncio
@@ -21,21 +22,25 @@ from async_grpo.metrics.trackers import numbers_of
 from async_grpo.metrics.writer import as_json
 from async_grpo.observe.run_view import RunView
 from async_grpo.observe.samples import SamplesConfig, samples_page, security_policy
-from async_grpo.observe.status import RECENT, headline
+from async_grpo.observe.status import RECENT, REWARD_STATUSES, headline
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
 from async_grpo.processes.http_server import IDLE_S, bound_logs
 
-POINTS = 2000  # of each curve, at most
-EVALUATIONS, SPANS, SAMPLES = 300, 1500, 2000  # the newest
-MAX_DIGITS = 20  # of a place in a file; Python reads no number of more than 4300
-STATUSES = ("ok", "failed", "timed_out", "abstained")
+POINTS = 2000  # the greatest number of points of a curve
+# The greatest numbers of evaluations, spans and samples; the newest are shown
+EVALUATIONS = 300
+SPANS = 1500
+SAMPLES = 2000
+LOG_LINES = 5
+SHUTDOWN_TIMEOUT_S = 2.0
+MAX_DIGITS = 20  # of a position in a file. Python refuses to convert more than 4300 digits
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig(Section):
-    """Which run, and where its page is."""
+    """Options of `async-grpo watch`."""
 
     path: str = required("Folder of the run.", "Watch", argument=True)
     port: int = option(8765, "Port of the page; 0 takes any free port.", "Watch", range=NOT_NEGATIVE)
@@ -45,21 +50,37 @@ class WatchConfig(Section):
 
 
 def watch(config: WatchConfig) -> None:
-    """Serve the page until Ctrl-C. ConfigurationError: the folder holds no run, or the address is taken."""
-    told: dict[str, Any] = {"host": config.host, "port": config.port, "print": partial(print, flush=True)}
-    limits: dict[str, Any] = {"shutdown_timeout": 2.0, "keepalive_timeout": IDLE_S}
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        ConfigurationError: The folder holds no run, or the address cannot be listened on.
+    """
     try:
-        web.run_app(application(config), **told, **limits, access_log=None)
+        web.run_app(
+            application(config),
+            host=config.host,
+            port=config.port,
+            print=partial(print, flush=True),
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            keepalive_timeout=IDLE_S,
+            access_log=None,
+        )
     except (OSError, OverflowError) as error:
-        where = f"--host {config.host} --port {config.port}"
-        raise ConfigurationError(f"{where} cannot be listened on ({error}): choose another") from error
+        address = f"--host {config.host} --port {config.port}"
+        raise ConfigurationError(f"{address} cannot be listened on ({error}): choose another") from error
 
 
 def application(config: WatchConfig) -> web.Application:
-    """Return the server of `/`, `/data?since=BYTE` and `/samples`, which answers only GET."""
+    """Return the server of `/`, `/data?since=BYTE` and `/samples`.
+
+    Raises:
+        ConfigurationError: The folder holds no run.
+    """
     bound_logs()
     folder = Path(config.path)
-    _ = RunView(folder).total_steps  # or it is refused here, not in the browser
+    _ = RunView(
+        folder
+    ).total_steps  # raises here, and not at the browser's first request, if the folder holds no run
     template = (resources.files("async_grpo.observe") / "watch.html").read_text(encoding="utf-8")
 
     async def page(request: web.Request) -> web.Response:
@@ -74,8 +95,8 @@ def application(config: WatchConfig) -> web.Application:
 
     async def samples(request: web.Request) -> web.Response:
         try:
-            told = SamplesConfig(path=str(folder), limit=SAMPLES, evaluation="evaluation" in request.query)
-            text = await asyncio.to_thread(samples_page, told)
+            options = SamplesConfig(path=str(folder), limit=SAMPLES, evaluation="evaluation" in request.query)
+            text = await asyncio.to_thread(samples_page, options)
         except ConfigurationError as error:
             raise web.HTTPNotFound(text=str(error)) from error
         return _answer(text, "text/html")
@@ -85,72 +106,110 @@ def application(config: WatchConfig) -> web.Application:
         if not is_address(request.headers.get("Host", ""), config.host):
             raise web.HTTPForbidden(text=REFUSAL)
         transport = request.transport
-        if transport is None:  # who asked has gone
+        if transport is None:  # the client has closed the connection
             raise web.HTTPForbidden(text=REFUSAL_OF_USERS)
-        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        client = transport.get_extra_info("peername")
+        server = transport.get_extra_info("sockname")
         if not await asyncio.to_thread(may_read, client[:2], server[:2]):
             raise web.HTTPForbidden(text=REFUSAL_OF_USERS)
         return await handler(request)
 
-    served = web.Application(middlewares=[guard])
-    served.add_routes([web.get("/", page), web.get("/data", numbers), web.get("/samples", samples)])
-    return served
+    server = web.Application(middlewares=[guard])
+    server.add_routes([web.get("/", page), web.get("/data", numbers), web.get("/samples", samples)])
+    return server
 
 
-def _answer(text: str, kind: str) -> web.Response:
-    """Of a page only its own script runs, and that one asks nobody but this server."""
-    rules = security_policy(text) + "; connect-src 'self'" if kind == "text/html" else "default-src 'none'"
-    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    rules += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    headers["Content-Security-Policy"] = rules
-    body = text.encode("utf-8", "replace")
-    return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+def _answer(text: str, content_type: str) -> web.Response:
+    """Return a response whose Content-Security-Policy allows only the page's own script and connections to this server."""
+    policy = "default-src 'none'"
+    if content_type == "text/html":
+        policy = f"{security_policy(text)}; connect-src 'self'"
+    return web.Response(
+        body=text.encode("utf-8", "replace"),
+        content_type=content_type,
+        charset="utf-8",
+        headers={
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        },
+    )
 
 
 def data(run: RunView, since: int) -> dict[str, Any]:
-    """Return what the page draws: the curves behind byte `since` of the metrics file, and the present state of all else.
+    """Return what the page draws: new points of the curves, and the present state of everything else.
 
-    `since` comes back as 0 if the file is shorter than that, as after a resume: then the curves are whole.
+    Args:
+        run: The run.
+        since: Byte of the metrics file from which on the page has no points yet.
+
+    Returns:
+        Values for JSON. `since` is 0 if the file is shorter than the page expects, as after a resume. The points are then
+        those of the whole file.
     """
-    since, lines, following_byte = run.metrics_from(since, POINTS)
-    recent, spans = run.metrics(RECENT), run.spans(SPANS)
-    verifiers = [line.get("verifiers", {}) for line in recent]
+    since, lines, next_byte = run.metrics_from(since, POINTS)
+    recent_lines = run.metrics(RECENT)
+    last_line = recent_lines[-1] if recent_lines else {}
+    log_lines: list[str] = []
+    if not recent_lines:
+        log_lines = list(chain.from_iterable(run.log_lines(LOG_LINES).values()))
+    spans = run.spans(SPANS)
     lanes = sorted({span["lane"] for span in spans})
     return {
         "since": since,
-        "next": following_byte,
+        "next": next_byte,
         "columns": columns(lines),
         "name": run.folder.resolve().name,
-        "headline": headline(run, recent).plain,
-        "step": recent[-1]["step"] if recent else 0,
+        "headline": headline(run, recent_lines).plain,
+        "step": last_line.get("step", 0),
         "total": run.total_steps,
-        "alarms": recent[-1].get("alarms", []) if recent else [],
-        "log": [] if recent else list(chain.from_iterable(run.log_lines(5).values())),
-        "recent": len(recent),
-        "staleness": sum((Counter(line.get("staleness_tokens", {})) for line in recent), Counter()),
-        "verifiers": {
-            name: [sum(of.get(name, {}).get(status, 0) for of in verifiers) for status in STATUSES]
-            for name in chain.from_iterable(verifiers)
-        },
+        "alarms": last_line.get("alarms", []),
+        "log": log_lines,
+        "recent": len(recent_lines),
+        "staleness": _tokens_by_staleness(recent_lines),
+        "verifiers": _calls_by_reward(recent_lines),
         "evaluations": [
             {"step": line["step"], "file": line.get("file", ""), "means": intervals(line)}
             for line in run.evaluations(EVALUATIONS)
         ],
         "lanes": lanes,
-        "spans": [[lanes.index(s["lane"]), s["what"], s["begin"], s["end"], s["step"]] for s in spans],
+        "spans": [
+            [lanes.index(span["lane"]), span["what"], span["begin"], span["end"], span["step"]]
+            for span in spans
+        ],
     }
 
 
+def _tokens_by_staleness(lines: Sequence[Line]) -> Mapping[str, int]:
+    tokens: Counter[str] = Counter()
+    for line in lines:
+        tokens += Counter(line.get("staleness_tokens", {}))
+    return tokens
+
+
+def _calls_by_reward(lines: Sequence[Line]) -> dict[str, list[int]]:
+    """Return for each reward the number of calls with each of `REWARD_STATUSES`."""
+    counts: dict[str, list[int]] = {}
+    for line in lines:
+        for name, stats in line.get("verifiers", {}).items():
+            earlier = counts.get(name, [0] * len(REWARD_STATUSES))
+            counts[name] = [
+                count + stats.get(status, 0) for count, status in zip(earlier, REWARD_STATUSES, strict=True)
+            ]
+    return counts
+
+
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """Return the numbers of metrics lines by key, None where a line has none.
+    """Return the numbers of metrics lines by key, with None for lines that lack the key.
 
     >>> columns([{"step": 1, "a": {"b": 0.5}}, {"step": 2}])
     {'step': [1.0, 2.0], 'a/b': [0.5, None]}
     """
     rows = [dict(numbers_of(line)) for line in lines]
-    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: [row.get(key) for row in rows] for key in keys}
 
 
 def intervals(line: Line) -> dict[str, tuple[float | None, float | None]]:
-    """Return the means of an evaluation, each with half of its interval."""
+    """Return the means of an evaluation by key, each with half of its 95 % interval."""
     return {key: (line[key], line[f"{key}_ci"]) for key in line if f"{key}_ci" in line}

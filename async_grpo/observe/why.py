@@ -1,4 +1,4 @@
-"""`async-grpo why RUN`: who holds up a run, or how it ended."""
+"""`async-grpo why RUN`: show what holds up a run, or how it ended."""
 
 import os
 import re
@@ -13,50 +13,73 @@ from async_grpo.options.fields import Section, required
 from async_grpo.processes.look import look, request_look
 from async_grpo.processes.untrusted_files import printable
 
-ANSWER_S, LOG_LINES, ERRORS = 60.0, 2000, 3
+ANSWER_TIMEOUT_S = 60.0  # time that a run may take to write what it waits for
+POLL_S = 0.2
+LOG_LINES = 2000  # lines at the end of each log that are searched for errors
+SHOWN_ERRORS = 3  # per log
 ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhyConfig(Section):
-    """Which run."""
+    """Options of `async-grpo why`."""
 
     path: str = required("Folder of the run.", "Why", argument=True)
 
 
 def why(config: WhyConfig) -> None:
-    """Print it. A run that lives and was never looked at is, now. ConfigurationError: the folder holds no run."""
+    """Print what a live run waits for, or the last errors of an ended run, and the stalls that the run had.
+
+    A live run that has written no stall yet is asked to write what it waits for.
+
+    Raises:
+        ConfigurationError: The folder holds no run.
+    """
     run = RunView(Path(config.path))
-    _ = run.options  # or it is refused here: the folder holds no run
-    if (pid := run.writer_process()) is None:
+    _ = run.options  # raises if the folder holds no run
+    pid = run.writer_process()
+    if pid is None:
         print(headline(run, run.metrics(2)))
-        for name, lines in run.log_lines(LOG_LINES, "*").items():
-            errors = [printable(line) for line in lines if ERROR.search(line)]
-            print("\n".join([name, *errors[-ERRORS:]]) if errors else f"{name}: no error")
+        _print_errors(run)
     elif not run.stalls():
-        # A number in a file could be that of any process, which a signal may disturb
-        asked = _holds(pid, run.lock_file) and request_look(pid)
-        give_up = time.monotonic() + ANSWER_S
-        while asked and not run.stalls() and run.writer_process() and time.monotonic() < give_up:
-            time.sleep(0.2)
-        if not run.stalls():
-            print("The run does not answer; it may be starting. Its processes:", *look([pid]), sep="\n")
-    for number, (place, text) in enumerate(run.stalls().items()):
+        _request_stall(run, pid)
+    for number, (folder, text) in enumerate(run.stalls().items()):
         lines = [printable(line) for line in text.splitlines()] or [""]
-        shown = (
-            "\n".join([*lines, f"Stacks and logs: {place}"]) if number == 0 else f"{place.name}: {lines[0]}"
-        )
-        print(shown)
+        if number == 0:  # the newest stall is printed in full
+            print("\n".join(lines))
+            print(f"Stacks and logs: {folder}")
+        else:
+            print(f"{folder.name}: {lines[0]}")
+
+
+def _print_errors(run: RunView) -> None:
+    for name, lines in run.log_lines(LOG_LINES, "*").items():
+        errors = [printable(line) for line in lines if ERROR.search(line)]
+        if errors:
+            print("\n".join([name, *errors[-SHOWN_ERRORS:]]))
+        else:
+            print(f"{name}: no error")
+
+
+def _request_stall(run: RunView, pid: int) -> None:
+    """Ask the run to write what it waits for. If it does not, print the stacks of its processes."""
+    # The process id comes from a file, and could be that of another process, which the signal might end
+    is_requested = _holds(pid, run.lock_file) and request_look(pid)
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while is_requested and not run.stalls() and run.writer_process() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if not run.stalls():
+        print("The run does not answer; it may be starting. Its processes:", *look([pid]), sep="\n")
 
 
 def _holds(pid: int, lock: Path) -> bool:
-    """Return whether a process has the run's lock open, as a run has it until its end."""
+    """Return whether a process has the run's lock file open. A run keeps it open until its end."""
     try:
-        wanted = lock.stat()
+        lock_status = lock.stat()
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # it has been closed
-                if os.path.samestat(descriptor.stat(), wanted):
+            with suppress(OSError):  # the process has closed this file meanwhile
+                if os.path.samestat(descriptor.stat(), lock_status):
                     return True
-    except OSError:  # it has ended, or is another user's, whom no signal reaches
+    except OSError:  # the process has ended, or belongs to another user, to whom no signal can be sent
         return False
     return False

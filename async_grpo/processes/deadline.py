@@ -15,7 +15,7 @@ class _TooSlow(BaseException):
 
 
 @contextmanager
-def interrupted_after(seconds: float, what: str) -> Iterator[None]:
+def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     """Interrupt the block with a TimeoutError after so many seconds.
 
     Code in C is interrupted only where it looks for signals, as matching a regular expression does. A timer that runs
@@ -26,10 +26,10 @@ def interrupted_after(seconds: float, what: str) -> Iterator[None]:
         ValueError: This is not the main thread. No other thread gets signals, so the block could not be interrupted.
     """
     if seconds <= 0:
-        raise TimeoutError(f"{what} has no time left: {seconds:g} s")
+        raise TimeoutError(f"{work} has no time left: {seconds:g} s")
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            f"{what} is limited to {seconds:g} s by a signal, which only the main thread of a process gets, and this is "
+            f"{work} is limited to {seconds:g} s by a signal, which only the main thread of a process gets, and this is "
             f"thread {threading.current_thread().name!r}: call it in the main thread, or in a process of its own"
         )
 
@@ -42,7 +42,7 @@ def interrupted_after(seconds: float, what: str) -> Iterator[None]:
     try:
         yield
     except _TooSlow as error:
-        raise TimeoutError(f"{what} takes more than {seconds:g} s") from error
+        raise TimeoutError(f"{work} takes more than {seconds:g} s") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

@@ -1,7 +1,8 @@
-"""Bounds for our HTTP servers (aiohttp's): on the number of connections, on their silence, and on the log.
+"""Limits for the library's HTTP servers, which aiohttp lacks.
 
-aiohttp closes a connection that has sent no whole head of a request for `keepalive_timeout` (`IDLE_S` here; its default
-is an hour). It has no limit on the number of connections, on the time of an answer that nobody reads, or on what it logs.
+aiohttp has no limit on the number of connections, on the time of an answer that the client does not read, or on the size
+of its log. It does close a connection that sends no complete request head for `keepalive_timeout`, but by default only
+after an hour; the servers here set it to `IDLE_S`.
 """
 
 import asyncio
@@ -16,54 +17,65 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-IDLE_S = 75.0  # without a whole head of a request; as nginx
-ANSWER_WITHIN_S = 60.0  # to write it, to a client that may not read
-MAX_CONNECTIONS = 512  # unless the caller knows that there will be more
-LONGEST_PAUSE_S = 600.0  # between two log lines of one kind
+IDLE_S = 75.0  # time after which a connection without a complete request head is closed; nginx's default
+ANSWER_WITHIN_S = 60.0  # time to write an answer to a client, which may not read it
+MAX_CONNECTIONS = 512  # default limit of a server
+FIRST_PAUSE_S = 1.0  # shortest pause between two log lines of one kind
+LONGEST_PAUSE_S = 600.0
 MAX_LOGGED_CHARACTERS = 300
+UNLIMITED_FILES = 1 << 20  # stands for a limit of infinity
 PACKAGE = str(Path(__file__).resolve().parents[1])
-NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # the latter logs what accepting a connection fails of
+NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # asyncio logs why it cannot accept a connection
 
 
 class ConnectionGate:
-    """A factory of protocols for `loop.create_server`: aiohttp's server, with at most so many connections.
+    """A factory of protocols for `loop.create_server`: aiohttp's server with a limit on the number of connections.
 
-    Where one more comes, the one that has waited longest without a request is closed: since its last answer, or since it
-    was opened. If all are busy with requests, the new one is answered with status 503.
+    If a connection exceeds the limit, the connection that has been without a request for the longest time is closed. If
+    all connections are busy with requests, the new connection is answered with status 503.
 
     Args:
         server: `AppRunner.server`.
-        most: connections; at most half of the files that the process may open.
+        max_connections: The limit. It is lowered to half of the number of files that the process may open.
     """
 
-    def __init__(self, server: web.Server, most: int = MAX_CONNECTIONS) -> None:
-        self._server, self.most = server, min(most, _max_files() // 2)
+    def __init__(self, server: web.Server, max_connections: int = MAX_CONNECTIONS) -> None:
+        self._server = server
+        self.max_connections = min(max_connections, _max_files() // 2)
         self._busy: set[web.RequestHandler] = set()
         self._last_used: dict[web.RequestHandler, None] = {}  # open connections, the longest unused first
 
     def __call__(self) -> asyncio.Protocol:
         self._note_connections()
-        if len(self._last_used) < self.most:
+        if len(self._last_used) < self.max_connections:
             return self._server()
         for handler in self._last_used:
             if not self._has_request(handler):
                 handler.force_close()
                 return self._server()
-        return _Refusal(self.most)
+        return _Refusal(self.max_connections)
 
     def _note_connections(self) -> None:
-        """Forget those that are closed, and put new ones last, in the order in which they were opened."""
+        """Remove closed connections from `_last_used`, and append new ones in the order in which they were opened."""
         connected = {handler: None for handler in self._server.connections if handler.transport is not None}
         still_open = {handler: None for handler in self._last_used if handler in connected}
         self._last_used = still_open | connected
 
     def _has_request(self, handler: web.RequestHandler) -> bool:
-        """Tell whether a request has arrived that is not answered yet. aiohttp says so in no public way."""
+        """Tell whether a request has arrived that is not answered yet. Only private fields of aiohttp tell this."""
         is_answering = handler in self._busy or handler._current_request is not None
         return is_answering or bool(handler._messages)
 
     async def answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Have the handler answer; its connection counts as busy. One that does not read its answer in time is closed."""
+        """Have the handler answer a request. Until the answer is sent, the connection counts as busy.
+
+        Args:
+            request: The request.
+            handler: Function that returns the response.
+
+        Returns:
+            The response, which was sent. If the client did not read it in time, the connection was closed.
+        """
         self._busy.add(request.protocol)
         try:
             response = await handler(request)
@@ -74,11 +86,11 @@ class ConnectionGate:
             self._note_connections()
             if request.protocol in self._last_used:
                 del self._last_used[request.protocol]
-                self._last_used[request.protocol] = None  # the last in the row
+                self._last_used[request.protocol] = None  # at the end of the order
 
 
 async def write_in_time(request: web.Request, response: web.StreamResponse) -> None:
-    """Send the whole answer, or abort the connection after `ANSWER_WITHIN_S`."""
+    """Send the whole response, or abort the connection after `ANSWER_WITHIN_S`."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await response.prepare(request)
@@ -87,14 +99,15 @@ async def write_in_time(request: web.Request, response: web.StreamResponse) -> N
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        pass  # the client has gone: the turn was generated and is trained on although nobody reads the answer
+        # The client has closed the connection. Its request was processed, and a generated turn is trained on all the same
+        pass
 
 
 class _Refusal(asyncio.Protocol):
-    """Answer a connection that is one too many, whatever it asks."""
+    """The protocol of a connection that exceeds the limit: it answers with status 503, whatever the client requests."""
 
-    def __init__(self, most: int) -> None:
-        message = f"{most} connections are open, and all are busy: try again, or use fewer at once"
+    def __init__(self, max_connections: int) -> None:
+        message = f"{max_connections} connections are open, and all are busy: try again, or use fewer at once"
         error = {"message": message, "type": "server_error", "code": "too_many_connections", "param": None}
         self._body = json.dumps({"error": error}).encode()
 
@@ -108,65 +121,70 @@ class _Refusal(asyncio.Protocol):
 
 
 class OneLinePerFault(logging.Filter):
-    """Log faults of one kind with growing pauses: a client's as one line, our own with its traceback.
+    """A filter that logs errors of one kind with growing pauses in between.
 
-    Faults of clients are of one kind if message and class are the same, and our own if they arise in the same place: a
-    client that has found such a place must not fill the disk with tracebacks.
+    An error that a client causes is logged as one line, an error of the library with its traceback. Errors that clients
+    cause are of one kind if their message and class are the same. Errors of the library are of one kind if they occur at
+    the same place: otherwise a client that knows such a place could fill the disk with tracebacks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._next_at: dict[tuple[Any, ...], tuple[float, float, int]] = {}  # at, pause, suppressed since
+        # By kind: the time from which on the next error is logged, the pause after it, and the errors suppressed so far
+        self._next_at: dict[tuple[Any, ...], tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged; a client's fault becomes a line."""
+        """Return whether the record is logged. The record of a client's error is changed to one line."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return True
-        is_a_client_s = _is_a_client_s(record, error)
-        cause = record.msg if is_a_client_s else _place_of(error)
-        kind = record.name, cause, type(error)
+        is_from_client = _is_from_client(record, error)
+        cause = record.msg if is_from_client else _place_of(error)
+        kind = (record.name, cause, type(error))
         now = time.monotonic()
-        next_at, pause_s, suppressed = self._next_at.get(kind, (now, 1.0, 0))
+        next_at, pause_s, num_suppressed = self._next_at.get(kind, (now, FIRST_PAUSE_S, 0))
         if now < next_at:
-            self._next_at[kind] = next_at, pause_s, suppressed + 1
+            self._next_at[kind] = (next_at, pause_s, num_suppressed + 1)
             return False
-        self._next_at[kind] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S), 0
-        more = f" ({suppressed} more like it before)" if suppressed else ""
-        if not is_a_client_s:
-            record.msg, record.args = record.getMessage() + more, ()
-            return True
-        first_line = record.getMessage().partition("\n")[0]
-        described = f"{first_line}: {type(error).__name__}: {error}".encode("unicode_escape").decode()
-        record.msg = described[:MAX_LOGGED_CHARACTERS] + more
-        record.args, record.exc_info, record.exc_text = (), None, None
+        self._next_at[kind] = (now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S), 0)
+        suffix = f" ({num_suppressed} more like it before)" if num_suppressed else ""
+        if is_from_client:
+            first_line = record.getMessage().partition("\n")[0]
+            text = f"{first_line}: {type(error).__name__}: {error}".encode("unicode_escape").decode()
+            record.msg = text[:MAX_LOGGED_CHARACTERS] + suffix
+            record.exc_info = None
+            record.exc_text = None
+        else:
+            record.msg = record.getMessage() + suffix
+        record.args = ()
         return True
 
 
 def bound_logs() -> None:
-    """Have this process's HTTP servers log few faults, and a line for one of a client. Repeating it is harmless."""
+    """Install `OneLinePerFault` on the loggers of this process's HTTP servers, unless it is installed already."""
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(entry, OneLinePerFault) for entry in logger.filters):
             logger.addFilter(OneLinePerFault())
 
 
-def _is_a_client_s(record: logging.LogRecord, error: BaseException) -> bool:
-    """Tell whether clients cause it: bytes that are no HTTP, a connection that breaks, too many of them (EMFILE)."""
+def _is_from_client(record: logging.LogRecord, error: BaseException) -> bool:
+    """Tell whether clients cause the error: invalid HTTP, a broken connection, or too many connections (EMFILE)."""
     if record.name == "asyncio":
         return isinstance(error, OSError) and "socket.accept()" in str(record.msg)
     return isinstance(error, HttpProcessingError | ConnectionError)
 
 
 def _place_of(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the innermost call in this package that led to the error, or else of the innermost call."""
+    """Return file and line of the innermost frame of this package, or of the innermost frame if none is of this package."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return "", 0
-    inside = [frame for frame in frames if frame[0].startswith(PACKAGE)]
-    return (inside or frames)[-1]
+    package_frames = [(file, line) for file, line in frames if file.startswith(PACKAGE)]
+    return package_frames[-1] if package_frames else frames[-1]
 
 
 def _max_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    """Return the number of files that this process may open."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNLIMITED_FILES if soft_limit == resource.RLIM_INFINITY else soft_limit

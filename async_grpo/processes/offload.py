@@ -1,7 +1,7 @@
-"""`offloaded`: work on large texts leaves the event loop, so that one request or reply does not hold up all others.
+"""`offloaded`: run work on large texts in a thread, so that one request or reply does not delay all others.
 
-A thread alone is not enough: a single call into C code that keeps Python's lock (parsing JSON, a regular expression)
-stops every thread. Callers therefore bound the sizes first, and use this for work that is bounded but long.
+A thread is no protection against texts of any size: a call into C code that holds Python's global lock (parsing JSON, a
+regular expression) stops every thread. Callers must therefore limit the size of the text first.
 """
 
 import asyncio
@@ -10,18 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-LARGE_CHARACTERS = 32_768  # from this size on, a thread's start (some 0.1 ms) costs less than the work does
-THREADS = 2  # more would compete with the event loop for Python's lock
+LARGE_CHARACTERS = 32_768  # from this size on, the work takes longer than the start of a thread (some 0.1 ms)
+THREADS = 2  # more threads would compete with the event loop for Python's global lock
 
 _Result = TypeVar("_Result")
 _threads = ThreadPoolExecutor(THREADS, thread_name_prefix="large-texts")
 
 
 async def offloaded(size: int, function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """Return what the function returns; it runs in a thread if `size` (characters or bytes) is large.
+    """Call a function, in a thread if its work is large, and return its result.
 
-    A small one runs at once: nothing else happens in the event loop before it has returned. A caller that is cancelled
-    goes on at once; the thread finishes its work, and nobody hears of the result.
+    Small work runs at once, and nothing else happens in the event loop meanwhile. If the caller is cancelled, it continues
+    at once; the thread finishes its work, and the result is dropped.
+
+    Args:
+        size: Characters or bytes of the text that the function works on.
+        function: The function.
+        arguments: Positional arguments of the function.
+        options: Keyword arguments of the function.
     """
     if size < LARGE_CHARACTERS:
         return function(*arguments, **options)

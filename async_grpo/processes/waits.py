@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# Kind, who, whom, and `time.monotonic` at the begin of each wait, by id
+# Kind, waiter, what it waits for, and `time.monotonic` at the begin of each wait, by id
 _open_waits: dict[int, tuple[str, str, str, float]] = {}
 _ids = itertools.count()
 
@@ -22,16 +22,16 @@ class Wait(NamedTuple):
 
 
 @contextmanager
-def waiting(kind: str, who: str, whom: str) -> Iterator[None]:
+def waiting(kind: str, waiter: str, awaited: str) -> Iterator[None]:
     """Record a wait while the block runs.
 
     Args:
         kind: Kind of the wait; see `metrics.diagnosis`.
-        who: A rank, a prompt, or a judge's call.
-        whom: What it waits for.
+        waiter: A rank, a prompt, or a judge's call.
+        awaited: What it waits for.
     """
     wait_id = next(_ids)
-    _open_waits[wait_id] = (kind, who, whom, time.monotonic())
+    _open_waits[wait_id] = (kind, waiter, awaited, time.monotonic())
     try:
         yield
     finally:
@@ -43,5 +43,5 @@ def situation() -> dict[str, Any]:
     now = time.monotonic()
     # A copy, which other threads do not change
     open_waits = list(_open_waits.values())
-    waits = [Wait(kind, who, whom, now - begin) for kind, who, whom, begin in open_waits]
+    waits = [Wait(kind, waiter, awaited, now - begin) for kind, waiter, awaited, begin in open_waits]
     return {"pid": os.getpid(), "waits": waits}

@@ -132,8 +132,10 @@ class AdapterQueue:
         self._dispatch()
         answer = await job.outcome
         if isinstance(answer, WorkerLost):
-            lost = failure(str(answer))
-            answer = [replace(result, **fields_of(lost | {"extra": result.extra})) for result in results]
+            failed_fields = failure(str(answer))
+            answer = [
+                replace(result, **fields_of(failed_fields | {"extra": result.extra})) for result in results
+            ]
         for before, after in zip(results, answer, strict=True):
             self.stats.revise(before, after)
         return answer

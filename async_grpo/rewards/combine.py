@@ -54,8 +54,8 @@ class Combination:
         self._refuse_unknown("weight", self.weights)
         self._refuse_unknown("constant", self.constants)
         if self._combined(dict.fromkeys(self.adapters, 0.0)) is None:
-            needed = "a positive sum of weights" if self.mode == "mean" else "a weight that is not 0"
-            raise ConfigurationError(f"a {self.mode} needs {needed}, not {dict(self.weights)}")
+            condition = "a positive sum of weights" if self.mode == "mean" else "a weight that is not 0"
+            raise ConfigurationError(f"a {self.mode} needs {condition}, not {dict(self.weights)}")
 
     def _refuse_unknown(self, kind: str, numbers: Mapping[str, float]) -> None:
         unknown = ", ".join(sorted(set(numbers) - set(self.adapters)))

@@ -210,8 +210,8 @@ class InProcessRun:
         for info, handle in members:
             try:
                 receipts[info.worker_id] = self.run(handle.load(package))
-            except WorkerLost as lost:
-                self.fence(info.worker_id, lost)
+            except WorkerLost as error:
+                self.fence(info.worker_id, error)
         return receipts
 
     def fence(self, worker_id: str, error: Exception) -> None:

@@ -24,9 +24,9 @@ def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) 
     """
     folders = reversed(
         checkpoints_of(output_dir)
-    )  # so that the newer one of a step that was saved twice remains
-    saved = {int(folder.stem.removeprefix("step_")): folder.name for folder in folders}
-    rewards: dict[int, float | None] = {}  # by step; None if no completion could be scored
+    )  # so that the newer one of a step that was names_by_step twice remains
+    names_by_step = {int(folder.stem.removeprefix("step_")): folder.name for folder in folders}
+    rewards: dict[int, float | None] = {}  # by step; None if no completion could be scores
     for line in metrics_lines(output_dir / EVAL_FILE, MOST_EVALUATIONS):
         if line.get("file", "") != file or "eval_avg_reward" not in line:
             continue
@@ -34,14 +34,16 @@ def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) 
         if reward is None or is_number(reward):
             rewards[line["step"]] = reward
     last_evaluated = max(rewards, default=0)
-    kept = {name for step, name in saved.items() if is_evaluated(step) and step > last_evaluated}
-    scored = [(rewards[step], step) for step in saved if rewards.get(step) is not None]
-    if scored:
-        _, best_step = max(scored)
-        best = saved[best_step]
+    names_to_keep = {
+        name for step, name in names_by_step.items() if is_evaluated(step) and step > last_evaluated
+    }
+    scores = [(rewards[step], step) for step in names_by_step if rewards.get(step) is not None]
+    if scores:
+        _, best_step = max(scores)
+        best = names_by_step[best_step]
         new_link = output_dir / "checkpoints" / ".best"
         new_link.unlink(missing_ok=True)
         new_link.symlink_to(best)
         new_link.replace(new_link.with_name("best"))
-        kept.add(best)
-    return kept
+        names_to_keep.add(best)
+    return names_to_keep

@@ -184,11 +184,11 @@ class Checkpointer:
             CheckpointBroken: It is of another model or optimizer, or its shards cannot be read.
         """
         with _shards_of(folder) as reader:
-            saved = reader.read_metadata().state_dict_metadata
+            stored_tensors = reader.read_metadata().state_dict_metadata
             tensors = {}
             for name, tensor in self._tensors():
                 # A random state is missing if the checkpoint was written by fewer ranks, or on another device
-                if name in saved or not name.startswith("random."):
+                if name in stored_tensors or not name.startswith("random."):
                     tensors[name] = tensor
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         for name, state in tensors.items():

@@ -261,13 +261,13 @@ def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def named(folder: Path, flag: str = "", others: str = "") -> tuple[Path, Manifest]:
+def named(folder: Path, flag: str = "", alternatives: str = "") -> tuple[Path, Manifest]:
     """Return the checkpoint in a folder, or the newest one in the folder of a run.
 
     Args:
         folder: The folder of a checkpoint or of a run.
         flag: Beginning of the error message.
-        others: What else the user may name, for the error message.
+        alternatives: What else the user may name, for the error message.
 
     Raises:
         ConfigurationError: The checkpoint is not complete.
@@ -276,7 +276,7 @@ def named(folder: Path, flag: str = "", others: str = "") -> tuple[Path, Manifes
         try:
             return folder, verify_checkpoint(folder)
         except CheckpointBroken as error:
-            raise ConfigurationError(f"{flag}{error}: name another checkpoint{others}") from error
+            raise ConfigurationError(f"{flag}{error}: name another checkpoint{alternatives}") from error
     newest_checkpoint = newest(folder)
     if newest_checkpoint is None:
         raise ConfigurationError(f"{flag}{folder}: no checkpoint there is whole")

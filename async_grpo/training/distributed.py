@@ -65,20 +65,22 @@ class Ranks:
         summed, highest = torch.cat([summed, highest]).cpu().split([len(sums), len(maxima)])
         return summed, highest
 
-    def gathered(self, own: Num[Tensor, "*shape"]) -> Float64[Tensor, " ranks *shape"]:
+    def gathered(self, tensor: Num[Tensor, "*shape"]) -> Float64[Tensor, " ranks *shape"]:
         """Return the tensor of each rank, on the CPU; all must have one shape."""
-        table = torch.zeros(self.world_size, *own.shape, dtype=torch.float64)
-        table[self.rank] = own.cpu()
+        table = torch.zeros(self.world_size, *tensor.shape, dtype=torch.float64)
+        table[self.rank] = tensor.cpu()
         return self.sum_and_max(table.flatten(), [])[0].view_as(table)
 
-    def must_agree(self, what: str, text: str) -> None:
+    def must_agree(self, subject: str, text: str) -> None:
         """Raise ConfigurationError on every rank if the ranks' texts differ."""
         number = float(
             int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         )  # 48 bits, which are exact in float64
         highest, negated_lowest = self.max([number, -number])
         if highest != -negated_lowest:
-            raise ConfigurationError(f"{what} is not the same on every rank: give all nodes the same files")
+            raise ConfigurationError(
+                f"{subject} is not the same on every rank: give all nodes the same files"
+            )
 
 
 @contextmanager

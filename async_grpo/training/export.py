@@ -21,8 +21,12 @@ from async_grpo.training.distributed import Ranks
 log = logging.getLogger(__name__)
 # Copied unchanged, so that an exported model has exactly the tokens that the run was trained on
 COPIED_FILES = (
-    *(*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "generation_config.json"),
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
 )
 # In a separate folder, because vLLM loads every *.safetensors next to config.json as weights of the model
 VALUE_HEAD_FILE = "critic/value_head.safetensors"

@@ -151,8 +151,8 @@ def canary_logprobs(
         temperature: Divisor of the logits.
     """
     ids = torch.tensor(np.concatenate(texts), dtype=torch.int64, device=policy.device)
-    everything = torch.ones_like(ids, dtype=torch.bool)
+    full_mask = torch.ones_like(ids, dtype=torch.bool)
     boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)
-    logprobs, *_ = policy(ids, boundaries, everything, temperature)
+    logprobs, *_ = policy(ids, boundaries, full_mask, temperature)
     release_gathered(policy)
     return logprobs.float().cpu().numpy()

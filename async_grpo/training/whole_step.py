@@ -90,16 +90,16 @@ def _by_sequence(
 
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
     """Set `group_tokens` of every token to the number of tokens of its group that are not rejected, over all ranks."""
-    kept = torch.cat([row.group_ids[row.kept] for row in rows])
+    kept_ids = torch.cat([row.group_ids[row.kept] for row in rows])
     # The groups of a step are neighbours, so a table from the first to the last is short
-    bounds = [float(-kept.min()), float(kept.max())] if len(kept) else [-math.inf, -math.inf]
+    bounds = [float(-kept_ids.min()), float(kept_ids.max())] if len(kept_ids) else [-math.inf, -math.inf]
     lowest, highest = ranks.max(bounds)
     if highest == -math.inf:
         # Every token of the step was rejected
         return
     first = int(-lowest)
     num_groups = int(highest) - first + 1
-    totals = ranks.gathered(torch.bincount(kept - first, minlength=num_groups)).sum(dim=0)
+    totals = ranks.gathered(torch.bincount(kept_ids - first, minlength=num_groups)).sum(dim=0)
     for row in rows:
         places = (row.group_ids - first).clamp(0, len(totals) - 1)
         counts = totals.to(places.device)[places]

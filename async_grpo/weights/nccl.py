@@ -146,10 +146,10 @@ class NCCLPublisher(Publisher):
             if not was_aborted:
                 raise
             self._leave_group()
-            lost = WorkerLost(f"an engine was lost in the transfer that this one was part of ({error})")
+            reason = WorkerLost(f"an engine was lost in the transfer that this one was part of ({error})")
             # Each member holds only part of the weights, or still waits for them
             for worker_id in tuple(engines.members):
-                engines.fence(worker_id, lost)
+                engines.fence(worker_id, reason)
 
     def _join_group(self, engines: Engines) -> bool:
         """Build an NCCL group with all engines of this sync, and return whether any engine is left."""

@@ -210,5 +210,5 @@ def trimmed_rms(values: np.ndarray) -> float:
     if np.isinf(values).any():
         return float("inf")
     ascending = np.sort(np.abs(values))
-    kept = ascending[: len(values) - len(values) // 10]
-    return float(np.sqrt(np.square(kept, dtype=np.float64).mean()))
+    smaller_values = ascending[: len(values) - len(values) // 10]
+    return float(np.sqrt(np.square(smaller_values, dtype=np.float64).mean()))

@@ -173,14 +173,14 @@ class Publisher:
 
     def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
         """Return the tensors to change in each round of the self-test, the same on every rank."""
-        everything = groups_within(weights, self.originals_bytes)
+        all_groups = groups_within(weights, self.originals_bytes)
         if self.wire_dtype is torch.float32:
-            return everything
+            return all_groups
         groups = self_test_groups(weights)
         flags_of_rank = [float(bool(group & self._unread)) for group in groups]
         flags = self.canary.max_over_ranks(flags_of_rank)
         unread = [group for group, is_unread in zip(groups, flags, strict=True) if is_unread]
-        return [*unread, *everything]
+        return [*unread, *all_groups]
 
     def _draft_of_round(self, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> WeightPackage:
         """Return the package, without tensors, of a round in which some of `weights` are changed. A collective."""

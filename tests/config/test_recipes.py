@@ -22,7 +22,7 @@ BASE = dataclasses.asdict(config())
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_sets_every_option_that_it_names_and_makes_a_run_that_can_start(name, capsys):
-    made = RunConfig.from_options(BASE | {"recipe": name}, given={"recipe"})
+    made = RunConfig.from_options(BASE | {"recipe": name}, explicit_names={"recipe"})
     assert {key: getattr(made, key) for key in RECIPES[name]} == RECIPES[name]
     said = capsys.readouterr().out
     assert all(f"{key}={value}" in said for key, value in RECIPES[name].items())
@@ -31,7 +31,7 @@ def test_a_recipe_sets_every_option_that_it_names_and_makes_a_run_that_can_start
 
 def test_the_clip_of_a_recipe_belongs_to_its_loss():
     options = BASE | {"recipe": "grpo", "policy_loss": "sapo"}
-    made = RunConfig.from_options(options, given={"recipe", "policy_loss"})
+    made = RunConfig.from_options(options, explicit_names={"recipe", "policy_loss"})
     check_methods(made)
     assert made.policy_loss == "sapo" and made.clip_low is None and made.kl_coef == 0.04
 

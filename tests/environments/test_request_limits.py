@@ -282,7 +282,7 @@ def test_one_connection_too_many_closes_the_idle_one_or_is_told_so():
     async def story():
         async with Server() as server:
             gate: ConnectionGate = server.endpoint._gate
-            gate.most = 2
+            gate.max_connections = 2
             port = server.endpoint._port
             first, first_writer = await asyncio.open_connection("127.0.0.1", port)
             _, second_writer = await asyncio.open_connection("127.0.0.1", port)
@@ -316,7 +316,7 @@ def test_of_idle_connections_the_one_whose_last_answer_is_longest_ago_makes_room
     async def story():
         async with Server() as server:
             gate: ConnectionGate = server.endpoint._gate
-            gate.most = 3
+            gate.max_connections = 3
             connections = []
             for _ in range(3):
                 connections.append(await asyncio.open_connection("127.0.0.1", server.endpoint._port))
@@ -354,10 +354,10 @@ def test_a_connection_whose_request_has_arrived_and_waits_for_its_answer_is_not_
     arrived = Connection(messages=["a request"])
     answering = Connection(current_request="a request")
     idle = Connection()
-    gate = ConnectionGate(server, most=3)
+    gate = ConnectionGate(server, max_connections=3)
     assert gate() == "accepted"
     assert idle.transport is None and arrived.transport is not None and answering.transport is not None
-    gate.most = 2
+    gate.max_connections = 2
     assert gate() != "accepted"
     assert arrived.transport is not None and answering.transport is not None
 

@@ -61,7 +61,7 @@ def test_no_other_curve_fits_better(seed: int) -> None:
 @pytest.mark.slow
 def test_the_intervals_of_20_noisy_runs_cover_the_truth(monkeypatch) -> None:
     """Each with a chance of 95 %: less than 17 of 20 would happen to 16 tests in 1,000."""
-    monkeypatch.setattr(module, "RESAMPLES", 50)
+    monkeypatch.setattr(module, "NUM_RESAMPLES", 50)
     covered = {"asymptote": 0, "middle": 0, "later": 0}
     for seed in range(20):
         best, resampled = fits(np.stack([X_T, noisy(seed)]), "reward")

@@ -129,7 +129,7 @@ def test_a_character_of_several_tokens_stands_at_its_last_one(tmp_path):
 
 def test_only_the_newest_samples_have_tokens_and_without_a_record_none_has(tmp_path, monkeypatch):
     folder = write_run(tmp_path, [[["old"]], [["new"]]])
-    monkeypatch.setattr(samples, "TOKENS", 4)  # "new" and its end
+    monkeypatch.setattr(samples, "MAX_TOKENS", 4)  # "new" and its end
     old, new = written(folder)["samples"]
     assert "tokens" not in old and len(new["tokens"]) == 4
     shutil.rmtree(folder / "record")
@@ -145,10 +145,10 @@ def test_a_sample_that_was_not_trained_has_no_tokens_but_a_place(tmp_path):
 
 def test_what_a_browser_could_not_hold_is_left_out_the_oldest_first(tmp_path, monkeypatch):
     folder = write_run(tmp_path, [[["a" * 100]], [["b" * 100]], [["c" * 100]]])
-    monkeypatch.setattr(samples, "CHARACTERS", 250)
+    monkeypatch.setattr(samples, "MAX_CHARACTERS", 250)
     page = written(folder)
     assert [one["completion"][0] for one in page["samples"]] == ["b", "c"] and "2 samples" in page["title"]
-    monkeypatch.setattr(samples, "CHARACTERS", 10)
+    monkeypatch.setattr(samples, "MAX_CHARACTERS", 10)
     assert len(written(folder)["samples"]) == 1
 
 

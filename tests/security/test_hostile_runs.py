@@ -344,7 +344,7 @@ def test_a_run_does_not_write_through_the_links_of_a_folder(run, name):
     target.write_text("precious")
     run.put(name, link_to(target))
     with pytest.raises(ConfigurationError, match="is no regular file"):
-        claim(run.folder, again=True)
+        claim(run.folder, may_hold_run=True)
     assert target.read_text() == "precious"
 
 

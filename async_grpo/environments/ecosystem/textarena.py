@@ -60,9 +60,9 @@ class TextArena(Environment):
         """Make a move."""
         # Games draw from the global generator, and other games are played in this process
         random.setstate(self._random_state)
-        done, _ = self._game.step(text)
+        is_over, _ = self._game.step(text)
         self._random_state = random.getstate()
-        if not done:
+        if not is_over:
             return self._new_text(), 0.0, False
         rewards, infos = self._game.close()
         (reward,) = rewards.values()

@@ -29,8 +29,8 @@ def registry_file(path: str | Path | None = None) -> Path:
     """
     if path:
         return Path(path)
-    here = Path(REGISTRY_FILE)
-    return here if here.is_file() else SHIPPED_REGISTRY
+    local_file = Path(REGISTRY_FILE)
+    return local_file if local_file.is_file() else SHIPPED_REGISTRY
 
 
 @dataclass(frozen=True)

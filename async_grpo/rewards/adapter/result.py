@@ -271,7 +271,7 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
     return sorted(rewards.items())
 
 
-def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
+def _last_token(step: Any, sample: Mapping[str, Any], place: str) -> int:
     """Return the index of the last token of a step, whose end is named in tokens or in characters.
 
     Raises:
@@ -279,7 +279,7 @@ def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
     """
     if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
         expected = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
-        raise ValueError(f"{where} is {shown(step, MAX_REASON_CHARACTERS)}, not {expected}")
+        raise ValueError(f"{place} is {shown(step, MAX_REASON_CHARACTERS)}, not {expected}")
     (name,) = step.keys() & _ENDS
     column, unit = _ENDS[name]
     end = step[name]
@@ -287,13 +287,13 @@ def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
     is_whole = isinstance(end, Integral) and not isinstance(end, bool)
     if not is_whole or not 1 <= int(end) <= length:
         raise ValueError(
-            f"{where}: {name}={shown(end)} is not one of 1..{length}: the completion has {length} {unit}"
+            f"{place}: {name}={shown(end)} is not one of 1..{length}: the completion has {length} {unit}"
         )
     ends: Any = range(1, length + 1)
     if name == "char_end":
         ends = sample.get("completion_char_ends")
     if not ends:
         raise ValueError(
-            f"{where}: {name}={end} cannot be placed: the sample has no completion_char_ends; use token_end"
+            f"{place}: {name}={end} cannot be placed: the sample has no completion_char_ends; use token_end"
         )
     return min(bisect_left(ends, end), len(ends) - 1)

@@ -33,12 +33,12 @@ def has_trl_signature(reward: Any) -> bool:
 
 def unknown_arguments(reward: Any, columns: Collection[str]) -> list[str]:
     """Return the arguments that a reward with TRL's signature needs, and that no sample with these columns has."""
-    known = {*GENERATED, *OF_EVERY_SAMPLE, *columns} - {"prompt", "completion"}
+    sample_keys = {*GENERATED, *OF_EVERY_SAMPLE, *columns} - {"prompt", "completion"}
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [
         name
         for name, parameter in _parameters(reward).items()
-        if parameter.default is parameter.empty and parameter.kind not in variable and name not in known
+        if parameter.default is parameter.empty and parameter.kind not in variable and name not in sample_keys
     ]
 
 
@@ -76,11 +76,11 @@ def trl_reward(function: Callable[..., Any]) -> Callable[..., Any]:
         return answer(await function(**trl_arguments(function, listed)), len(listed))
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    made: Callable[..., Any] = async_reward if is_async else reward
+    wrapper: Callable[..., Any] = async_reward if is_async else reward
     for mark in KEPT_MARKS:
         if hasattr(function, mark):
-            setattr(made, mark, getattr(function, mark))
-    return made
+            setattr(wrapper, mark, getattr(function, mark))
+    return wrapper
 
 
 def trl_arguments(function: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, list[Any]]:

@@ -1,1 +1,1 @@
-"""Trying rewards on a file of completions, outside a run."""
+"""Try rewards on a file of completions, outside of a run."""

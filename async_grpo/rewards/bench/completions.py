@@ -1,7 +1,8 @@
-"""A file of completions, on which rewards are tried: the scoring of its rows, and the check of a reward by right ones.
+"""Files of completions: reading and scoring of their rows, and the check of a reward on rows that it scores as right.
 
-`VerifyConfig.file` names the columns of a row. Missing ones are made up: `input` is "", `group_id` the same for the same
-`input` (without one, of no other row), and each character counts as one of the `completion_token_ids`.
+The help of `VerifyConfig.file` lists the columns of a row. Missing columns get defaults: `input` is "", rows with the same
+`input` have the same `group_id` and rows without `input` a group of their own, and each character counts as one token of
+`completion_token_ids`.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 LABEL = "label"
-IN_FLIGHT = 256  # rows
+IN_FLIGHT = 256  # rows that are scored at once
+CANCEL_AFTER_S = 0.002  # time after which the check cancels a call, which is then under way
 POOR_COMPLETIONS = {
     "an empty completion": "",
     "a completion of blanks": " \n\t\r\n ",
@@ -43,27 +45,35 @@ POOR_COMPLETIONS = {
 
 @dataclass(frozen=True)
 class CompletionRow:
-    """A line of the file. `label`: the reward that is right, None if the file has none."""
+    """A row of the file."""
 
-    line: int
+    line: int  # number of its line, from 1
     columns: dict[str, Any]
-    label: float | None = None
+    label: float | None = None  # the right reward; None if the file does not tell it
 
 
 def read_completion_rows(path: str | Path) -> list[CompletionRow]:
-    """All rows of the file. Raises ConfigurationError: it cannot be read or holds no rows, or a bad one at a named line."""
-    rows, number, groups = [], 0, dict[str | int, int]()
+    """Return all rows of the file.
+
+    Raises:
+        ConfigurationError: The file cannot be read, holds no rows, or has a row that is wrong, at a named line.
+    """
+    rows = []
+    number = 0
+    groups: dict[str | int, int] = {}
     try:
         with open_regular(Path(path), follow_links=True) as file:
             for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
                 if line is None:
                     raise ValueError(f"longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row")
-                if line.strip():
-                    row = _row(line)
-                    if row.get("group_id") is None:  # without a prompt, a number that no other row has
-                        row["group_id"] = groups.setdefault(row.get("input") or number, -number)
-                    label = row.pop(LABEL, None)
-                    rows.append(CompletionRow(number, row, None if label is None else float(label)))
+                if not line.strip():
+                    continue
+                row = _row(line)
+                if row.get("group_id") is None:
+                    # Rows without an input get a number that no other row has
+                    row["group_id"] = groups.setdefault(row.get("input") or number, -number)
+                label = row.pop(LABEL, None)
+                rows.append(CompletionRow(number, row, None if label is None else float(label)))
     except OSError as error:
         raise ConfigurationError(f"cannot read the completions {str(path)!r}: {error}") from error
     except ValueError as error:
@@ -74,7 +84,12 @@ def read_completion_rows(path: str | Path) -> list[CompletionRow]:
 
 
 def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
-    """Return a full sample of a row, with another completion if one is given; each character counts as a token."""
+    """Return the sample of a row, with every column that a reward may read.
+
+    Args:
+        row: The columns of the row.
+        completion: A completion that replaces the row's. Each of its characters counts as a token.
+    """
     text = str(row["completion"]) if completion is None else completion
     sample = {"truncated": False, "group_id": 0, "input": "", **row, "completion": text}
     if completion is not None or row.get("completion_token_ids") is None:
@@ -86,21 +101,24 @@ def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str
 def _row(line: bytes) -> dict[str, Any]:
     try:
         row = parse_json(line)
-    except ValueError as error:  # not UTF-8, not JSON, or brackets without end
+    except ValueError as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, not {type(row).__name__}")
-    tokens, label = row.get("completion_token_ids"), row.get(LABEL)
-    are_tokens = tokens is None or (isinstance(tokens, list) and all(type(token) is int for token in tokens))
-    for name, wanted, is_right in (
+    token_ids = row.get("completion_token_ids")
+    are_token_ids = token_ids is None
+    if isinstance(token_ids, list):
+        are_token_ids = all(type(token) is int for token in token_ids)  # a bool is an int, too, by isinstance
+    label = row.get(LABEL)
+    for name, form, is_right in (
         ("completion", "text", isinstance(row.get("completion"), str)),
         ("input", "text", isinstance(row.get("input", ""), str)),
-        ("completion_token_ids", "a list of integers", are_tokens),
+        ("completion_token_ids", "a list of integers", are_token_ids),
         ("group_id", "a whole number or text", isinstance(row.get("group_id"), int | str | None)),
         (LABEL, "true, false or a number", label is None or is_finite_number(label)),
     ):
         if not is_right:
-            raise ValueError(f"the column {name} must be {wanted}, not {row.get(name)!r:.80}")
+            raise ValueError(f"the column {name} must be {form}, not {row.get(name)!r:.80}")
     return row
 
 
@@ -110,10 +128,16 @@ async def score_rows(
     on_row: Callable[[CompletionRow, Sequence[Verdict]], None],
     repeat: int,
 ) -> None:
-    """Score every row `repeat` times, one run after the other, and let the rewards look at whole groups.
+    """Score every row `repeat` times, one time after the other, and let the rewards process whole groups.
 
-    `on_row` is called in the order of the rows, with the verdicts of all runs.
-    Raises Exception: what the pool or `on_row` raised first.
+    Args:
+        pool: The rewards.
+        rows: The rows.
+        on_row: Is called for each row, in the order of the rows, with a verdict for each time that the row was scored.
+        repeat: How often each row is scored.
+
+    Raises:
+        Exception: The first error of the pool or of `on_row`.
     """
     slots = asyncio.Semaphore(IN_FLIGHT)
     groups: defaultdict[int | str, list[CompletionRow]] = defaultdict(list)
@@ -126,15 +150,20 @@ async def score_rows(
             return [await pool.verify(sample) for _ in range(repeat)]
 
     async def score(group: Sequence[CompletionRow]) -> Iterator[Sequence[Verdict]]:
-        runs = zip(*await asyncio.gather(*map(verify, group)), strict=True)
+        """Return an iterator that yields the verdicts on each row of the group."""
+        verdicts_by_row = await asyncio.gather(*map(verify, group))
         samples = [sample_of(row.columns) for row in group]
-        return zip(*[await pool.post_process(samples, run) for run in runs], strict=True)
+        final_verdicts_by_run = []
+        for verdicts in zip(*verdicts_by_row, strict=True):
+            final_verdicts_by_run.append(await pool.post_process(samples, verdicts))
+        return zip(*final_verdicts_by_run, strict=True)
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            scored = {name: tasks.create_task(score(group)) for name, group in groups.items()}
+            scorings = {name: tasks.create_task(score(group)) for name, group in groups.items()}
             for row in rows:
-                on_row(row, next(await scored[row.columns["group_id"]]))
+                verdicts_of_group = await scorings[row.columns["group_id"]]
+                on_row(row, next(verdicts_of_group))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -145,62 +174,96 @@ async def check_adapter(
     rows: Sequence[Mapping[str, Any]],
     timeout_s: float = 20.0,
 ) -> list[str]:
-    """Return what is wrong with a reward, in words; empty if nothing is.
+    """Return the problems of a reward, as sentences; an empty list if it has none.
 
-    It must score the right completion of each row higher than poor ones (unless it looks at whole groups, which may decide
-    that); answer those without failing; and alike when asked again, after a cancelled call, and in another process.
+    The reward must score each right completion higher than poor completions, unless it has a `post_process_scores`, which
+    may decide that later. It must score poor completions without failing. And it must return the same result for the same
+    sample when it is called again, after a cancelled call, and in another process.
+
+    Args:
+        adapter: Name of the reward.
+        make_worker: Makes a worker of the reward.
+        rows: Columns of rows whose completions are right.
+        timeout_s: Seconds that a call may take.
     """
-    samples, timeouts = [sample_of(row) for row in rows], Timeouts(timeout_s, backoff_s=(0.0,))
-    one, other = (AdapterQueue(adapter, make_worker, 1, timeouts) for _ in range(2))
+    samples = [sample_of(row) for row in rows]
+    timeouts = Timeouts(timeout_s, backoff_s=(0.0,))
+    queue = AdapterQueue(adapter, make_worker, 1, timeouts)
+    second_queue = AdapterQueue(adapter, make_worker, 1, timeouts)  # of another process
     try:
-        await one.start()
-        await other.start()
-        right = [await one.score(sample) for sample in samples]
+        await queue.start()
+        await second_queue.start()
+        first_results = [await queue.score(sample) for sample in samples]
         problems = []
-        for number, (sample, first) in enumerate(zip(samples, right, strict=True)):
-            found = await _check_sample(one, other, sample, first)
-            problems += [f"sample {number}: {problem}" for problem in found]
-        # Whether its `post_process_scores` works at all: what is right there, only its author knows
-        for before, now in zip(right, await one.post_process(samples, right), strict=True):
-            if now.status.is_lost and before.status is RewardStatus.OK:
-                return [*problems, f"the whole group {_said(now)}"]
+        for number, (sample, first_result) in enumerate(zip(samples, first_results, strict=True)):
+            sample_problems = await _check_sample(queue, second_queue, sample, first_result)
+            problems += [f"sample {number}: {problem}" for problem in sample_problems]
+        # `post_process_scores` must not fail. Which rewards it should return, only its author knows
+        group_results = await queue.post_process(samples, first_results)
+        for first_result, group_result in zip(first_results, group_results, strict=True):
+            if group_result.status.is_lost and first_result.status is RewardStatus.OK:
+                return [*problems, f"the whole group {_as_words(group_result)}"]
         return problems
-    except (ConfigurationError, WorkerLost) as error:  # it cannot be started
+    except (ConfigurationError, WorkerLost) as error:  # the reward cannot be started
         return [str(error)]
     finally:
-        await asyncio.gather(one.close(), other.close())
+        await asyncio.gather(queue.close(), second_queue.close())
 
 
 async def _check_sample(
-    one: AdapterQueue, other: AdapterQueue, sample: dict[str, Any], first: AdapterResult
+    queue: AdapterQueue, second_queue: AdapterQueue, sample: dict[str, Any], first_result: AdapterResult
 ) -> list[str]:
-    problems = [] if first.status is RewardStatus.OK else [f"the right completion {_said(first)}"]
-    for what, text in POOR_COMPLETIONS.items():
-        poor = await one.score(sample_of(sample, text))
-        if poor.status.is_lost:
-            problems.append(f"{what} {_said(poor)}")
-        elif one.stats.has_hook or poor.reward is None or first.reward is None:
-            continue  # with a hook, it may say who is right only once it sees the group
-        elif poor.reward >= first.reward:
-            problems.append(f"{what} {_said(poor)}, and the right one no more than that")
+    """Return the problems of a reward with one right completion and with poor completions of the same question.
+
+    Args:
+        queue: Calls of the reward.
+        second_queue: Calls of the reward in another process.
+        sample: A sample whose completion is right.
+        first_result: The result of the first call with that sample.
+    """
+    problems = []
+    if first_result.status is not RewardStatus.OK:
+        problems.append(f"the right completion {_as_words(first_result)}")
+    for description, text in POOR_COMPLETIONS.items():
+        result = await queue.score(sample_of(sample, text))
+        if result.status.is_lost:
+            problems.append(f"{description} {_as_words(result)}")
+        elif queue.stats.has_hook or result.reward is None or first_result.reward is None:
+            continue  # a reward with a hook may tell right from wrong only once it sees the group
+        elif result.reward >= first_result.reward:
+            problems.append(f"{description} {_as_words(result)}, and the right one no more than that")
     if problems:
         return problems
-    answers = {"asked again": await one.score(sample), "in another process": await other.score(sample)}
-    abandoned = asyncio.create_task(one.score(sample_of(sample, "abandoned")))
-    await asyncio.sleep(0.002)  # so that it is under way
-    abandoned.cancel()
-    await asyncio.gather(abandoned, return_exceptions=True)
-    answers["after a cancelled call"] = await one.score(sample)
-    return [
-        f"{where}, it {_said(answer)}, while at first it {_said(first)}"
-        for where, answer in answers.items()
-        if (answer.status, answer.reward, answer.extra, answer.steps)
-        != (first.status, first.reward, first.extra, first.steps)
-    ]
+    results = {
+        "asked again": await queue.score(sample),
+        "in another process": await second_queue.score(sample),
+    }
+    cancelled_call = asyncio.create_task(queue.score(sample_of(sample, "abandoned")))
+    await asyncio.sleep(CANCEL_AFTER_S)
+    cancelled_call.cancel()
+    await asyncio.gather(cancelled_call, return_exceptions=True)
+    results["after a cancelled call"] = await queue.score(sample)
+    for circumstance, result in results.items():
+        if not _are_equal(result, first_result):
+            first_words = _as_words(first_result)
+            problems.append(f"{circumstance}, it {_as_words(result)}, while at first it {first_words}")
+    return problems
 
 
-def _said(result: AdapterResult) -> str:
+def _are_equal(result: AdapterResult, other_result: AdapterResult) -> bool:
+    """Compare two results without their times."""
+    return (
+        result.status == other_result.status
+        and result.reward == other_result.reward
+        and result.extra == other_result.extra
+        and result.steps == other_result.steps
+    )
+
+
+def _as_words(result: AdapterResult) -> str:
+    """Return the end of a sentence about a completion, such as "is worth 1"."""
     if result.status is RewardStatus.OK:
         parts = "".join(f", {name} {value:g}" for name, value in result.extra.items())
         return f"is worth {result.reward:g}{parts}"
-    return f"{'was' if result.status is RewardStatus.ABSTAINED else 'has'} {result.status.value}: {result.reason}"
+    verb = "was" if result.status is RewardStatus.ABSTAINED else "has"
+    return f"{verb} {result.status.value}: {result.reason}"

@@ -1,4 +1,4 @@
-"""What trying rewards on a file shows of each reward, and of each two of them: counted row by row, and printed."""
+"""Results of trying rewards on a file: statistics of each reward and of each pair of rewards, and a printed report."""
 
 import math
 from bisect import bisect_right
@@ -15,34 +15,43 @@ from async_grpo.rewards.bench.completions import LABEL, CompletionRow
 from async_grpo.rewards.verifier_worker import quantile
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
-MAX_EXAMPLES = 3  # of each thing that is told by its lines
+MAX_EXAMPLES = 3  # lines that are shown of each kind of event
 MAX_RIGHT_ROWS = 2
-BAR_WIDTH = 30
-MAX_EXCERPT = 60
+BAR_WIDTH = 30  # characters
+MAX_EXCERPT = 60  # characters of a completion
 
 
 @dataclass
 class Scorecard:
-    """One reward's calls."""
+    """The calls of one reward."""
 
     statuses: Counter[RewardStatus] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of scoring, without the wait for a worker
-    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # status and reason -> lines
-    unsteady: dict[int, list[str]] = field(default_factory=dict)  # line -> what was said, where runs differ
-    right_rows: list[CompletionRow] = field(default_factory=list)  # the first, that no label calls wrong
+    seconds: list[float] = field(default_factory=list)  # time of each call, without the wait for a worker
+    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # lines by status and reason
+    unsteady: dict[int, list[str]] = field(
+        default_factory=dict
+    )  # by line, results that were not always the same
+    # The first rows that the reward scores as right, and that no label calls wrong
+    right_rows: list[CompletionRow] = field(default_factory=list)
 
     @property
     def num_unscored(self) -> int:
-        """Calls that failed or timed out; who abstains has answered."""
+        """The number of calls that failed or timed out. A reward that abstains has not failed."""
         return self.statuses[RewardStatus.FAILED] + self.statuses[RewardStatus.TIMED_OUT]
 
     @property
     def mean(self) -> float | None:
+        """The mean reward; None if there is no reward."""
         return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
 
     def add(self, line: int, runs: Sequence[AdapterResult]) -> None:
-        """Count the results of all runs over one row."""
+        """Count the results of one row.
+
+        Args:
+            line: Number of the row's line.
+            runs: A result for each time that the row was scored.
+        """
         for result in runs:
             self.statuses[result.status] += 1
             self.seconds.append(max(0.0, result.latency_s - result.queue_s))
@@ -50,74 +59,118 @@ class Scorecard:
                 self.rewards.append(result.reward)
             else:
                 self.failures.setdefault((result.status.value, result.reason), []).append(line)
-        if len({(result.status, result.reward, result.steps) for result in runs}) > 1:
-            given = ((one.status.value, one.reward) for one in runs)
-            self.unsteady[line] = [said if reward is None else f"{reward:.6g}" for said, reward in given]
+        distinct_results = {(result.status, result.reward, result.steps) for result in runs}
+        if len(distinct_results) > 1:
+            self.unsteady[line] = [
+                result.status.value if result.reward is None else f"{result.reward:.6g}" for result in runs
+            ]
 
     def lines(self) -> Iterator[str]:
-        """For the terminal: how often it gave which reward, why none, and where runs differ."""
+        """Yield lines for the terminal: a histogram of the rewards, failures, and results that were not always the same."""
         bars = histogram(self.rewards)
-        width = max((len(label) for label, _ in bars), default=0)
-        most = max((count for _, count in bars), default=0)
+        label_width = max((len(label) for label, _ in bars), default=0)
+        max_count = max((count for _, count in bars), default=0)
         for label, count in bars:
-            bar = "█" * round(BAR_WIDTH * count / most) or "▏" * (count > 0)
-            yield f"  {label.rjust(width)}  {bar} {count}"
+            bar = ""
+            if count > 0:
+                bar = "█" * round(BAR_WIDTH * count / max_count) or "▏"
+            yield f"  {label.rjust(label_width)}  {bar} {count}"
         failures = []
         for (status, reason), lines in self.failures.items():
-            times = f", {len(lines)} in all" if len(lines) > 1 else ""
-            failures.append(f"{status}, line {lines[0]}{times}: {one_line(reason)}")
-        unsteady = [f"not steady, line {at}: {', then '.join(said)}" for at, said in self.unsteady.items()]
-        for found in (failures, unsteady):
-            yield from (f"  {text}" for text in found[:MAX_EXAMPLES])
-            if len(found) > MAX_EXAMPLES:
-                yield f"  and {len(found) - MAX_EXAMPLES} more"
+            total = f", {len(lines)} in all" if len(lines) > 1 else ""
+            failures.append(f"{status}, line {lines[0]}{total}: {one_line(reason)}")
+        changes = []
+        for line, results in self.unsteady.items():
+            changes.append(f"not steady, line {line}: {', then '.join(results)}")
+        yield from _examples_of(failures)
+        yield from _examples_of(changes)
+
+
+def _examples_of(texts: Sequence[str]) -> Iterator[str]:
+    """Yield the first texts, and the number of the others."""
+    for text in texts[:MAX_EXAMPLES]:
+        yield f"  {text}"
+    if len(texts) > MAX_EXAMPLES:
+        yield f"  and {len(texts) - MAX_EXAMPLES} more"
 
 
 class Report:
     """Results of trying rewards on a file.
 
-    `compared` and `differing` count rows by the names of two rewards, or of one and LABEL, that both have an opinion. They
-    differ where one says right (a reward of `threshold` or more) and the other wrong. `examples` has the opinions and the
-    completion of some rows that differ, by their line.
+    A reward calls a completion right if its score is `threshold` or more. A pair consists of two rewards, or of a reward
+    and LABEL.
+
+    Attributes:
+        scorecards: The calls of each reward, by name.
+        compared: For each pair, the number of rows on which both have an opinion.
+        differing: For each pair, the number of rows that one calls right and the other wrong.
+        examples: Opinions and completion of some rows on which a pair differs, by the row's line.
+        seconds: Time in which all rows were scored, without the start of the workers.
+
+    Args:
+        adapters: Names of the rewards.
+        threshold: Lowest reward that counts as right.
+        with_label: The file has labels.
     """
 
     def __init__(self, adapters: Sequence[str], threshold: float, with_label: bool) -> None:
         self.threshold = threshold
         self.scorecards = {name: Scorecard() for name in adapters}
         pairs = [*combinations(adapters, 2), *((name, LABEL) for name in adapters if with_label)]
-        self.compared, self.differing = dict.fromkeys(pairs, 0), dict.fromkeys(pairs, 0)
+        self.compared = dict.fromkeys(pairs, 0)
+        self.differing = dict.fromkeys(pairs, 0)
         self.examples: dict[int, tuple[dict[str, float | None], str]] = {}
-        self.seconds = 0.0  # of all rows, without the start of the workers
+        self.seconds = 0.0
 
     def add(self, row: CompletionRow, verdicts: Sequence[Verdict]) -> None:
-        """Count one row, in the order of the file: a verdict for each run over it. The first run is compared."""
+        """Count one row. Rows are added in the order of the file.
+
+        Args:
+            row: The row.
+            verdicts: A verdict for each time that the row was scored. Rewards are compared by the first one.
+        """
         opinions = {result.adapter: result.reward for result in verdicts[0].results} | {LABEL: row.label}
-        says_right = {name: one >= self.threshold for name, one in opinions.items() if one is not None}
+        is_right_by_name = {
+            name: score >= self.threshold for name, score in opinions.items() if score is not None
+        }
         for name, card in self.scorecards.items():
             runs = [result for verdict in verdicts for result in verdict.results if result.adapter == name]
             card.add(row.line, runs)
-            is_right = says_right.get(name, False) and says_right.get(LABEL, True)
-            if is_right and len(card.right_rows) < MAX_RIGHT_ROWS:
+            is_right_row = is_right_by_name.get(name, False) and is_right_by_name.get(LABEL, True)
+            if is_right_row and len(card.right_rows) < MAX_RIGHT_ROWS:
                 card.right_rows.append(row)
         for pair in self.compared:
-            said = [says_right[name] for name in pair if name in says_right]
-            self.compared[pair] += len(said) == 2
-            self.differing[pair] += len(set(said)) == 2
-            if len(set(said)) == 2 and self.differing[pair] <= MAX_EXAMPLES:
-                self.examples[row.line] = opinions, row.columns["completion"]
+            first_name, second_name = pair
+            if first_name not in is_right_by_name or second_name not in is_right_by_name:
+                continue
+            self.compared[pair] += 1
+            if is_right_by_name[first_name] != is_right_by_name[second_name]:
+                self.differing[pair] += 1
+                if self.differing[pair] <= MAX_EXAMPLES:
+                    self.examples[row.line] = (opinions, row.columns["completion"])
 
     def print(self, console: Console, rows: Sequence[CompletionRow], repeat: int) -> None:
-        """Print results, failures, and which rewards disagree, with examples by their line in the file."""
-        calls, per_s = len(rows) * repeat * len(self.scorecards), len(rows) / max(self.seconds, 1e-9)
-        console.print(f"{len(rows)} rows, {calls} calls in {self.seconds:.1f} s: {per_s:.1f} rows/s")
-        if without_tokens := sum(row.columns.get("completion_token_ids") is None for row in rows):
-            console.print(f"rows without completion_token_ids, where characters count: {without_tokens}")
-        statuses = (status.value.replace("_", "\n") for status in RewardStatus)
-        table = _table("reward", *statuses, "mean", "p50\nms", "p95\nms", "max\nms", "steady")
+        """Print results, failures, and which rewards disagree, with examples by their line in the file.
+
+        Args:
+            console: The output.
+            rows: All rows of the file.
+            repeat: How often each row was scored.
+        """
+        num_calls = len(rows) * repeat * len(self.scorecards)
+        rows_per_s = len(rows) / max(self.seconds, 1e-9)
+        console.print(f"{len(rows)} rows, {num_calls} calls in {self.seconds:.1f} s: {rows_per_s:.1f} rows/s")
+        num_without_tokens = sum(row.columns.get("completion_token_ids") is None for row in rows)
+        if num_without_tokens:
+            console.print(f"rows without completion_token_ids, where characters count: {num_without_tokens}")
+        status_titles = [status.value.replace("_", "\n") for status in RewardStatus]
+        table = _table("reward", *status_titles, "mean", "p50\nms", "p95\nms", "max\nms", "steady")
         for name, card in self.scorecards.items():
             counts = [str(card.statuses[status]) for status in RewardStatus]
             latencies = [f"{1000 * quantile(card.seconds, q):.1f}" for q in (0.5, 0.95, 1.0)]
-            steady = "?" if repeat < 2 else f"no: {len(card.unsteady)}" if card.unsteady else "yes"
+            steady = "?"  # a single call does not tell
+            if repeat >= 2:
+                steady = f"no: {len(card.unsteady)}" if card.unsteady else "yes"
             table.add_row(name, *counts, _number(card.mean), *latencies, steady)
         console.print(table)
         if repeat < 2:
@@ -135,30 +188,35 @@ class Report:
             table.add_row(*pair, str(compared), str(self.differing[pair]), share)
         console.print(table)
         for line, (opinions, completion) in self.examples.items():
-            said = ", ".join(f"{name} {_number(reward)}" for name, reward in opinions.items())
-            cut = "..." if len(completion) > MAX_EXCERPT else ""  # answers are at the end
-            console.print(f"  line {line}: {said}: {cut}{completion[-MAX_EXCERPT:]!r}", soft_wrap=True)
+            scores = ", ".join(f"{name} {_number(reward)}" for name, reward in opinions.items())
+            ellipsis = "..." if len(completion) > MAX_EXCERPT else ""
+            excerpt = completion[-MAX_EXCERPT:]  # answers stand at the end
+            console.print(f"  line {line}: {scores}: {ellipsis}{excerpt!r}", soft_wrap=True)
 
 
 def one_line(text: str) -> str:
-    """Return a text that may hold anything in a form that is safe for the terminal."""
+    """Return a foreign text as one line without control characters, which could change the terminal."""
     return " ".join(repr(text)[1:-1].split())
 
 
 def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int]]:
-    """Bars (label, count): one for each value, or for each of `max_bars` equal ranges if there are too many."""
+    """Return label and count of each bar of a histogram.
+
+    Each distinct value has a bar. If there are more than `max_bars` values, each of `max_bars` equal ranges has one.
+    """
     counts = Counter(values)
     if len(counts) <= max_bars:
         return [(f"{value:.6g}", counts[value]) for value in sorted(counts)]
-    low, high = min(counts), max(counts)
-    width = high / max_bars - low / max_bars  # the difference alone might be too large for a float
+    low = min(counts)
+    high = max(counts)
+    width = high / max_bars - low / max_bars  # `high - low` might be too large for a float
     edges = [*(low + width * n for n in range(max_bars)), high]
     bars = Counter(bisect_right(edges, value, 1, max_bars) - 1 for value in values)
     return [(f"{start:.4g} to {end:.4g}", bars[n]) for n, (start, end) in enumerate(pairwise(edges))]
 
 
 def _table(*columns: str) -> Table:
-    """Names on the left, numbers on the right; narrow."""
+    """Return a narrow table with names on the left and numbers on the right of their columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         table.add_column(column, justify="left" if column in ("reward", "against") else "right", no_wrap=True)

@@ -96,7 +96,14 @@ class CacheFile:
             "INSERT OR REPLACE INTO verdicts "
             "(key, adapter, answer, cost, checksum, created, last_used, hits, size) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
-            *(key, adapter, answer, cost, _checksum(key, answer, cost), now, now, size),
+            key,
+            adapter,
+            answer,
+            cost,
+            _checksum(key, answer, cost),
+            now,
+            now,
+            size,
         )
         return size
 

@@ -78,12 +78,12 @@ class VerdictCache:
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[key] = outcome
         try:
-            kept = await self._use(self._file.get, key)
-            if kept is not None:
+            entry = await self._use(self._file.get, key)
+            if entry is not None:
                 self.counts["hits"] += 1
-                kept_text, _ = kept
-                outcome.set_result(kept_text)
-                return self._free_answer(kept_text)
+                text, _ = entry
+                outcome.set_result(text)
+                return self._free_answer(text)
             self.counts["misses"] += 1
             answer = await call()
             text = json.dumps(answer)

@@ -87,14 +87,14 @@ class Limits:
         for name in ("burst_s", "slack_s"):
             check_field(self, name, lambda s: 0 <= s < WINDOW_S, f"lie in [0, {WINDOW_S:g}) seconds")
 
-    def over(self, others: "Limits") -> "Limits":
+    def over(self, defaults: "Limits") -> "Limits":
         """Return these limits, with the other ones where these have their default.
 
         >>> Limits(concurrency=8).over(Limits(concurrency=2, requests_per_minute=60)).requests_per_minute
         60
         """
         changed = {name: value for name, value in vars(self).items() if value != getattr(Limits, name)}
-        return replace(others, **changed)
+        return replace(defaults, **changed)
 
 
 class Deadline:

@@ -316,8 +316,8 @@ def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
         coroutine.send(None)
         while True:
             coroutine.throw(TypeError("it awaits, so it must be declared `async def`"))
-    except StopIteration as done:
-        return done.value
+    except StopIteration as stop:
+        return stop.value
 
 
 def _refuse_judge(sample: Any) -> None:

@@ -94,11 +94,11 @@ class ChildProcess(asyncio.Protocol):
             raise
         self.pid = self._process.pid  # of the guardian (see `process_tree`), with which all others end
 
-    async def ask(self, what: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
+    async def ask(self, kind: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
         """Return the reply to a request.
 
         Args:
-            what: Kind of the request: `greeting`, which must be the first, `sample` or `group`.
+            kind: Kind of the request: `greeting`, which must be the first, `sample` or `group`.
             body: Content of the request as JSON.
             timeout_s: Time limit, from when the process begins to serve the request.
             grace_s: See `AdapterProcess`.
@@ -109,7 +109,7 @@ class ChildProcess(asyncio.Protocol):
             CallInterrupted: The process was ended for another request.
         """
         number = next(self._numbers)
-        head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), what.encode())
+        head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), kind.encode())
         try:
             async with asyncio.timeout(None) as limit:
                 request = ChildRequest(number, timeout_s, limit)
@@ -218,13 +218,15 @@ class ChildProcess(asyncio.Protocol):
         if not request.has_begun:
             self._withdraw(request)
             return
-        unanswered = [other for other in request.batch if not other.reply.done()]
-        if not unanswered or not all(other.is_given_up for other in unanswered):
+        unanswered = [
+            waiting_request for waiting_request in request.batch if not waiting_request.reply.done()
+        ]
+        if not unanswered or not all(waiting_request.is_given_up for waiting_request in unanswered):
             return
         if self.traits.is_async:
-            for other in unanswered:
-                self._withdraw(other)
-            await asyncio.wait([other.reply for other in unanswered], timeout=grace_s)
+            for waiting_request in unanswered:
+                self._withdraw(waiting_request)
+            await asyncio.wait([waiting_request.reply for waiting_request in unanswered], timeout=grace_s)
         self._interrupt(unanswered)
         if self.is_lost:
             await self._gone.wait()

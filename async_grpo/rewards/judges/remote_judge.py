@@ -231,8 +231,8 @@ class ModelJudge(RemoteJudge):
             num_prompt += prompt_tokens or 0.0
             num_completion += completion_tokens or 0.0
             num_total += total_tokens or 0.0
-        spent = {"judge_tokens": num_total}
+        usage = {"judge_tokens": num_total}
         if self.price_per_million_tokens is not None:
             prompt_price, completion_price = self._prices
-            spent["judge_cost"] = (num_prompt * prompt_price + num_completion * completion_price) / 1e6
-        return spent
+            usage["judge_cost"] = (num_prompt * prompt_price + num_completion * completion_price) / 1e6
+        return usage

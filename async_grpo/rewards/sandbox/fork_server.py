@@ -27,7 +27,10 @@ from async_grpo.rewards.sandbox import unit_test_runner
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, confine
 from async_grpo.rewards.sandbox.rpc import RpcChannel, decode, encode
 
-PROGRAM, SOLUTION, TESTS = "__main__", "solution", "tests"  # the modules that texts become
+# The modules that texts become
+PROGRAM = "__main__"
+SOLUTION = "solution"
+TESTS = "tests"
 MAX_DESCRIPTORS = 8  # of one request
 MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all threads of the user)
 WATCH_S = 0.05  # between two looks at the number of threads

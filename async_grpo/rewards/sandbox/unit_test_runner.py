@@ -58,9 +58,9 @@ def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
         reflected: The proxy is the right operand.
     """
 
-    def apply(self: Proxy, *others: Any) -> Any:
-        operands = (*others, self) if reflected else (self, *others)
-        if not any(isinstance(other, Proxy) for other in others):
+    def apply(self: Proxy, *other_operands: Any) -> Any:
+        operands = (*other_operands, self) if reflected else (self, *other_operands)
+        if not any(isinstance(operand, Proxy) for operand in other_operands):
             value = self._value
             if isinstance(value, Proxy | list | dict | set):  # not known yet, or it may have changed
                 value = self._ask("plain", self)
