@@ -35,7 +35,7 @@ RANGES = {
 }
 
 _algorithm = partial(option, panel="Algorithm", portable=True)
-_registered = partial(_algorithm, own=True, everyday=True)
+_registered = partial(_algorithm, takes_file=True, everyday=True)
 off_policy = partial(option, panel="Off-policy correction", portable=True)
 on_groups = partial(option, panel="Groups", portable=True)
 _critic = partial(option, panel="Critic", portable=True)

@@ -35,7 +35,7 @@ class BatchConfig(AlgorithmConfig):
         32,
         "Completions per question, which is the group size.",
         range=GROUP_SIZE,
-        also=("num_generations",),
+        aliases=("num_generations",),
     )
     train_minibatch_size: int | None = _batches(
         None, "Samples per optimizer step. By default one step trains the whole batch.", range=POSITIVE
@@ -44,7 +44,7 @@ class BatchConfig(AlgorithmConfig):
         1_000_000,
         "Iterations of the whole run, over which learning rate schedules extend.",
         range=POSITIVE,
-        also=("max_steps",),
+        aliases=("max_steps",),
     )
     max_tokens_per_gpu: int = _batches(
         36_000, "Maximum tokens of one micro-batch on one rank.", range=POSITIVE
@@ -73,14 +73,14 @@ class BatchConfig(AlgorithmConfig):
         "Policy that chooses the worker of each group: a name, or FILE.py:NAME of your own.",
         "Cluster",
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
-        own=True,
+        takes_file=True,
     )
     infinite_sampler_seed: int = option(
         37,
         "Seed of the order of questions and of everything else that is random.",
         "Batches",
         portable=True,
-        also=("seed",),
+        aliases=("seed",),
     )
     dump_samples_filename: str | None = option(
         None,

@@ -119,7 +119,7 @@ class EngineOptions(Section):
         "vllm",
         "Inference engine: a name, or FILE.py:NAME of a class of your own.",
         choices="async_grpo.inference.config:ENGINES",
-        own=True,
+        takes_file=True,
     )
     max_num_seqs: int | None = _engine(
         None,
@@ -186,7 +186,7 @@ class EngineConfig(EngineOptions):
     model_path: str = required(
         "Hugging Face folder of the model, which must be the trainer's.",
         everyday=True,
-        also=("model_name_or_path",),
+        aliases=("model_name_or_path",),
     )
 
     def with_sequences(self, settings: SharedRunSettings) -> Self:

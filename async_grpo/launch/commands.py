@@ -174,7 +174,7 @@ def foreign_keys() -> set[str]:
     names = set(FACTS)
     for command in ("run", "worker"):
         for field in fields(config_class(command)):
-            names.update([field.name, *field.metadata["also"]])
+            names.update([field.name, *field.metadata["aliases"]])
     return names
 
 

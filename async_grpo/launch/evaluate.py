@@ -84,7 +84,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         None,
         "JSONL file of questions; several files are written NAME=FILE,NAME=FILE.",
         everyday=True,
-        also=("data",),
+        aliases=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)

@@ -34,7 +34,7 @@ class SamplesConfig(Section):
     """Options of `async-grpo samples`."""
 
     path: str = required("Folder of the run.", "Samples", argument=True)
-    output: str = option("samples.html", "File that the page is written to.", "Samples", also=("o",))
+    output: str = option("samples.html", "File that the page is written to.", "Samples", aliases=("o",))
     limit: int = option(10_000, "Number of newest samples on the page.", "Samples", range=POSITIVE)
     evaluation: bool = option(False, "Show samples of the evaluations instead of the training.", "Samples")
 

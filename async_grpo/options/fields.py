@@ -43,9 +43,9 @@ def option(
     range: Range | None = None,
     unbounded: bool = False,
     choices: str | tuple[str, ...] = (),
-    own: bool = False,
+    takes_file: bool = False,
     everyday: bool = False,
-    also: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
     argument: bool = False,
     portable: bool | str | tuple[str, ...] | Mapping[str, float | None] = False,
 ) -> Any:
@@ -58,9 +58,9 @@ def option(
         range: Condition on the value.
         unbounded: Whether `inf` is a value: a bound that bounds nothing.
         choices: Allowed names, or `module:DICT` for the keys of a registry.
-        own: Whether a name may also be that of the user's own object, `FILE.py:NAME`.
+        takes_file: Whether a name may also be that of the user's own object, `FILE.py:NAME`.
         everyday: Whether the option stands before all panels.
-        also: Other names of the option, such as ("seed",). One letter is an option with one dash.
+        aliases: Other names of the option, such as ("seed",). One letter is an option with one dash.
         argument: Whether the option is given without a dash on the command line.
         portable: Whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
             else's. Such an option describes the run, and names no code, address, file or command. Of `choices` only the
@@ -73,18 +73,18 @@ def option(
         "range": range,
         "unbounded": unbounded,
         "choices": choices,
-        "own": own,
+        "takes_file": takes_file,
         "everyday": everyday,
-        "also": also,
+        "aliases": aliases,
         "argument": argument,
         "portable": portable,
     }
     return field(default=default, metadata=metadata)
 
 
-def required(help: str, panel: str = "Run", **more: Any) -> Any:
+def required(help: str, panel: str = "Run", **settings: Any) -> Any:
     """Make an option without a default; see `option`."""
-    return option(dataclasses.MISSING, help, panel, **more)
+    return option(dataclasses.MISSING, help, panel, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _check_value(option_field: "dataclasses.Field[Any]", value: Any) -> None:
     if allowed_range is not None:
         refuse(not allowed_range.holds(value), f"{flag} {allowed_range.says}, not {value}")
     choices = choices_of(option_field)
-    is_own = metadata["own"] and is_file(value)
+    is_own = metadata["takes_file"] and is_file(value)
     if choices and value not in choices and not is_own:
         raise ConfigurationError(
             f"{flag} {value!r} is unknown; known: {', '.join(choices)}{nearest(value, choices)}"
@@ -163,7 +163,7 @@ def field_name(spelling: str, fields: Fields) -> str:
     """Return the name of the field that a spelling means; any other name with underscores."""
     name = spelling.replace("-", "_")
     for option_field in fields:
-        if name in option_field.metadata["also"]:
+        if name in option_field.metadata["aliases"]:
             return option_field.name
     return name
 
@@ -183,7 +183,7 @@ def help_of(option_field: "dataclasses.Field[Any]") -> str:
 def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
     """Return the option as a command line spells it, its own name first."""
     spellings = []
-    for name in (option_field.name, *option_field.metadata["also"]):
+    for name in (option_field.name, *option_field.metadata["aliases"]):
         if len(name) == 1:
             spellings.append(f"-{name}")
         elif option_field.type is bool:
@@ -193,9 +193,9 @@ def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
     return spellings
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` with the known names that resemble the name; "" if none does."""
-    close = difflib.get_close_matches(str(name), list(known))
+def nearest(name: Any, names: Iterable[str]) -> str:
+    """Return `; did you mean ...?` with the names that resemble the name; "" if none does."""
+    close = difflib.get_close_matches(str(name), list(names))
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 

@@ -14,13 +14,13 @@ STDOUT = 1  # file descriptors
 STDERR = 2
 
 
-def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
+def set_up_logging(level: str, prefix: str = "", *further_handlers: logging.Handler) -> None:
     """Log to stderr, one line per event and without secrets. In a file, each line has a date.
 
     Args:
         level: Lowest level that is logged.
         prefix: Stands before every message.
-        more: Further handlers for the same events.
+        further_handlers: Handlers for the same events, beside that of stderr.
 
     Raises:
         ConfigurationError: The level is unknown.
@@ -38,12 +38,12 @@ def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s"))
-    for further_handler in more:
+    for further_handler in further_handlers:
         further_handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     redact_logs()
     logger = logging.getLogger("async_grpo")
     logger.setLevel(level.upper())
-    logger.handlers = [handler, *more]
+    logger.handlers = [handler, *further_handlers]
     logger.propagate = False
 
 

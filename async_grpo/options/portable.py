@@ -24,39 +24,39 @@ SHOWN_CHARACTERS = 200  # of a refused value
 
 def portable_options(
     config_class: type,
-    stored: Mapping[str, Any],
-    wanted: Collection[str],
+    recorded_options: Mapping[str, Any],
+    names: Collection[str],
     folder: Path,
 ) -> dict[str, Any]:
-    """Return the `wanted` options that the run in a folder was given, as far as they may be taken over.
+    """Return the options of a recorded run that another run may take over.
 
     Args:
-        config_class: the dataclass whose fields the options are.
-        stored: what the folder says that the run was given, by the names of the fields.
-        wanted: the options that the user has not given.
-        folder: named in messages.
+        config_class: Dataclass whose fields are the options.
+        recorded_options: Options of the run, by the names of the fields, as its folder says.
+        names: Names of the options that the user has not set.
+        folder: Folder of the run, for messages.
 
     Raises:
-        ConfigurationError: a value cannot be one of its option, or it names what a folder may not ask for.
+        ConfigurationError: A value does not fit its option, or names something that a folder must not choose.
     """
-    fields = {field.name: field for field in dataclasses.fields(config_class) if field.name in wanted}
-    taken: dict[str, Any] = {}
+    fields = {field.name: field for field in dataclasses.fields(config_class) if field.name in names}
+    options: dict[str, Any] = {}
     refused: dict[str, Any] = {}
-    left: list[str] = []
-    for name in sorted(fields.keys() & stored.keys()):
+    ignored_assignments: list[str] = []
+    for name in sorted(fields.keys() & recorded_options.keys()):
         field = fields[name]
-        value = stored[name]
+        value = recorded_options[name]
         _refuse_other_kind(field, value, folder)
         if value == field.default or value in (None, "") or _may_travel(field, value):
-            taken[name] = value
+            options[name] = value
         elif isinstance(value, str):
             refused[name] = value
         else:
-            left.append(f"{name}={value}")
+            ignored_assignments.append(f"{name}={value}")
     refuse_named(refused, folder)
-    if left:
-        print(f"not taken over from the run of {folder}: {' '.join(left)}", flush=True)
-    return taken
+    if ignored_assignments:
+        print(f"not taken over from the run of {folder}: {' '.join(ignored_assignments)}", flush=True)
+    return options
 
 
 def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path) -> None:
@@ -115,8 +115,8 @@ def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
         return
     flags = []
     for name, value in refused.items():
-        shown = quote(printable(value[:SHOWN_CHARACTERS]))
-        flags.append(f"--{dashed(name)} {shown}")
+        value_text = quote(printable(value[:SHOWN_CHARACTERS]))
+        flags.append(f"--{dashed(name)} {value_text}")
     names = ", ".join(f"--{dashed(name)}" for name in refused)
     raise ConfigurationError(
         f"the run of {folder} used {' '.join(flags)}. A folder, which may be somebody else's, cannot name code to run, a "

@@ -27,8 +27,11 @@ _registered: set[str] = set()
 
 def secrets() -> dict[str, str]:
     """Return the secrets of this process's environment by name. A path that exists here is none (HF_TOKEN_PATH)."""
-    named = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name)}
-    return {name: value for name, value in named.items() if _may_be_secret(value)}
+    secret_values = {}
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and _may_be_secret(value):
+            secret_values[name] = value
+    return secret_values
 
 
 def register_secrets(values: Iterable[str]) -> None:

@@ -67,7 +67,7 @@ class WeightConfig(Section):
         "How weights travel to the engines: a name, or FILE.py:NAME of a `Transport` of your own. nccl needs GPUs.",
         "Cluster",
         choices="async_grpo.weights.config:TRANSPORTS",
-        own=True,
+        takes_file=True,
     )
     weight_folder: str = option(
         "",

@@ -170,7 +170,7 @@ def test_the_names_beside_those_of_other_libraries_are_options():
     assert len(named) > 30
     known = set()
     for field in dataclasses.fields(config_class("run")):
-        known.update(name.replace("_", "-") for name in (field.name, *field.metadata["also"]))
+        known.update(name.replace("_", "-") for name in (field.name, *field.metadata["aliases"]))
     assert named <= known
 
 
