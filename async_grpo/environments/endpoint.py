@@ -12,6 +12,7 @@ are ignored. A streamed answer is sent once it is complete, in the pieces that c
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -129,10 +130,20 @@ class AgentEndpoint:
             ) from error
         self._port = self._listener.sockets[0].getsockname()[1]
         if self._address_file is not None:
-            self._address_file.unlink(missing_ok=True)
-            # Whoever can read the file can take part in the run
-            self._address_file.touch(mode=0o600)
-            self._address_file.write_text(json.dumps({"base_url": self.base_url, "key": self.run_key}))
+            self._write_address(self._address_file)
+
+    def _write_address(self, path: Path) -> None:
+        """Write the address and the run's key for agents that are started elsewhere.
+
+        The file appears with its content, because agents wait for it. Nobody else can read it: with the key one can take
+        part in the run.
+        """
+        new_path = path.with_name(f".{path.name}.new")
+        new_path.unlink(missing_ok=True)
+        descriptor = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"base_url": self.base_url, "key": self.run_key}, file)
+        new_path.replace(path)
 
     async def close(self) -> None:
         """Stop listening; requests under way are cancelled."""

@@ -154,8 +154,7 @@ def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
 def _rewind_file(path: Path, step: int) -> None:
     kept_lines = []
     undone_lines = []
-    # `newline`, because the text of a sample may hold other ends of lines
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with path.open(encoding="utf-8") as file:
         for line in file:
             # The last line may have been cut short
             is_whole = line.endswith("\n")

@@ -224,12 +224,12 @@ def fetch(remote: str, path: str, target: Path) -> Path:
         if process.returncode == 0 and target.is_file():
             return target
         output = process.stderr.decode(errors="replace").strip() or "it said nothing"
-        reason = f"(exit code {process.returncode}): {output}"
+        reason = f" (exit code {process.returncode}): {output}"
     except OSError as error:
         reason = f": the program scp did not start ({error.strerror})"
     except subprocess.TimeoutExpired:
-        reason = f"within {FETCH_TIMEOUT_S} s"
-    raise RunFailed(f"scp could not fetch {remote}:{path} {reason}")
+        reason = f" within {FETCH_TIMEOUT_S} s"
+    raise RunFailed(f"scp could not fetch {remote}:{path}{reason}")
 
 
 def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.ndarray:

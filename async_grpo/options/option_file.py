@@ -10,7 +10,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import field_name, nearest, refuse
 from async_grpo.processes.untrusted_files import parse_json, read_text
 
-ROOMS = {folder.name for folder in Path(__file__).resolve().parents[1].iterdir() if folder.is_dir()}
+ROOMS = {path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__init__.py")}
 
 
 def read_options(

@@ -33,17 +33,24 @@ def interrupted_after(seconds: float, work: str) -> Iterator[None]:
             f"thread {threading.current_thread().name!r}: call it in the main thread, or in a process of its own"
         )
 
+    is_running = True
+
     def give_up(signum: int, frame: FrameType | None) -> None:
-        raise _TooSlow
+        # The signal may arrive after the block has ended, before the timer is off
+        if is_running:
+            raise _TooSlow
 
     begin = time.monotonic()
+    left_before_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
     handler = signal.signal(signal.SIGALRM, give_up)
-    left_before_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
+        is_running = False
     except _TooSlow as error:
         raise TimeoutError(f"{work} takes more than {seconds:g} s") from error
     finally:
+        is_running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left_before_s:

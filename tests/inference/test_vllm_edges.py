@@ -271,6 +271,22 @@ def test_the_draw_of_an_unfinished_prefill_can_be_taken_back_on_the_cpu():
     assert isinstance(batch.generators, cpu_generators.CpuGenerators)
 
 
+@on_the_cpu
+def test_a_preempted_request_keeps_its_place_in_its_seed_when_its_tokens_are_computed_again():
+    """In parts: each part makes a draw that is taken back, and must not lead back to the first draw of all."""
+    whole = draws(torch.Generator().manual_seed(5), 8)
+    batch, request = batch_of_one(seed=5, num_drawn=0)
+    batch.add_request(request)
+    assert draws(request.generator, 3) == whole[:3]
+    batch.remove_request("one")
+    index = batch.add_request(request)
+    for _ in range(2):  # parts of its tokens
+        draws(request.generator, 1)
+        gen = batch.generators.get(index)
+        gen.set_offset(gen.get_offset() - 4)
+    assert draws(request.generator, 5) == whole[3:]
+
+
 def test_this_vllm_still_takes_draws_back_by_an_offset_that_generators_of_the_cpu_lack():
     with pytest.raises(Exception, match="offset|implemented"):
         torch.Generator().get_offset()

@@ -1,5 +1,6 @@
 """A computation has the time that it is given; with no time left it does not begin."""
 
+import signal
 import threading
 import time
 
@@ -21,6 +22,22 @@ def test_a_block_that_does_not_end_is_interrupted():
     is_refused = pytest.raises(TimeoutError, match="the template takes more than 0.05 s")
     with is_refused, interrupted_after(0.05, "the template"):
         time.sleep(60)
+
+
+def test_a_signal_that_comes_as_the_block_has_just_ended_interrupts_nothing(monkeypatch):
+    set_timer = signal.setitimer
+
+    def set_late(timer: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        if seconds == 0:
+            signal.raise_signal(signal.SIGALRM)
+        return set_timer(timer, seconds, interval)
+
+    handler = signal.getsignal(signal.SIGALRM)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "setitimer", set_late)
+        with interrupted_after(60, "the template"):
+            pass
+    assert signal.getsignal(signal.SIGALRM) == handler
 
 
 def test_outside_the_main_thread_where_no_signal_arrives_the_block_does_not_begin():

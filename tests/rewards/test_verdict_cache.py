@@ -157,6 +157,25 @@ async def test_many_who_ask_the_same_at_once_share_one_call(tmp_path):
     await cache.close()
 
 
+async def test_who_asks_while_the_answer_is_being_written_makes_no_call_of_its_own(tmp_path, monkeypatch):
+    cache, journal = VerdictCache(tmp_path / "c.sqlite"), []
+    is_writing, may_end = asyncio.Event(), asyncio.Event()
+    keep = cache._keep
+
+    async def slow_keep(*arguments: Any) -> None:
+        is_writing.set()
+        await may_end.wait()
+        await keep(*arguments)
+
+    monkeypatch.setattr(cache, "_keep", slow_keep)
+    first = asyncio.create_task(cache.get_or_call("a:1", caller(answer(0.5), journal)))
+    await is_writing.wait()
+    second = await cache.get_or_call("a:1", caller(answer(0.25), journal))
+    may_end.set()
+    assert (await first)["reward"] == second["reward"] == 0.5 and len(journal) == 1
+    await cache.close()
+
+
 async def test_what_a_call_raises_reaches_all_who_wait_and_is_not_kept(tmp_path):
     cache, journal = VerdictCache(tmp_path / "c.sqlite"), []
     error = RuntimeError("the judge is ill")

@@ -16,7 +16,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 DRAWN = "drawn"  # extra argument of a request: number of tokens that another engine drew before, with the same seed
-# State of a request's generator before its first draw in this engine
+# State of a request's generator when the request was last added to a batch. A preempted request is added again
 BEGIN_STATES = WeakKeyDictionary[torch.Generator, torch.Tensor]()
 
 _add_request = InputBatch.add_request
@@ -28,8 +28,9 @@ def add_request_drawing_on(self: InputBatch, request: Any) -> int:
     Tokens that the other engine drew after its last report are drawn again.
     """
     generator = request.generator
-    if generator is not None and generator not in BEGIN_STATES:
+    if generator is not None:
         sampler = TopKTopPSampler("processed_logprobs")  # draws as the engine's own sampler does
+        # Taken out, so that the draws are made once, however often the request is added
         num_drawn = (request.sampling_params.extra_args or {}).pop(DRAWN, 0)
         for _ in range(num_drawn):
             logits = torch.zeros(1, self.vocab_size, device=generator.device)

@@ -23,8 +23,9 @@ _initialize = InputBatch.__init__
 class CpuGenerators(dict[int, torch.Generator]):
     """The generators of seeded requests in a batch.
 
-    The generator of an unfinished prefill returns to its initial state, because an unfinished prefill is always before the
-    first draw.
+    The draw of an unfinished prefill is taken back by the state that the generator had when the request was added to the
+    batch. This is right because a request is prefilled, or after its preemption computed again, before it makes its next
+    draw.
     """
 
     def get(self, index: int, default: Any = None) -> Any:

@@ -87,17 +87,19 @@ class VerdictCache:
             self.counts["misses"] += 1
             answer = await call()
             text = json.dumps(answer)
-            outcome.set_result(text)
         except Exception as error:
             outcome.set_exception(error)
             # Marks the error as retrieved; asyncio would log it if no other caller waits
             outcome.exception()
             raise
+        else:
+            outcome.set_result(text)
+            # Callers find the call until its entry is in the file. In between, one would make a second call
+            await self._keep(key, text, answer)
         finally:
             del self._calls[key]
             # Has an effect only if this caller was cancelled: the first of the waiting callers takes over
             outcome.cancel()
-        await self._keep(key, text, answer)
         return answer
 
     async def _keep(self, key: str, text: str, answer: Answer) -> None:

@@ -42,7 +42,8 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
     config = vf.resolve_env_config(merged)
     roles = {role: agent for role, agent in config if isinstance(agent, vf.AgentConfig)}
     if len(roles) != 1:
-        raise ValueError(f"it has the roles {', '.join(roles)}: only one can be trained")
+        names = ", ".join(roles) or "none"
+        raise ValueError(f"exactly one role can be trained, and it has these: {names}")
     ((role, agent),) = roles.items()
     # A retry would add its turns to the same trajectory
     changes: dict[str, Any] = {"retries": vf.RetryConfig()}
