@@ -88,7 +88,7 @@ class RunMetrics:
         return np.array([_number(step.get(key)) for step in self.steps])
 
     def series(self, *keys: str) -> np.ndarray:
-        """Return the values of K keys, shape (K, T), at the steps that have all keys. NaN replaces other than finite numbers."""
+        """Return the values of K keys, shape (K, T), at the steps that have all keys; NaN stands for non-finite values."""
         steps = [step for step in self.steps if step.keys() >= set(keys)]
         return np.array([[_number(step[key]) for step in steps] for key in keys])
 
@@ -268,8 +268,8 @@ def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.n
 def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
     """Return the progress of the run after each step, shape (T,).
 
-    "tokens" counts the tokens that the engines generated. "seconds" and "gpu-hours" leave out times during which the run
-    was stopped.
+    "tokens" counts the tokens that the engines generated. "seconds" and "gpu-hours" leave out times at which
+    the run was stopped.
 
     Args:
         run: The run.
