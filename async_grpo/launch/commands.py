@@ -168,7 +168,7 @@ def config_class(name: str) -> Any:
 
 
 def foreign_keys() -> set[str]:
-    """Return all names that a configuration file may contain: options of `run` and `worker`, and facts of a run."""
+    """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run."""
     # Imported here, because `async-grpo --help` needs none of the configurations
     from async_grpo.config.run import FACTS
 

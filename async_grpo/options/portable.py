@@ -1,7 +1,7 @@
 """Take over options from another run's folder, but none that could name code, a command or an address.
 
-`async-grpo eval` and `replay` read a checkpoint's manifest or a run's parameters. They take the options that the user
-does not give from there. The folder is untrusted, because it may come from anybody. The definition of an option says
+`async-grpo eval` reads a checkpoint's manifest, and `replay` a run's parameters. Options that the user does not give
+are taken from that file. The folder is untrusted, because it may come from anybody. The definition of an option says
 whether it is `portable`; by default it is not. Text options that are not portable could name code, a command or an
 address, so the user must give them.
 """

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TextIO
 from urllib.parse import quote, quote_plus
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# Shorter values count as no secrets, such as the "false" of TOKENIZERS_PARALLELISM, or the "1" of a switch. Otherwise,
-# every "false" or "1" in a text would be replaced by the mask
+# Shorter values are not treated as secrets, such as the "false" of TOKENIZERS_PARALLELISM, or the "1" of a switch.
+# Otherwise, every "false" or "1" in a text would be replaced by the mask
 SHORTEST_CHARACTERS = 8
 # In a secret of several lines, such as a private key, each line of at least this length is a secret of its own
 SHORTEST_LINE_CHARACTERS = 16
