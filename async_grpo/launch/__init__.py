@@ -1,1 +1,1 @@
-"""Programs that start a run or parts of it, the demo, judge servers, and the other commands that need a machine."""
+"""Commands that start a run, its parts, the demo or judge servers, and commands that check or evaluate."""

@@ -16,7 +16,7 @@ from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
 DAY_S = 86_400.0
 MEGABYTE = 2**20
-# A run that writes locks the file for milliseconds. Something that copies it may hold the lock for longer
+# Seconds to wait for a locked cache. A run that writes holds the lock for milliseconds, a backup program for longer
 BUSY_S = 30.0
 _cache = partial(option, panel="Cache")
 
@@ -25,7 +25,9 @@ _cache = partial(option, panel="Cache")
 class CacheConfig(Section):
     """Options of `async-grpo cache`."""
 
-    path: str = required("File that --verdict-cache of a run named.", "Cache", argument=True)
+    path: str = required(
+        "The cache: the file that was given to --verdict-cache of a run.", "Cache", argument=True
+    )
     prune_older_than_days: float | None = _cache(
         None, "Delete the entries that were last used more than this number of days ago.", range=NOT_NEGATIVE
     )
@@ -34,7 +36,7 @@ class CacheConfig(Section):
     )
     max_mb: float | None = _cache(
         None,
-        "Size in MiB down to which the longest unused entries are deleted after that. By default there is no limit.",
+        "Largest size of the cache in MiB; beyond it, the least recently used entries are deleted. Default: no limit.",
         range=NOT_NEGATIVE,
     )
 

@@ -1,4 +1,4 @@
-"""The commands by name, and `run_program`, by which `__main__` and the programs that torchrun starts run one."""
+"""All commands by name, `typer_command` for `__main__`, and `run_program` for `launch.trainer` and `launch.worker`."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,8 +21,8 @@ class Command(NamedTuple):
     module: str
     help: str
     panel: str
-    config: str = ""  # dataclass of its options; without one, the module has a Typer app
-    run: str = ""  # function that takes the configuration
+    config: str = ""  # name of the dataclass of its options; "" if the module defines a Typer app instead
+    run: str = ""  # name of the function that takes the configuration and runs the command
 
 
 COMMANDS = {
@@ -42,21 +42,21 @@ COMMANDS = {
     ),
     "train": Command(
         "async_grpo.launch.trainer",
-        "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.launch.trainer.",
+        "Train on an existing Ray cluster with one rank; for more ranks use torchrun -m async_grpo.launch.trainer.",
         RUN,
         config="RunConfig",
         run="run",
     ),
     "worker": Command(
         "async_grpo.launch.worker",
-        "Run one generation or logprob worker on a Ray cluster that runs already.",
+        "Run one generation or logprob worker on an existing Ray cluster.",
         RUN,
         config="WorkerConfig",
         run="run",
     ),
     "replay": Command(
         "async_grpo.launch.replay",
-        "Train again from what a run with --record was trained on: replay RUN [--from-step K] [options].",
+        "Train again on the samples that a run with --record stored: replay RUN [--from-step K] [options].",
         RUN,
         config="ReplayConfig",
         run="replay",
@@ -96,7 +96,8 @@ COMMANDS = {
     ),
     "doctor": Command(
         "async_grpo.launch.doctor",
-        "Try all that can be tried before a run: doctor [run.toml] [options of run]. Exit code 2 if one could not work.",
+        "Check everything that can be checked before a run: doctor [run.toml] [options of run]. Exit code 2 if the run "
+        "could not work.",
         CHECK,
         config="DoctorConfig",
         run="doctor",
@@ -135,7 +136,7 @@ COMMANDS = {
 
 
 def typer_command(name: str) -> Any:
-    """Return the command of that name, with its options, for Typer."""
+    """Import the module of a command, and return the Typer command with its options."""
     command = COMMANDS[name]
     module = _imported(command.module)
     if not command.config:
@@ -156,7 +157,7 @@ def typer_command(name: str) -> Any:
 
 
 def run_program(name: str, argv: Sequence[str] | None = None) -> None:
-    """Run the command of that name with `argv` (default: the program's own), and exit."""
+    """Run the command of that name with the arguments `argv`, and exit. None takes the arguments of this process."""
     run_app(typer_command(name), argv, f"async-grpo {name}")
 
 
@@ -167,8 +168,8 @@ def config_class(name: str) -> Any:
 
 
 def foreign_keys() -> set[str]:
-    """Return the option names that a configuration file may hold for programs other than the one that reads it."""
-    # Imported late, because `async-grpo --help` needs none of the configurations
+    """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run."""
+    # Imported here, because `async-grpo --help` needs none of the configurations
     from async_grpo.config.run import FACTS
 
     names = set(FACTS)
@@ -179,14 +180,15 @@ def foreign_keys() -> set[str]:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import a module. If a library that it needs is missing or broken, exit with the cause in one line."""
+    """Import a module. If a library that the module needs is missing or broken, exit with a message of one line."""
     try:
         return import_module(module)
     except ImportError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        # A torchvision that was built for another torch breaks the import of transformers. Nothing here needs it
+        # A torchvision that was built for another torch breaks the import of transformers. Nothing here needs
+        # torchvision
         is_torchvision_broken = "torchvision" in str(cause)
         way_out = "see README.md"
         if is_torchvision_broken:

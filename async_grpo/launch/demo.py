@@ -44,19 +44,20 @@ TASKS: dict[str, dict[str, Any]] = {
         "eval_samples": 2,
         "environment": "guess",
         "max_tokens_per_gpu": 8192,
-        "max_generation_tokens": 100,  # of all turns together, including the game's replies
+        "max_generation_tokens": 100,  # limit of all turns together, including the game's replies
         "max_turn_tokens": 6,
         "learning_rate": 1.5e-3,
     },
 }
-MARK = ".async-grpo-demo"  # name of the file that marks a folder as a demo's, which the next demo may empty
+# A folder with a file of this name belongs to a demo, and the next demo may empty it
+MARK = ".async-grpo-demo"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Section):
     """Options of `async-grpo demo`."""
 
-    seed: int = option(37, "Seed of everything that is random.", "Demo")
+    seed: int = option(37, "Seed of all random choices.", "Demo")
     output_dir: str = option("runs/demo", "Folder of the demo; an earlier demo in it is replaced.", "Demo")
     environment: str = option(
         COUNTDOWN,
@@ -67,7 +68,8 @@ class DemoConfig(Section):
     steps: int = option(90, "Number of optimizer steps.", "Demo", range=POSITIVE)
     max_staleness: int = option(
         1,
-        "Optimizer steps by which a trained token's policy may be older than the current policy; 0 trains on-policy.",
+        "Largest number of optimizer steps between the policy that generated a token and the policy that trains on it; "
+        "0 trains on-policy.",
         "Demo",
         range=NOT_NEGATIVE,
     )
@@ -77,7 +79,7 @@ def demo(config: DemoConfig) -> None:
     """Train the model, evaluate it before and after, and write pictures, samples and a checkpoint.
 
     Raises:
-        AsyncGrpoError: As `run_locally` does.
+        AsyncGrpoError: The run failed; see `run_locally`.
     """
     from async_grpo.observe.plot import plot
 

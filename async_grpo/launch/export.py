@@ -25,11 +25,11 @@ class ExportConfig(Section):
 
 
 def export(config: ExportConfig) -> Manifest:
-    """Write the model, and return the checkpoint's manifest.
+    """Write the model of a checkpoint, and return the checkpoint's manifest.
 
     Raises:
         ConfigurationError: There is no complete checkpoint, or the output folder exists.
-        CheckpointBroken: The checkpoint's model is not the one that its manifest names.
+        CheckpointBroken: The checkpoint's weights are not those that its manifest describes.
     """
     target = Path(config.output_dir)
     refuse(target.exists(), f"--output-dir {target} exists: choose another folder")

@@ -28,7 +28,7 @@ from async_grpo.training.checkpoint_folder import checkpoints_of
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 Field = dataclasses.Field[Any]
-# Options that are arguments of `train` with another name
+# Options that `train` takes as arguments under other names
 ARGUMENTS = {"model_name_or_path": "model", "data_path": "dataset", "eval_data_path": "eval_dataset"}
 DEFAULT_PICTURE = "training.svg"
 
@@ -39,14 +39,14 @@ class TrainResult:
 
     output_dir: Path
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)  # one dict per step
-    # One per evaluation and file, with keys `eval_...`
+    # One dict per evaluation and evaluation file, with keys `eval_...`
     evaluations: list[dict[str, Any]] = dataclasses.field(repr=False)
-    checkpoints: list[Path]  # from which the run can continue, the oldest first
+    checkpoints: list[Path]  # folders from which the run can continue, oldest first
     model: Path | None  # the newest exported model, a Hugging Face folder; None if there is none
 
     @classmethod
     def read(cls, output_dir: str | Path) -> "TrainResult":
-        """Read the folder of a run. The run may be in progress, and `async-grpo run` may have started it."""
+        """Read the output folder of a run. The run may still be in progress. `async-grpo run` may have started it."""
         folder = Path(output_dir)
         models = [path for path in (folder / "hf_format").glob("samples_*") if path.name[8:].isdecimal()]
         return cls(
@@ -62,7 +62,8 @@ class TrainResult:
 
         Args:
             path: Path of the picture (.svg, .png, .pdf, .html). The default is `training.svg` in the output folder.
-            keys: Keys of `metrics`, one for each subplot. The default is reward, best reward of each group, tokens, KL.
+            keys: Keys of `metrics`, one for each subplot. The default is evaluations, reward, and some
+                other keys that change during the run (see `observe.plot`).
 
         Returns:
             The picture's path.
@@ -100,22 +101,23 @@ def train(
 
     Args:
         model: A Hugging Face folder.
-        dataset: The questions: the path of a JSONL file, or anything that yields dicts (a list, a `datasets.Dataset`). Each
-            dict has `prompt`, a text or a list of messages, and the columns that the rewards read. Pass "environment" if
-            the environment makes the rows.
+        dataset: The questions: the path of a JSONL file, or anything that yields dicts (a list, a `datasets.Dataset`).
+            Each dict has `prompt`, a text or a list of messages, and the columns that the rewards read. Pass
+            "environment" if the environment makes the rows.
         reward_fns: Names of the registry ("math_verify"), `FILE.py:NAME`, and functions. A function takes one sample, a
-            dict, and returns a number or a dict (docs/rewards.md). A function with an argument `completions` is called as
-            TRL calls it, with one sample at a time (see `rewards.adapter.trl_signature`). Functions, including closures
-            and lambdas, are pickled and run in separate processes. A run that continues uses the functions of this call.
+            dict, and returns a number or a dict (docs/rewards.md). A function with an argument `completions` is called
+            as TRL calls it, with one sample at a time (see `rewards.adapter.trl_signature`). Functions, including
+            closures and lambdas, are pickled and run in separate processes. A run that continues uses the functions of
+            this call.
         eval_dataset: Held-out questions, in the same form as `dataset`; or a dict of several data sets by name.
         output_dir: Folder of metrics, logs, checkpoints and models.
         options: Any option of `async-grpo run`, with underscores; lists and dicts as in a TOML file. `ray_address`
-            joins a cluster.
+            joins an existing Ray cluster.
 
     Raises:
         ConfigurationError: An option or an input cannot work. Nothing was started.
-        RunFailed: A program of the run ended before its time. The message names the program and the reason.
-        WorkerLost: A worker of the run ended before its time. The message names the worker and the reason.
+        RunFailed: A program of the run ended unexpectedly. The message names the program and the reason.
+        WorkerLost: A worker of the run ended unexpectedly. The message names the worker and the reason.
         RunInterrupted: `max_hours` have passed, and a checkpoint was saved. The same call continues the run.
         KeyboardInterrupt: The run was interrupted. The message says whether a checkpoint was saved.
     """
@@ -142,7 +144,7 @@ def _claimed_config(
 
     The output folder is claimed: until `release`, no other process can start a run in it.
     """
-    # A wrong option must be refused before anything is written, so placeholders stand for the inputs at first
+    # Options are checked before anything is written. Until the input files exist, placeholders take their places
     values = {**values, "model_name_or_path": model, "data_path": "dataset", "output_dir": str(output_dir)}
     placeholders = {"reward_fns": "countdown"}
     if eval_dataset is not None:
@@ -179,7 +181,7 @@ def _as_path(value: Any, name: str) -> str:
 
 
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, and those of the defaults that are not among them, in any spelling."""
+    """Return the options, completed by the defaults of all options that are not given in any spelling."""
     fields = fields_in_order(LocalConfig)
     names = {field_name(spelling, fields) for spelling in options}
     missing = {name: value for name, value in defaults.items() if name not in names}
@@ -187,7 +189,7 @@ def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 
 def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by the names of their fields, with values of the fields' types.
+    """Return the values of options by field name, converted to the types of the fields.
 
     Raises:
         ConfigurationError: An option is unknown, is given twice, or has a value of a wrong type.
@@ -211,7 +213,7 @@ def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(field: Field, value: Any) -> Any:
-    """Return the value that the command line would make of a text or of a Python value.
+    """Convert a text or a Python value to the type of an option's field.
 
     Raises:
         ConfigurationError: The value has a wrong type.
@@ -264,7 +266,7 @@ def _config(values: Mapping[str, Any]) -> LocalConfig:
 
 @contextmanager
 def _console_of_a_command(level: str) -> Iterator[None]:
-    """Set up the library's log as the commands do, with secrets hidden, and restore the program's own setup at the end."""
+    """Log as the commands do, with secrets hidden, and restore the program's own logging and hooks at the end."""
     log = logging.getLogger("async_grpo")
     handlers = log.handlers
     propagates = log.propagate

@@ -20,7 +20,7 @@ _judge = partial(option, panel="Judge")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJudge(RewardConfig):
-    """Options of rewards, and of a model that `async-grpo run` serves for the judges of the registry file."""
+    """Options of rewards, and of the judge model that `async-grpo run` serves for them."""
 
     judge_model: str | None = _judge(
         None,
@@ -66,7 +66,7 @@ class LocalJudge(RewardConfig):
 
 
 def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
-    """Yield the options of the judge that cannot work, each with the reason.
+    """Yield the names of the judge's options that cannot work, each with the reason.
 
     Args:
         config: The options.
@@ -82,7 +82,7 @@ def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
         yield "judge_urls", "stands beside --judge-model: leave one of the two out"
     if not Path(config.judge_model).is_dir():
         yield "judge_model", "is no folder here"
-    # With the id of an invisible GPU, a server could take a GPU that another user works on
+    # An invisible GPU is refused, because another user may work on it
     invisible_gpus = [repr(gpu) for gpu in config.shared_gpus if gpu not in visible_gpus]
     if invisible_gpus:
         explanation = "for there is none: leave it out, and the CPU serves"
@@ -96,7 +96,7 @@ def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
 
 @contextmanager
 def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
-    """Run the judge's servers, and yield the options with which the run's judges find them.
+    """Run the judge's servers, and yield the options that tell the run's judges the addresses.
 
     Without `--judge-model` no server is started, and the options are empty.
 
@@ -130,7 +130,8 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         sleep_mode=config.judge_idle_sleep_s is not None,
     ) as server:
         if server.sleep_mode:
-            server.sleep()  # otherwise programs that share its GPUs would have no memory to start with
+            # An awake server would leave too little memory for other programs on its GPUs to start
+            server.sleep()
         yield {"judge_urls": ",".join(server.urls), "judge_model_id": folder_id(config.judge_model)}
 
 

@@ -21,7 +21,9 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     ray_address: str = option(
         "", "Address of a Ray cluster to join. By default the run starts a cluster of its own.", "Local"
     )
-    dry_run: bool = option(False, "Only print what would be done; write and start nothing.", "Local")
+    dry_run: bool = option(
+        False, "Print what the run would do, without writing or starting anything.", "Local"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,7 +34,8 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         )
         visible_gpus = gpus()
         refuse_broken(self, broken_judge(self, visible_gpus))
-        num_worker_gpus = 0  # workers of a cluster that the run joins use the GPUs of that cluster
+        # If the run joins a Ray cluster, its workers use the GPUs of that cluster, and none of this machine
+        num_worker_gpus = 0
         if not self.ray_address:
             num_worker_gpus = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
         num_needed_gpus = self.nproc_per_node + num_worker_gpus + self.judge_gpus_alone

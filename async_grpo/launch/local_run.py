@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
 RAY_START_S = 90.0
-SHUTDOWN_TIMEOUT_S = 30.0  # for the workers, once the trainer has ended
-# torchrun's report of a rank that refused its options
+SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer
+# Matches torchrun's report of a rank that refused an option or an input
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ def run_locally(config: LocalConfig) -> None:
 
     Raises:
         ConfigurationError: An option or a file is wrong. Nothing was started.
-        RunFailed: A program ended before its time. The message names the program and the reason.
-        WorkerLost: A worker ended before its time. The message names the worker and the reason.
-        RunInterrupted: The trainer saved a checkpoint and ended in order, before the last step.
+        RunFailed: A program ended unexpectedly. The message names the program and the reason.
+        WorkerLost: A worker ended unexpectedly. The message names the worker and the reason.
+        RunInterrupted: The trainer saved a checkpoint and ended before the last step.
         KeyboardInterrupt: The run was interrupted, and no checkpoint was saved.
     """
     prepared = check(config)
@@ -80,7 +80,8 @@ def check(config: LocalConfig) -> "Prepared":
     cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
     refuse(importlib.util.find_spec("vllm") is None, f"vLLM is not installed here: {cure}")
     log.info("checking model, data and rewards")
-    os.environ.update(compile_cache())  # torch would choose a folder in /tmp when it is imported
+    # Set before torch is imported, because torch would choose a folder in /tmp
+    os.environ.update(compile_cache())
     from async_grpo.config.preflight import prepare  # imports torch and transformers
 
     if is_file(config.engine):
@@ -92,14 +93,15 @@ def check(config: LocalConfig) -> "Prepared":
 
 
 def start(config: LocalConfig, evaluator: Sequence[str] = ()) -> None:
-    """Run all programs of the run in an output folder that `claim` has made.
+    """Start all programs of a run, and wait for the end of the run. The output folder must have been claimed (`claim`).
 
     Args:
         config: The run's options.
-        evaluator: Command of a program that runs instead of the trainer and has no checkpoint to save.
+        evaluator: Command of a program that runs instead of the trainer, without saving checkpoints. () runs the
+            trainer.
 
     Raises:
-        AsyncGrpoError: As `run_locally` does.
+        AsyncGrpoError: The run failed; see `run_locally`.
     """
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
@@ -125,7 +127,7 @@ def start(config: LocalConfig, evaluator: Sequence[str] = ()) -> None:
 
 
 def _interrupt(number: int, _: Any) -> None:
-    """Handle SIGTERM and SIGHUP as Python handles Ctrl-C: the run saves a checkpoint and ends in order."""
+    """Handle SIGTERM and SIGHUP as Python handles Ctrl-C, so that the run saves a checkpoint before it ends."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
@@ -174,12 +176,12 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
         config: The run's options.
         supervisor: The supervisor of the run's programs.
         trainer: The trainer, or the program that runs instead of it.
-        can_save: An interrupt gives the program `--grace-s` seconds to save a checkpoint.
+        can_save: Whether an interrupt gives the program `--grace-s` seconds to save a checkpoint.
 
     Raises:
         ConfigurationError: The trainer refused an option or an input.
         RunFailed: The trainer failed.
-        RunInterrupted: The trainer saved a checkpoint and ended in order, before the last step.
+        RunInterrupted: The trainer saved a checkpoint and ended before the last step.
     """
     start_time = time.time()
 
@@ -209,17 +211,18 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
 
 
 def _raise_if_saved(config: LocalConfig, start_time: float) -> None:
-    """Raise RunInterrupted if the trainer has saved a checkpoint since `start_time` and ended in order."""
+    """Raise RunInterrupted if a checkpoint was saved after `start_time` that tells why the trainer ended early."""
     for folder in checkpoints_of(config.output_path)[:1]:
         if folder.stat().st_mtime >= start_time and (reason := read(folder).ended):
             raise RunInterrupted(f"{reason}: saved in {folder}; the same command goes on from there")
 
 
 def worker_commands(config: LocalConfig) -> list[list[str]]:
-    """Return the command lines of all workers, each of which reads its options from the run's parameters."""
+    """Return the command lines of all workers. Workers read their options from the run's parameters file."""
     node = "here"
     if config.ray_address:
-        node = "gpu" if gpus() else "any"  # other nodes, because the GPUs here belong to the trainer
+        # Workers use GPUs of other nodes, because the GPUs of this machine belong to the trainer
+        node = "gpu" if gpus() else "any"
     worker = [sys.executable, "-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
     generation_commands = [[*worker, "--mode=generation"]] * config.generation_workers
     logprob_commands = [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
@@ -239,5 +242,5 @@ def trainer_command(config: LocalConfig, scratch: Path) -> list[str]:
 
 
 def parameters(config: LocalConfig) -> str:
-    """Return the option that names the file of the run's parameters."""
+    """Return the option `--config` with the path of the run's parameters file."""
     return f"--config={(config.output_path / PARAMS_FILE).resolve()}"

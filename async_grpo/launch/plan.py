@@ -1,4 +1,4 @@
-"""Estimates of a run's processes, memory, disk space and time, compared with what the machine has, within a second."""
+"""Estimate a run's processes, memory, disk space and time within a second, and compare them with the machine."""
 
 import math
 import resource
@@ -31,12 +31,12 @@ ERROR = "error"  # no run can work in this state
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY_BYTES = GIB // 4  # with less, Ray stores all objects on the disk
-# A process of Ray opens one file for each process and each connection
+# Limits of open files in a process that lead to a warning or an error: Ray opens a file for each process and connection
 FEW_FILES = 4096
 TOO_FEW_FILES = 256
-# What `cards` may raise; ValueError if nvidia-smi prints a word in place of a number
+# Errors of `cards`, and ValueError where nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
-NUM_PACE_STEPS = 20  # steps whose median is the expected time of a step
+NUM_PACE_STEPS = 20  # number of past steps whose median time is the expected time of a step
 NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     name: str
     level: str
     found: str
-    cure: str = ""  # shown unless the level is OK
+    cure: str = ""  # advice, shown unless the level is OK
 
 
 def show(findings: Iterable[Finding]) -> None:
@@ -61,13 +61,13 @@ def show(findings: Iterable[Finding]) -> None:
 
 
 def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
-    """Check limits, disk and memory.
+    """Check open files, shared memory, disk space and memory.
 
     Raises:
         ConfigurationError: Weights of the model are missing, or are stored as pickles.
     """
     num_parameters = parameters_of(Path(config.model_name_or_path))
-    package_bytes = 2 * num_parameters  # as in bfloat16
+    package_bytes = 2 * num_parameters  # size of all weights in bfloat16
     return [
         *limits(package_bytes),
         disk(config, num_parameters),
@@ -88,9 +88,9 @@ def parameters_of(folder: Path) -> int:
 
 
 def limits(package_bytes: int = 0) -> Iterator[Finding]:
-    """Check the number of open files, and the shared memory for three copies of the weights.
+    """Check the limit of open files, and that three copies of the weights fit into the shared memory.
 
-    Two copies may be on their way to the engines while the next one is made.
+    Two copies may be on their way to the engines while the trainer makes the next one.
 
     Args:
         package_bytes: Size of one copy of the weights.
@@ -112,7 +112,7 @@ def limits(package_bytes: int = 0) -> Iterator[Finding]:
 
 
 def disk(config: LocalConfig, num_parameters: int) -> Finding:
-    """Check the disk space for all checkpoints and models that the run will keep, and for the checkpoint it is writing."""
+    """Check the disk space for all models and checkpoints that the run keeps, and for one that is being written."""
     place = nearest_folder(config.output_path)
     checkpoint_bytes = 12 * num_parameters  # float32 weights and both moments of Adam
     model_bytes = 2 * num_parameters  # bfloat16
@@ -137,14 +137,14 @@ def disk(config: LocalConfig, num_parameters: int) -> Finding:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the folder itself, or the first folder above it that exists."""
+    """Return the folder itself if it exists, else its nearest parent that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def cards() -> list[list[str]]:
     """Return name, MiB in total, MiB free and driver of each visible GPU, as nvidia-smi prints them.
 
-    nvidia-smi is asked because CUDA itself would allocate memory on each GPU.
+    nvidia-smi is used, because a query through CUDA would allocate memory on each GPU.
 
     Raises:
         OSError: nvidia-smi is not installed.
@@ -168,7 +168,7 @@ def cards() -> list[list[str]]:
 def roles(
     config: LocalConfig, prepared: "Prepared", num_parameters: int
 ) -> Iterator[tuple[str, int, int, float]]:
-    """Yield the estimated memory of all processes but those of the rewards.
+    """Yield the estimated memory of all processes, except the processes of rewards.
 
     The formulas are explained in docs/operations.md, "Before a week is spent". Allocators need somewhat more memory.
 
@@ -178,7 +178,7 @@ def roles(
         num_parameters: Number of the model's parameters.
 
     Yields:
-        Name of the process, number of such processes, GPUs of each, and bytes of each.
+        Name of a kind of process, number of such processes, GPUs of each process, and bytes of each process.
     """
     from async_grpo.modeling.load import load_config, torch_dtype
 
@@ -187,14 +187,14 @@ def roles(
     dtype_bytes = torch_dtype(settings.dtype).itemsize
     num_ranks = config.nproc_per_node
 
-    # An engine: weights, and keys and values of the sequences that it generates at once
+    # An engine: weights, and the KV cache of the sequences that it generates at once
     token_cache_bytes = kv_cache_bytes(model, dtype_bytes)
     sequences_per_engine = math.ceil(settings.samples_in_flight / config.generation_workers)
     num_sequences = min(config.max_num_seqs or 1024, sequences_per_engine)
     cache_bytes = num_sequences * settings.max_total_tokens * token_cache_bytes
     engine_bytes = dtype_bytes * num_parameters + (cache_bytes if gpus() else cpu_kv_cache())
 
-    # Three float32 tensors as large as a chunk's logits, and the gradient of the head
+    # The computation of log-probs: three float32 tensors as large as a chunk's logits, and the gradient of the head
     chunk_tokens = min(config.logprob_chunk_size, config.max_tokens_per_gpu)
     head_bytes = 4 * settings.vocab_size * (3 * chunk_tokens + model.hidden_size)
 
@@ -227,15 +227,15 @@ def _token_activation_bytes(config: LocalConfig, model: Any, dtype_bytes: int) -
     all_layers_bytes = layers * dtype_bytes * (16 * width + 4 * inner_width)
     all_layers_bytes += 2 * kv_cache_bytes(model, dtype_bytes)
     if config.gradient_checkpointing:
-        # The inputs of all layers, and everything of the one layer that is recomputed
+        # The inputs of all layers, and all activations of the one layer that is being recomputed
         return layers * dtype_bytes * width + all_layers_bytes // layers
     return all_layers_bytes
 
 
 def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> Iterator[Finding]:
-    """Compare the estimated memory of each process with the memory that is there.
+    """Compare the estimated memory of each process with the available memory.
 
-    The findings are at most warnings, because the estimates are rough.
+    The findings are warnings and never errors, because the estimates are rough.
     """
     cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, --cpu-offload, or more ranks or engines"
     free_bytes = psutil.virtual_memory().available
@@ -264,7 +264,7 @@ def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> It
 
 
 def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
-    """Yield what `run` would do: where, how many samples and steps, and how long it takes."""
+    """Yield what `run` would do: folder, steps, samples, staleness, and the expected time."""
     settings = prepared.settings
     step = prepared.resumed.step if prepared.resumed else 0
     step_samples = config.samples_per_step

@@ -20,14 +20,13 @@ INHERITED = """
     GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS
 """.split()
 INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
-# The longest path of a socket below Ray's folder. A process id has at most 7 digits
+# The longest path of a socket relative to Ray's folder. A process id has at most 7 digits
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-MAX_SOCKET_BYTES = 107  # unix(7): `sun_path` without its last byte
-MIN_PORT = 20_000  # Ray's workers use ports below
+MAX_SOCKET_BYTES = 107  # longest path of a socket on Linux, in bytes (see unix(7))
+MIN_PORT = 20_000  # Ray's workers use lower ports
 END_OF_PORTS = 32_768  # Linux assigns ports from here on to outgoing connections
-LARGE_MODEL_BYTES = (
-    32 << 20
-)  # from this size on, more than one thread speeds up a rank (docs/log.md, 2026-11-22)
+# A rank with a larger model is faster with more than one thread (docs/log.md, 2026-11-22)
+LARGE_MODEL_BYTES = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -36,7 +35,7 @@ def ray_command(address: str, scratch: Path) -> list[str]:
 
     Args:
         address: `host:port` of the head node.
-        scratch: Private folder. Ray's own folder lies inside it, because Ray makes its folder accessible to all users.
+        scratch: Private folder that contains Ray's folder, because Ray makes its own folder accessible to all users.
     """
     host, port = address.split(":")
     folder = ray_folder(scratch)
@@ -55,7 +54,7 @@ def ray_command(address: str, scratch: Path) -> list[str]:
         "--disable-usage-stats",
         f"--node-ip-address={host}",
         f"--port={port}",
-        # The server of Ray Client cannot be turned off, and another run may use its default port 10001
+        # Ray always starts its Ray Client server, whose default port 10001 may be in use by another run
         f"--ray-client-server-port={free_port(apart_from=int(port))}",
         "--include-dashboard=false",
         "--no-monitor",
@@ -64,7 +63,7 @@ def ray_command(address: str, scratch: Path) -> list[str]:
 
 
 def ray_folder(scratch: Path) -> Path:
-    """Return the folder of Ray's sessions."""
+    """Return the folder in which Ray keeps its sessions, logs and sockets."""
     return scratch / "ray"
 
 
@@ -83,11 +82,11 @@ def check_socket_names(scratch: Path) -> None:
 
 
 def torchrun_command(ranks: int, scratch: Path) -> list[str]:
-    """Return torchrun's command for ranks of this machine, which find each other by files in `scratch`.
+    """Return the torchrun command for ranks on this machine. The ranks find each other through files in `scratch`.
 
-    The program also needs the variables of `torchrun_environment`. Files are used because with an address torchrun
-    would listen on all interfaces, and everybody who reaches its store could read and change the ranks' addresses
-    without a key.
+    The command also needs the variables of `torchrun_environment`. With a network address instead of files, torchrun
+    would listen on all interfaces, and anyone who reaches its store could read and change the ranks' addresses without
+    a key.
     """
     return [
         sys.executable,
@@ -97,13 +96,13 @@ def torchrun_command(ranks: int, scratch: Path) -> list[str]:
         "--rdzv-backend=c10d",
         "--rdzv-conf=store_type=file",
         f"--rdzv-endpoint={scratch / 'torchrun-store'}",
-        f"--log-dir={scratch / 'torchrun-logs'}",  # the default is a folder in /tmp that nobody deletes
+        f"--log-dir={scratch / 'torchrun-logs'}",  # by default torchrun makes a folder in /tmp that nobody deletes
     ]
 
 
 def torchrun_environment(scratch: Path) -> dict[str, str]:
-    """Return the variables with which torchrun opens no TCP store and the ranks use a file instead."""
-    ranks_store = str(scratch / "ranks-store")  # see training/distributed.py
+    """Return the variables that make torchrun and the ranks use a file instead of a TCP store."""
+    ranks_store = str(scratch / "ranks-store")  # read in training/distributed.py
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ASYNC_GRPO_RANKS_STORE": ranks_store}
 
 
@@ -112,51 +111,51 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
 
     Args:
         ray_address: The Ray cluster to join. "" stands for a private cluster on a free port of the loopback interface.
-        trainer_gpus: Number of GPUs for the trainer, which gets the first ones.
+        trainer_gpus: Number of GPUs for the trainer. They are the first ones.
         ray_is_up: A file. The programs wait until it exists before they connect to a private cluster.
         logs: Folder into which the actors of a private cluster write their logs.
     """
     variables = {
         "RAY_ADDRESS": ray_address or f"{LOOPBACK}:{free_port()}",
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would compete for the cores
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more threads would compete for the cores
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
     if (PACKAGE_PARENT / "pyproject.toml").exists():
-        # The package runs from a checkout, which need not be installed
+        # The package runs from a checkout that need not be installed, so the programs need its path
         paths = [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     variables |= compile_cache()
-    # PyTorch keeps compiled headers in the folder of temporary files, which belongs to the run: each run would compile
-    # them again, which takes seconds
+    # Precompiled headers are off: PyTorch keeps them in the folder of temporary files, which belongs to the run, so
+    # each run would spend seconds on compiling them again
     headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
     variables[headers] = os.environ.get(headers, "0")
     if not ray_address:
-        # Ray would otherwise use the network's address instead of 127.0.0.1, and listen on all interfaces
+        # Without this, Ray would replace 127.0.0.1 by the machine's network address, and listen on all interfaces
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables["RAY_AUTH_MODE"] = "token"
         variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        # `cluster/ray_session.py` reads these two
+        # `cluster/ray_session.py` and `options/log_setup.py` read these two variables
         variables["ASYNC_GRPO_RAY_IS_UP"] = str(ray_is_up)
         variables["ASYNC_GRPO_LOGS"] = str(logs.absolute())
         # With Ray's default niceness of 15, engines would only get the cores that the trainer leaves idle
         variables["RAY_worker_niceness"] = "0"
-        # Every actor has its own environment variables, so a worker that Ray starts in advance could never be used
+        # Ray starts no processes in advance: each actor has environment variables of its own, so none could be used
         variables["RAY_prestart_worker_first_driver"] = "0"
         variables["RAY_enable_worker_prestart"] = "0"
     if devices := gpus():
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:trainer_gpus])  # Ray gets the others
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:trainer_gpus])  # the other GPUs belong to Ray
     return {**os.environ, **variables}
 
 
 def trainer_threads(model: str, ranks: int) -> dict[str, str]:
     """Return the variables that set the number of threads of a trainer rank.
 
-    Without GPUs, a rank gets its share of the cores if the model is large enough to keep the threads busy, and one
-    thread otherwise.
+    A rank without a GPU gets an equal share of the cores if the model is large enough to keep the threads busy. All
+    other ranks get one thread.
 
     Args:
         model: Hugging Face folder of the model.
@@ -174,14 +173,14 @@ def trainer_threads(model: str, ranks: int) -> dict[str, str]:
 
 
 def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int) -> dict[str, str]:
-    """Return the variables of a run's Ray cluster, which all actors inherit.
+    """Return the environment variables of a run's Ray cluster, which all actors inherit.
 
-    They contain no secrets, and hide the GPUs of the trainer and of the judge.
+    The variables contain no secrets. CUDA_VISIBLE_DEVICES leaves out the GPUs of the trainer and of the judge.
 
     Args:
         environment: The variables of the run's other programs (`run_environment`).
-        trainer_gpus: Number of GPUs that belong to the trainer, the first ones.
-        judge_gpus: Number of GPUs that only the judge uses, the last ones.
+        trainer_gpus: Number of GPUs that belong to the trainer. They are the first ones.
+        judge_gpus: Number of GPUs that only the judge uses. They are the last ones.
     """
     names = [name for name in environment if name in INHERITED or name.startswith(INHERITED_PREFIXES)]
     variables = {name: environment[name] for name in names}
@@ -194,7 +193,7 @@ def gpus() -> list[str]:
     """Return the ids of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        # Every program of a run reads the options of `async-grpo run`, and few of them need torch otherwise
+        # Imported only here: every program of a run calls this function, and few of them need torch for anything else
         import torch
 
         visible = ",".join(map(str, range(torch.cuda.device_count())))
@@ -207,7 +206,7 @@ def free_port(apart_from: int | None = None) -> int:
     Linux does not assign the port to an outgoing connection, so it stays free until the caller's program listens on it.
 
     Args:
-        apart_from: A port that is not returned.
+        apart_from: A port that must not be returned.
 
     Raises:
         ConfigurationError: No free port was found.
@@ -221,10 +220,10 @@ def free_port(apart_from: int | None = None) -> int:
 
 
 def check_reachable(address: str) -> None:
-    """Check that something listens at a Ray cluster's address. Ray itself would try to connect for minutes.
+    """Check that a program listens at a Ray cluster's address. Ray itself would try to connect for minutes.
 
     Raises:
-        ConfigurationError: Nothing listens there.
+        ConfigurationError: Nothing listens at the address.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""The private folder, inside a run's output folder, for the rows and functions that are passed to `async_grpo.train`."""
+"""Write rows and functions that are passed to `async_grpo.train` to a private folder in the run's output folder."""
 
 import hashlib
 import os
@@ -10,17 +10,17 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
 FOLDER = "from_python"
-DIGEST_CHARACTERS = 12  # in a file's name: enough to distinguish the data sets of one run
+DIGEST_CHARACTERS = 12  # characters of the digest in a file's name; they distinguish the data sets of one run
 PRIVATE_FOLDER_MODE = 0o700
 PRIVATE_FILE_MODE = 0o600
 
 
 def folder_of_program(output_dir: Path) -> Path:
-    """Make the private folder of mode 0700 if it does not exist, and return its path.
+    """Make the private folder (mode 0700) if it does not exist, and return its path.
 
     Raises:
-        ConfigurationError: The folder cannot be made, other users can enter it, or its path has a comma or "=", with which
-            no option could name a file in it.
+        ConfigurationError: The folder cannot be made, other users can enter it, or its path contains a comma or "=",
+            which separate the parts of an option's value.
     """
     folder = output_dir / FOLDER
     separators = " and ".join(sorted(set(",=") & set(str(folder))))
@@ -44,12 +44,12 @@ def folder_of_program(output_dir: Path) -> Path:
 
 
 def write_private_file(folder: Path, name: str, lines: Iterable[bytes]) -> Path:
-    """Write a file of mode 0600 in one step, and return its path.
+    """Write a file (mode 0600) atomically, and return its path.
 
     Args:
         folder: The folder of `folder_of_program`.
         name: The file's name; `{digest}` in it is replaced by the beginning of the content's SHA-256.
-        lines: The content. If iterating over it raises an error, no file is left.
+        lines: The content. If the iterator raises an error, no file is written.
 
     Raises:
         ConfigurationError: The file cannot be written.

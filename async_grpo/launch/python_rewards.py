@@ -1,4 +1,4 @@
-"""Rewards that are passed to `async_grpo.train`: functions are written to a file that the run reads as `FILE.py:NAME`."""
+"""Write the reward functions that are passed to `async_grpo.train` to a file, which the run reads as `FILE.py:NAME`."""
 
 import keyword
 from collections.abc import Collection, Iterable
@@ -22,16 +22,16 @@ from async_grpo.rewards.adapter.trl_signature import trl_reward
 
 
 def reward_names(reward_fns: Any, folder: Path, columns: Collection[str] | None) -> str:
-    """Return the rewards as the option `--reward-fns`, with the functions among them written to a file.
+    """Write the functions among the rewards to a file, and return the value of the option `--reward-fns`.
 
     Args:
         reward_fns: A name of the registry, `FILE.py:NAME`, a function, or a list of these; None for no rewards.
-        folder: Private folder that the file of functions is written to. The run executes the file.
-        columns: Columns of the data set, against which a function's arguments are checked; None if they are not known.
+        folder: Private folder for the file of functions, which the run executes.
+        columns: Columns of the data set. A function's arguments must be among them. None if the columns are unknown.
 
     Raises:
-        ConfigurationError: A reward is neither a name nor a function, cannot be pickled, or has an argument that is no
-            column.
+        ConfigurationError: A reward is neither a name nor a function, cannot be pickled, or has an argument that is not
+            a column.
     """
     names: list[str] = []
     functions: dict[str, Any] = {}
@@ -61,19 +61,21 @@ def _is_reward(value: Any) -> bool:
 
 
 def _name_of(reward: Any, position: int) -> str:
-    """Return the name of a function in metrics. A lambda is named by its position in the list of rewards."""
-    while hasattr(reward, "func") and not hasattr(reward, "__name__"):  # functools.partial
+    """Return a reward's name for the metrics: its own name, or `reward_N` by its position, as for a lambda."""
+    while hasattr(reward, "func") and not hasattr(
+        reward, "__name__"
+    ):  # a functools.partial has no name of its own
         reward = reward.func
     name = getattr(reward, "__name__", type(reward).__name__)
     is_plain = (
         isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     )
-    # The file of rewards imports functions of these two names
+    # The written file imports functions with these two names, which a reward must not hide
     return name if is_plain and name not in ("unpickled", "trl_reward") else f"reward_{position}"
 
 
 def _free_name(name: str, used_names: Collection[str]) -> str:
-    """Return the name, with a number appended if another function has it, as two closures of one definition do."""
+    """Return the name, with a number appended if it is used already, as for two closures of one definition."""
     free_name = name
     number = 1
     while free_name in used_names:
@@ -85,7 +87,7 @@ def _free_name(name: str, used_names: Collection[str]) -> str:
 def _check(reward: Any, name: str, columns: Collection[str] | None) -> None:
     way_out = "a name of the registry, FILE.py:NAME, or a function such as `lambda sample: len(sample['completion'])`"
     refuse(not _is_reward(reward), f"the reward {reward!r:.80} is a {type(reward).__name__}: give {way_out}")
-    traits_of(reward)  # raises if the function cannot be called with a sample
+    traits_of(reward)  # raises an error if the function cannot be called with a sample
     if not _is_trl_reward(reward):
         return
     refuse(
@@ -105,7 +107,7 @@ def _check(reward: Any, name: str, columns: Collection[str] | None) -> None:
 def _is_trl_reward(reward: Any) -> bool:
     try:
         return _is_function(reward) and has_trl_signature(reward)
-    except ValueError:  # Python knows no signature of some builtins
+    except ValueError:  # some builtins have no signature that Python can inspect
         return False
 
 
@@ -115,7 +117,7 @@ def _is_function(reward: Any) -> bool:
 
 
 def _definition(name: str, reward: Any) -> str:
-    """Return the lines that define a reward in the file."""
+    """Return the Python code that defines a reward in the file."""
     text = pickled(reward, name)
     expression = f'unpickled(\n    "{text}",\n    sha256="{pickle_digest(text)}",\n)'
     if _is_trl_reward(reward):

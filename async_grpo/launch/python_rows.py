@@ -1,4 +1,4 @@
-"""Data sets that are passed to `async_grpo.train`: rows are written to a JSONL file (docs/your-data.md)."""
+"""Write the rows that are passed to `async_grpo.train` to a JSONL file (docs/your-data.md)."""
 
 import json
 import os
@@ -13,26 +13,26 @@ from async_grpo.launch.python_files import write_private_file
 from async_grpo.options.fields import refuse
 
 TOKENS = "input_token_ids"
-SHOWN_COLUMNS = 12  # columns that the message about a row without a prompt names
+SHOWN_COLUMNS = 12  # number of names that an error message lists
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A data set on the disk."""
+    """The file of a data set, and its columns."""
 
     path: str
     columns: frozenset[str] | None  # the columns that every row has; None if the caller passed a path
 
 
 def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
-    """Return the file of a data set.
+    """Return the file of a data set. Rows are written to a new file.
 
     Args:
         dataset: The path of a JSONL file, or rows: anything that yields dicts, such as a list or a `datasets.Dataset`.
             Each dict has `prompt` (a text, or a list of messages), `messages`, `input` or `input_token_ids`. Rewards
             receive all columns.
-        folder: Private folder that the rows are written to. The file's name has their digest, so the rows of an earlier
-            run are not overwritten.
+        folder: Private folder for the file of rows. The file's name contains a digest of the rows, so the rows of an
+            earlier run are not overwritten.
         name: Name of the data set in messages and in the file's name.
 
     Raises:
@@ -80,7 +80,7 @@ def _checked_row(row: Any, place: str) -> dict[str, Any]:
         )
     checked_row = dict(row)
     for column in (TOKENS, *PROMPT_COLUMNS):
-        if checked_row.get(column, ...) is None:  # `datasets` sets a column to None if a row does not have it
+        if checked_row.get(column, ...) is None:  # `datasets` fills missing columns with None
             del checked_row[column]
     prompt_columns = [column for column in (TOKENS, *PROMPT_COLUMNS) if column in checked_row]
     if not prompt_columns:
@@ -125,10 +125,10 @@ def _as_json(row: dict[str, Any], place: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or an array of numpy or torch as a Python number or a list.
+    """Convert a number or an array of numpy or torch to a Python number or a list, and a mapping to a dict.
 
     Raises:
-        TypeError: JSON has no form for the value.
+        TypeError: The value cannot be written as JSON.
     """
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -1,9 +1,10 @@
 """`async-grpo replay RUN`: train again on the samples that `--record` stored, without engines or rewards.
 
-The same options on the same number of ranks make the same weights, bit for bit in float32 (`torchrun --nproc-per-node N
--m async_grpo replay RUN`). Other options, such as another loss, train off-policy, because the samples are those of the
-recorded run; the metrics say so. The folder may have been written by somebody else, so only portable options of its run
-are taken over (`options/portable.py`). If the run had a loss from a file of code, pass it again.
+With the same options and the same number of ranks (`torchrun --nproc-per-node N -m async_grpo replay RUN`), a replay
+produces the same weights, bit for bit in float32. With other options, such as another loss, training is off-policy,
+because the samples come from the recorded run; the metrics then contain `off_policy`. The folder is untrusted, so only
+portable options of its run are taken over (`options/portable.py`). If the run used a loss from a file of code, pass it
+again.
 """
 
 import logging
@@ -32,7 +33,7 @@ def _option_names(*config_classes: type) -> set[str]:
     return {field.name for config_class in config_classes for field in fields(config_class)}
 
 
-# Options that a replay ignores, because it has no engines, rewards or questions. They are neither taken over nor compared
+# Options without an effect, because a replay has no engines, rewards or questions. They are not taken over or compared
 UNUSED_OPTIONS = {
     *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
     "data_path",
@@ -46,7 +47,7 @@ UNUSED_OPTIONS = {
     "track",
 }
 
-# Options that concern the replay itself, whatever the recorded run had
+# Options of the replay itself, which do not take the values of the recorded run
 REPLAY_OPTIONS = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "run_name")
 
 
@@ -69,8 +70,8 @@ class ReplayConfig(RunConfig):
         """Return the configuration of a command line, completed by the options of the recorded run.
 
         Args:
-            options: A value for every option.
-            explicit_names: The options that the user set; the recorded run does not override them.
+            options: A value for every option, set by the user or by default.
+            explicit_names: Names of the options that the user set. The recorded run does not override them.
 
         Raises:
             ConfigurationError: There is no such run, or the run has an option that only the user may set.
@@ -90,10 +91,10 @@ class ReplayConfig(RunConfig):
 
 
 def replay(config: ReplayConfig) -> None:
-    """Train on the record up to its end, and write metrics and the model.
+    """Train on all steps of the record from `--from-step` on, and write metrics and the model.
 
     Raises:
-        ConfigurationError: There is no such record, or no checkpoint of `--from-step`.
+        ConfigurationError: There is no such record, or no checkpoint after step `--from-step`.
     """
     config = replace(config, record=False)
     run = Path(config.recorded)
@@ -114,7 +115,7 @@ def replay(config: ReplayConfig) -> None:
         problem = error.errors()[0]
         field_path = ".".join(map(str, problem["loc"]))
         raise ConfigurationError(f"{run / PARAMS_FILE}: settings.{field_path}: {problem['msg']}") from error
-    # The transport is not used, and the recorded run could name a file of code for it
+    # The recorded transport is replaced, because it could name a file of code. A replay uses no transport
     settings = replace(settings, checkpoint=str(checkpoint or ""), transport=config.weight_transport)
     with distributed_run() as ranks:
         recording = Recording(run, ranks.world_size, config.from_step)
@@ -142,11 +143,11 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 
 def _changed_options(config: ReplayConfig, recorded_options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the options that differ from those of the recorded run, as flags with their new values.
+    """Return the options that differ from the recorded run, as flags with the values of the replay.
 
     Args:
         config: The options of the replay.
-        recorded_options: The run's options in each of its sessions. A run may have continued with other options.
+        recorded_options: The run's options in each of its sessions, because a run may continue with other options.
     """
     options = as_options(config)
     changes = []

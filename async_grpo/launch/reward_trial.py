@@ -1,4 +1,4 @@
-"""Rewards on answers of which we know whether they are right, for `async-grpo doctor`."""
+"""Try rewards on answers that are known to be right or wrong, for `async-grpo doctor`."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,23 +13,24 @@ from async_grpo.rewards.bench.report import Scorecard
 from async_grpo.rewards.builtin.answers import gold_answer
 from async_grpo.rewards.pool import VerifierPool
 
-# Forms in which a completion may state its answer; a reward need not accept all of them
+# Completions that state an answer in different forms. A reward need not accept all of them
 ANSWERS = ("{}", r"\boxed{{{}}}", "</think>\n<answer>{}</answer>")
 
 
 @dataclass
 class TriedReward:
-    """Scores of one reward for answers of which we know whether they are right."""
+    """Scores of one reward for answers that are known to be right, and for answers that are known to be wrong."""
 
     right: Scorecard = field(default_factory=Scorecard)
     wrong: Scorecard = field(default_factory=Scorecard)
 
     def result(self, *, may_be_for_other_rows: bool, looks_at_groups: bool) -> tuple[str, str]:
-        """Return the level of a finding, and its text.
+        """Return the level and the text of the finding about this reward.
 
         Args:
-            may_be_for_other_rows: A column of the data names each row's rewards.
-            looks_at_groups: The reward decides once it sees a whole group, so its scores of single samples may be equal.
+            may_be_for_other_rows: Whether a column of the data names each row's rewards, so that the reward may not fit
+                the rows that were tried.
+            looks_at_groups: Whether the reward needs a whole group, so that all single samples may have the same score.
         """
         if not self.right.rewards and not self.wrong.rewards:
             _, reason = next(iter(self.wrong.failures))
@@ -51,15 +52,14 @@ async def try_rewards(
     questions: Sequence[Question],
     time_limit_s: float,
 ) -> None:
-    """Score right and wrong answers, and note the scores on the cards.
+    """Score right and wrong answers, and add the scores to `cards`.
 
-    Samples are scored one after the other, because calls at the same time would make each other slower. No further
-    sample is scored once `time_limit_s` has passed.
+    Samples are scored one after the other, because parallel calls would make each other slower.
 
     Args:
         config: The run's options.
         names: The rewards to try, as in `--reward-fns`.
-        cards: A card for each reward, by the reward's display name.
+        cards: The scores of each reward, by the reward's display name.
         questions: The questions that the answers belong to.
         time_limit_s: Seconds after which no further sample is scored.
     """
@@ -82,12 +82,12 @@ async def try_rewards(
 
 
 def _answers_of(questions: Sequence[Question]) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Yield samples of the questions, and whether their answer is right."""
+    """Yield samples with right and wrong answers to the questions, each with whether its answer is right."""
     for question in questions:
         yield False, sample_of(question.row, "")
         try:
             gold = gold_answer(question.row)
-        except ValueError:  # the row has no answer, and the run's rewards may need none
+        except ValueError:  # the row has no answer, which is fine if the rewards need none
             continue
         for answer, is_right in ((f"{gold}1", False), (gold, True)):
             for form in ANSWERS:

@@ -29,7 +29,7 @@ RETIRED = {
 
 
 def run(config: RunConfig) -> None:
-    """Train as one rank. The rank's number is that of torchrun's environment, or 0.
+    """Train as one rank. Its number is in torchrun's environment variable RANK; without torchrun it is 0.
 
     Raises:
         AsyncGrpoError: The run failed.
@@ -39,17 +39,17 @@ def run(config: RunConfig) -> None:
     is_terminal_output_separate = not os.path.sameopenfile(1, 2)
     if rank == 0 and is_terminal_output_separate:
         handlers.append(ConsoleHandler())
-    # SIGUSR1 would end the process; once the watchdog runs, it handles the signal
+    # The watchdog will handle SIGUSR1. Until it runs, the signal would end the process
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_up_logging(config.logging_level, f"[trainer {rank}] ", *handlers)
     try:
         _train(config, rank)
     except AsyncGrpoError as error:
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this at the end of its report
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its report
             report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
             Path(file).write_text(json.dumps(report), encoding="utf-8")
         if isinstance(error, DeadlineExceeded):
-            # A normal exit would wait for the thread that hangs
+            # A normal exit would wait for the thread that missed the deadline
             print(redacted(f"error: {error}"), file=sys.stderr)
             os._exit(EXIT_FAILED)
         raise
@@ -65,13 +65,14 @@ def _train(config: RunConfig, rank: int) -> None:
     from async_grpo.config.resume import goes_on
 
     prepared = None
-    if rank == 0:  # data and registry file need to exist on one node only
+    if rank == 0:  # data and registry file need to exist on rank 0's node only
         prepared = prepare(config)
         claim(config.output_path, may_hold_run=goes_on(config))
     from async_grpo.cluster.trainer_rank import train_as_rank
 
     if rank:
-        # Importing Ray set a handler that would print a stack trace when torchrun ends this rank because another one failed
+        # The handler that Ray sets on import would print a stack trace when torchrun ends this rank after another one
+        # failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train_as_rank(config, prepared)
 

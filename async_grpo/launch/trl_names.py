@@ -1,4 +1,4 @@
-"""The names of TRL's first example, which runs here with another import and another class name.
+"""Provide TRL's names, so that the first example of its README runs with only the import and class name changed.
 
 from async_grpo import AsyncGRPOTrainer, accuracy_reward
 
@@ -13,9 +13,9 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch.from_python import Rewards, TrainResult, train, with_defaults
 
-# Defaults of TRL 1.18's `GRPOConfig` that differ from ours
+# The only defaults that are taken over from TRL 1.18's `GRPOConfig`; schedule, AdamW's betas and seed stay ours
 TRL_DEFAULTS = {
-    "batch_size": 1,  # questions; TRL counts the 8 completions of one question
+    "batch_size": 1,  # number of questions; TRL counts completions instead: 8, those of one question
     "samples_per_question": 8,
     "max_generation_tokens": 256,
     "learning_rate": 1e-6,
@@ -25,18 +25,22 @@ TRL_EPOCHS = 3
 
 
 class AsyncGRPOTrainer:
-    """`async_grpo.train` in the form of TRL's `GRPOTrainer`, and with the defaults of its `GRPOConfig`.
+    """`async_grpo.train` in the form of TRL's `GRPOTrainer`.
+
+    Number of questions and completions, completion length, learning rate, epochs, and the treatment of truncated
+    completions have the defaults of TRL's `GRPOConfig`. All other options have ours.
 
     Args:
         model: A Hugging Face folder.
-        reward_funcs: One reward or several; see `async_grpo.train`. Several are added up, as in TRL.
-        args: Options of this library by their names, as a dict. docs/coming-from.md has those of TRL and ours side by side.
+        reward_funcs: One reward or several; see `async_grpo.train`. Several rewards are added up, as in TRL.
+        args: A dict of this library's options. docs/coming-from.md lists the names of TRL's options and of ours side by
+            side.
         train_dataset: The questions, with the column `prompt`.
         eval_dataset: Held-out questions, or several such sets by name.
         options: Further options of this library.
 
     Raises:
-        ConfigurationError: `args` is no dict of options, or an option is given twice.
+        ConfigurationError: `args` is not a dict of options, an option is given twice, or `train_dataset` is missing.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class AsyncGRPOTrainer:
         self._options = {**(args or {}), **options}
 
     def train(self) -> TrainResult:
-        """Train the model, and return what the run has left; see `async_grpo.train` for the errors."""
+        """Train the model and return the run's results. See `async_grpo.train` for the errors."""
         return train(
             self._model,
             self._train_dataset,
@@ -77,7 +81,7 @@ class AsyncGRPOTrainer:
         )
 
     def _with_defaults(self) -> dict[str, Any]:
-        """Return the options, and TRL's defaults of those that are not given."""
+        """Return the options, completed by TRL's defaults for options that are not given."""
         defaults: dict[str, Any] = dict(TRL_DEFAULTS)
         if isinstance(self._train_dataset, Sized) and not isinstance(self._train_dataset, str):
             defaults["num_training_batches"] = TRL_EPOCHS * len(self._train_dataset)
@@ -89,10 +93,10 @@ class AsyncGRPOTrainer:
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[Any], **columns: Any
 ) -> list[dict[str, Any]]:
-    r"""Return 1 for each completion that equals its solution by math-verify, as TRL's function of this name does.
+    r"""Return one reward dict per completion: the reward is 1 if the answer equals the solution, by math-verify.
 
-    It is the reward `math_verify` with the column `solution` for the right answer. What counts as the answer of a
-    completion is written there: a single \boxed{} counts, and a thought does not.
+    This is the reward `math_verify` under the name and signature of TRL's function, with right answers in the column
+    `solution`. See `rewards.builtin.math_verify` for what counts as the answer; the text in thoughts is ignored.
 
     >>> accuracy_reward(completions=[r"\boxed{7}"], solution=["3 + 4"])[0]["reward"]
     1.0

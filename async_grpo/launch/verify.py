@@ -1,4 +1,4 @@
-"""`async-grpo verify`: try rewards on a file of completions, with the processes and the pool of a run, but without Ray."""
+"""`async-grpo verify`: try rewards on a file of completions, with the verifier pool of a run, but without Ray."""
 
 import ast
 import asyncio
@@ -32,7 +32,7 @@ from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
-FILE_WIDTH = 100  # columns of the report if it does not go to a terminal
+FILE_WIDTH = 100  # width of the report in characters if stdout is not a terminal
 _bench = partial(option, panel="Bench")
 
 
@@ -56,12 +56,14 @@ class VerifyConfig(Section):
     reward_options: str = _bench(
         "", "Keyword options of the rewards, each passed to every reward that has it, such as weight=0.2."
     )
-    reward_env: str = _bench("", "Comma list of further environment variables for the processes of rewards.")
-    judge_urls: str = _bench(
-        "", "Comma list of URLs of replicas that serve the judges whose registry entry names no URL."
+    reward_env: str = _bench(
+        "", "Comma list of further environment variables that the processes of rewards get."
     )
-    http_scorer_urls: str = _bench("", "Comma list of URLs for http_scorer.")
-    workers: int = _bench(2, "Processes of each reward.", range=POSITIVE)
+    judge_urls: str = _bench(
+        "", "Comma list of URLs of the servers for all judges whose registry entry names no URL."
+    )
+    http_scorer_urls: str = _bench("", "Comma list of URLs of the servers that the reward http_scorer calls.")
+    workers: int = _bench(2, "Number of processes of each reward.", range=POSITIVE)
     timeout_s: float = _bench(30.0, "Seconds that scoring one row may take.", range=POSITIVE)
     repeat: int = _bench(
         1,
@@ -73,10 +75,10 @@ class VerifyConfig(Section):
         0.5, "Lowest reward that counts as right where rewards and labels are compared."
     )
     output: str | None = _bench(
-        None, "File that the results of every row are also written to, one JSON line per row."
+        None, "File for the results, with one JSON line per row. By default only the report is printed."
     )
     check: bool = _bench(
-        False, "Also try each reward on poor completions, a second time, and in other processes."
+        False, "Also try each reward on poor completions, and check that it scores alike in other processes."
     )
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ def verify(config: VerifyConfig) -> None:
 
 
 def _note_local_imports(console: Console, registry: Path, workers: LocalWorkers) -> None:
-    """Warn of reward files that import modules of their own folder, which the other nodes of a run do not get."""
+    """Print a note about reward files that import modules of their own folder, which other nodes do not have."""
     texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}
     for path, text in texts.items():
         modules = modules_beside(path, text)
@@ -159,7 +161,7 @@ def modules_beside(path: str, text: str) -> list[str]:
     """
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError):  # the process that imports the file reports the error
+    except (SyntaxError, ValueError):  # the error is reported by the process that imports the file
         return []
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
@@ -200,7 +202,8 @@ def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
     Args:
         row: The row.
-        verdicts: A verdict for each time that the row was scored. `status` and `reward` of the line are the first one's.
+        verdicts: A verdict for each time that the row was scored. The line's `status` and `reward` are those of the
+            first.
     """
     results_by_adapter: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts:

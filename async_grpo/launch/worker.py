@@ -1,4 +1,4 @@
-"""`async-grpo worker --mode generation ...`: start one inference worker and keep it until the run is over."""
+"""`async-grpo worker --mode generation ...`: run one inference worker until the run is over."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ RETIRED = {
 
 
 def run(config: WorkerConfig) -> None:
-    """Start the worker that the configuration describes, and stay until the run is over."""
+    """Run the worker that the configuration describes until the run is over."""
     set_up_logging(config.logging_level, prefix=f"[{config.mode}] ")
     from async_grpo.cluster.worker_program import dispatch
 

@@ -1,1 +1,1 @@
-"""Commands that show a run from its files: a table, a page for the browser, or a picture."""
+"""Commands that read a run's files and show the run as a table, a picture, or a page in the browser."""

@@ -1,6 +1,6 @@
-"""Drawing of metrics and timelines with matplotlib.
+"""Draw metrics and timelines with matplotlib.
 
-In a line, a value that is no finite number is a gap. A step that lacks the key is left out, without a gap.
+A value that is not a finite number leaves a gap in a line. A step that lacks the key is skipped, without a gap.
 """
 
 import html
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf", ".html")
-MAX_STEP_LABELS = 25  # along a timeline
+MAX_STEP_LABELS = 25  # limit of step numbers along a timeline
 OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-# Colors of a timeline's activities, from the palette of Okabe and Ito. The page of `watch` uses the same ones
+# Color of each activity in a timeline, from the palette of Okabe and Ito. The page of `watch` has the same colors
 COLOURS = dict(
     generate="#009e73", score="#e69f00", logprobs="#56b4e9", train="#0072b2",
     sync="#d55e00", save="#cc79a7", evaluate="#f0e442", wait="#c4c9d4",
@@ -38,10 +38,10 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{}</
 
 @contextmanager
 def picture(output: Path | None) -> Iterator["Figure"]:
-    """Yield an empty figure, and write or show it once the caller has filled it.
+    """Yield an empty figure for the caller to fill, then write it to a file or show it in a window.
 
     Args:
-        output: File to write, in the format of its suffix; None shows the figure in a window.
+        output: File to write. Its suffix determines the format. None shows the figure in a window.
 
     Raises:
         ConfigurationError: The suffix is unknown, there is no display, or the file cannot be written.
@@ -58,7 +58,7 @@ def picture(output: Path | None) -> Iterator["Figure"]:
         backend = plt.get_backend()
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"matplotlib cannot draw ({error}); unset MPLBACKEND") from error
-    # matplotlib would parse a "$" in a key or a file name as a formula, and fail if it is none
+    # Formulas are off: matplotlib would parse text after a "$" in a key or file name as one, and fail if it is invalid
     with matplotlib.rc_context({"text.parse_math": False}):
         if output is None:
             window_backends = map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE))
@@ -67,7 +67,8 @@ def picture(output: Path | None) -> Iterator["Figure"]:
             yield plt.figure()
             plt.show()
             return
-        figure = Figure()  # pyplot would look for a display
+        # Unlike `plt.figure`, `Figure` needs no display
+        figure = Figure()
         yield figure
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg" if suffix == ".html" else suffix[1:], dpi=150)
@@ -84,7 +85,7 @@ def picture(output: Path | None) -> Iterator["Figure"]:
 def subplots(figure: "Figure", titles: Sequence[str], x_label: str, caption: str = "") -> "list[Axes]":
     """Add a subplot for each title, in up to two columns, and return the subplots.
 
-    The size of the figure follows from the number of subplots.
+    The size of the figure is set according to the number of subplots.
     """
     columns = min(2, len(titles))
     rows = math.ceil(len(titles) / columns)
@@ -118,7 +119,7 @@ def draw(
         runs: The runs.
         variables: Keys of the metrics, one for each subplot.
         x_key: Key of the x axis.
-        window: Steps of a moving average that is drawn over the raw line, which is then faded; None draws no average.
+        window: Number of steps of a moving average, which is drawn over the faded raw line. None draws no average.
         legend: Draw a legend with the names of the runs above all subplots.
     """
     from matplotlib.lines import Line2D
@@ -146,7 +147,7 @@ def draw(
 
 
 def _isolated_points(series_2T: np.ndarray) -> list[int]:
-    """Return the positions of points between two gaps. No line reaches them, so they are invisible without a marker."""
+    """Return the indices of points with a gap on both sides. No line reaches these points, so they need a marker."""
     is_drawn = np.pad(np.isfinite(series_2T).all(axis=0), 1)
     is_isolated = is_drawn[1:-1] & ~is_drawn[:-2] & ~is_drawn[2:]
     return np.flatnonzero(is_isolated).tolist()
@@ -157,7 +158,7 @@ def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
 
     Args:
         figure: An empty figure.
-        spans: Lines of the timeline's file; at least one.
+        spans: Lines of the timeline file, at least one.
     """
     lanes = sorted({span["lane"] for span in spans})
     start_time = min(span["begin"] for span in spans)
@@ -176,7 +177,7 @@ def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
             color=colour,
             label=activity,
         )
-    step_ends: dict[int, float] = {}  # the end of a step's last span
+    step_ends: dict[int, float] = {}  # for each step, the end of the trainer's last span
     for span in sorted(spans, key=lambda span: span["end"]):
         if span["lane"].startswith("trainer"):
             step_ends[span["step"]] = span["end"] - start_time
@@ -197,7 +198,7 @@ def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
 def colours_for(count: int) -> list[Any]:
     """Return `count` colors that color-blind readers can distinguish.
 
-    They are those of Okabe and Ito; more than their eight colors are taken from matplotlib's viridis.
+    Up to eight colors come from the palette of Okabe and Ito. If more are needed, all come from matplotlib's viridis.
     """
     if count <= len(OKABE_ITO):
         return list(OKABE_ITO[:count])
@@ -207,9 +208,9 @@ def colours_for(count: int) -> list[Any]:
 
 
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
-    """Return the centered moving average, shape (T,), over the existing steps t - window//2 to t + (window-1)//2.
+    """Return the centered moving average, shape (T,). Step t averages steps t - window//2 to t + (window-1)//2.
 
-    NaN stays NaN, and no average includes it.
+    At both ends the average covers only the steps that exist. NaN stays NaN, and no average includes it.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)
     array([1. , 3. , 4.5, nan, 4. ])
@@ -222,17 +223,18 @@ def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
 
 
 def mean_and_band(runs: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """Return the mean of several curves, with a band.
+    """Return the mean of several curves, and a band around it.
 
-    The band reaches from the lowest to the highest of two curves. For more curves it is the 95 % interval of their mean,
-    by Student's t distribution.
+    For one or two curves, the band reaches from the lowest to the highest curve. For more, it is the 95 % interval of
+    their mean, by Student's t distribution.
 
     Args:
-        runs: Curves of shape (2, T_r), rows x and y, with rising x.
+        runs: Curves, each of shape (2, T_r), with rows x and y and increasing x.
         name: Name of the curves in the error message.
 
     Returns:
-        Shape (4, T): x, mean, lower and upper end of the band, at the x of the shortest curve that all curves cover.
+        Shape (4, T), with rows x, mean, and lower and upper end of the band. The x are those of the shortest curve,
+        within the range that all curves cover.
 
     Raises:
         ConfigurationError: The curves have no x in common.
@@ -248,8 +250,8 @@ def mean_and_band(runs: Sequence[np.ndarray], name: str) -> np.ndarray:
     n = len(runs) - 1  # degrees of freedom
     if n < 2:
         return np.stack([x_T, mean_T, y_RT.min(0), y_RT.max(0)])
-    # Quantile of Student's t distribution at 97.5 %, within 0.1 %: the expansion of Abramowitz and Stegun 26.7.5, with a
-    # fitted last term
+    # Quantile of Student's t distribution at 97.5 %: the expansion 26.7.5 of Abramowitz and Stegun, with a fitted last
+    # term. The error is below 0.1 %
     t = 1.95996 + 2.37227 / n + 2.82250 / n**2 + 2.55585 / n**3 + 2.1 / n**4
     half_width_T = t * y_RT.std(0, ddof=1) / len(runs) ** 0.5
     return np.stack([x_T, mean_T, mean_T - half_width_T, mean_T + half_width_T])

@@ -1,12 +1,13 @@
-"""Forecast of a run: a sigmoid of the compute, fitted by least squares.
+"""Forecast a run: fit a metric as a sigmoid of the compute, by least squares.
 
 The curve is that of Khatri et al. (2025), "The Art of Scaling Reinforcement Learning Compute":
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
 
-A bootstrap of the residuals gives 95 % intervals of the curve, not of single steps.
+A bootstrap of the residuals gives 95 % intervals. They are intervals of the curve, not of single steps.
 
-Names ending in `_T` have an axis of steps, in `_G` of grid points, in `_2` of the two parameters that are searched.
+Suffixes of names denote the axes of arrays: `T` steps, `G` grid points, `2` the two parameters that are searched (C_mid
+and B). In `curve_2T` and `block_2T`, `2` denotes the rows x and y.
 """
 
 from typing import Any, NamedTuple
@@ -16,27 +17,28 @@ import numpy as np
 from async_grpo.options.fields import refuse
 
 MIN_POINTS = 12
-MAX_POINTS = 100  # more points are averaged in this number of blocks
+MAX_POINTS = 100  # if there are more points, they are averaged in this number of blocks
 NUM_RESAMPLES = 200
-MIN_BIC_GAIN = 10  # "very strong" evidence (Kass and Raftery 1995)
+# Smallest advantage of the sigmoid over a line in BIC: "very strong" evidence (Kass and Raftery 1995)
+MIN_BIC_GAIN = 10
 NUM_SIGMOID_PARAMETERS = 4
 
 
 class Sigmoid(NamedTuple):
-    """Parameters of the curve."""
+    """Parameters of the fitted curve R(C)."""
 
     start: float  # R0
     asymptote: float  # A
-    log_middle: float  # logarithm of C_mid, at which half of the rise is done
+    log_middle: float  # logarithm of C_mid, the compute at which half of the rise is reached
     log_exponent: float  # logarithm of B
 
     def at(self, x_T: np.ndarray) -> np.ndarray:
-        """Return the curve (T,) at these steps."""
+        """Return the values (T,) of the curve at compute `x_T`."""
         return self.start + (self.asymptote - self.start) * _rise(x_T, self.log_middle, self.log_exponent)
 
 
 def _rise(x_T: np.ndarray, log_middle: Any, log_exponent: Any) -> np.ndarray:
-    """Return the share of the rise, from 0 to 1, that is done at each x.
+    """Return the share of the rise, from 0 to 1, that is reached at each x.
 
     Args:
         x_T: Compute, shape (T,).
@@ -53,11 +55,11 @@ def _rise(x_T: np.ndarray, log_middle: Any, log_exponent: Any) -> np.ndarray:
 def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
     """Fit the curve by least squares.
 
-    For given C_mid and B, R is a straight line of `_rise`, whose coefficients give R0 and A. C_mid and B are searched on
-    a grid over their whole range, and then on smaller and smaller grids around the best pair.
+    For given C_mid and B, R is a linear function of `_rise`, so linear regression gives R0 and A. C_mid and B are
+    searched on a grid over their whole range, and then on smaller and smaller grids around the best pair.
 
     Args:
-        x_T: Compute, rising and not negative.
+        x_T: Compute, in increasing order, not negative.
         y_T: The metric.
     """
     low_2 = np.log([x_T[x_T > 0][0] / 10, 0.2])
@@ -71,7 +73,7 @@ def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
         grid_G2 = np.clip(best_2 + reach_2 * offsets_2G.T, low_2, high_2)
         rise_GT = _rise(x_T, *grid_G2.T[..., None])
         centered_GT = rise_GT - rise_GT.mean(1, keepdims=True)
-        # The small number keeps the slope of a curve that does not rise within the data at 0
+        # If a curve does not rise within the data, the small number avoids a division by 0, and the slope is 0
         slope_G = centered_GT @ y_T / ((centered_GT**2).sum(1) + 1e-12)
         residuals_GT = y_T - y_T.mean() - slope_G[:, None] * centered_GT
         best = int((residuals_GT**2).sum(1).argmin())
@@ -82,10 +84,10 @@ def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
 
 
 def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
-    """Return the best fit, and the fits of resampled data.
+    """Return the best fit to the data, and the fits to resampled data.
 
     Args:
-        curve_2T: Compute and metric, shape (2, T), with rising compute.
+        curve_2T: Shape (2, T), with rows compute and metric, and increasing compute.
         label: Name of the curve in error messages.
 
     Raises:
@@ -101,7 +103,8 @@ def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
     fitted_T = best.at(x_T)
     residuals_T = y_T - fitted_T
     line_residuals_T = y_T - np.polyval(np.polyfit(x_T, y_T, 1), x_T)
-    min_squares = 1e-12 * y_T.var() * count  # a perfect fit would have an infinite advantage
+    # A lower limit of the sums, because a perfect fit would have an infinite advantage
+    min_squares = 1e-12 * y_T.var() * count
     squares = max(residuals_T @ residuals_T, min_squares)
     line_squares = max((line_residuals_T**2).sum(), min_squares)
     variance_factor = _variance_factor(residuals_T, squares)
@@ -135,12 +138,12 @@ def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
 def _variance_factor(residuals_T: np.ndarray, squares: float) -> float:
     """Return the factor by which correlation between neighboring residuals increases the variance of a mean.
 
-    Noise with a lag-one correlation r counts as (1 + r) / (1 - r) times its variance. The residuals of a fit of four
-    parameters are less correlated than the noise, by about 4 / T.
+    A lag-one correlation r of the noise gives the factor (1 + r) / (1 - r). The residuals of a fit with four parameters
+    are less correlated than the noise, by about 4 / T, which is added.
 
     Args:
         residuals_T: The residuals.
-        squares: Sum of their squares, not 0.
+        squares: Sum of the squared residuals, not 0.
     """
     num_points = len(residuals_T)
     correlation = (residuals_T[1:] * residuals_T[:-1]).sum() / squares
@@ -149,5 +152,5 @@ def _variance_factor(residuals_T: np.ndarray, squares: float) -> float:
 
 
 def interval(values: Any) -> np.ndarray:
-    """Return the ends, shape (2, ...), between which 95 % of the values along the first axis lie."""
+    """Return the two limits, shape (2, ...), between which 95 % of the values along the first axis lie."""
     return np.quantile(values, [0.025, 0.975], axis=0)

@@ -1,6 +1,6 @@
 """`async-grpo plot FILE...`, `plot compare|forecast|staleness|timeline|info RUN`: draw or tabulate the metrics of runs.
 
-Names ending in `_T` are arrays of shape (T,), and names ending in `_2T` of shape (2, T), with rows x and y.
+Names ending in `_T` are arrays of shape (T,). Names ending in `_2T` are arrays of shape (2, T), with rows x and y.
 """
 
 import logging
@@ -29,7 +29,7 @@ from async_grpo.observe.run_view import RunView
 from async_grpo.options.command_line import run_app
 from async_grpo.options.fields import refuse
 
-# Drawn by default: the evaluations, one curve for each file, the reward, and what changes during a run of the others
+# Keys that are drawn by default, in addition to evaluations: the reward, and those of the others that change in a run
 REWARD = "avg_reward"
 DEFAULT_VARIABLES = (
     REWARD,
@@ -43,7 +43,7 @@ BANDS = "bands: of two runs from one to the other, of more the 95 % t interval o
 PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
 HORIZONS = (1, 2, 4)  # how far a forecast reaches, in multiples of the run's x
-# The part of a timeline that is drawn if the user names no steps
+# By default, the last steps of a timeline are drawn, as far as they are among its last lines
 LAST_STEPS = 10
 LAST_LINES = 5000
 MIN_TABLE_WIDTH = 60  # columns of text
@@ -53,13 +53,13 @@ log = logging.getLogger(__name__)
 
 
 class PlotCommands(TyperGroup):
-    """The commands. Without the name of one, the arguments are files to plot."""
+    """The commands of `async-grpo plot`. If the first argument is no command, the arguments are files to plot."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, of which the first may be the name of a command."""
+        """Parse the arguments. Insert the command `plot` if the first argument is no command."""
         logging.basicConfig(format="note: %(message)s")
         is_named = bool(args) and args[0] in ("--help", *self.commands)
-        # A shell completes the name of a command
+        # The shell completes the first argument, which may become the name of a command
         is_name_open = not args and ctx.resilient_parsing
         return super().parse_args(ctx, args if is_named or is_name_open else ["plot", *args])
 
@@ -129,11 +129,11 @@ def _has_points(run: RunMetrics, x_key: str, key: str) -> bool:
 
 
 def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
-    """Return the keys that say most about the runs, and log which others are left out."""
+    """Return the keys to draw by default. Log a note about keys that are missing or never change."""
     evaluations = set()
     for run in runs:
         for key in run.plottable_keys:
-            # eval_pass@1, or eval_NAME_pass@1 of one of several files
+            # eval_pass@1, or eval_NAME_pass@1 if there are several evaluation files
             if key.startswith("eval_") and key.endswith("pass@1"):
                 evaluations.add(key)
     variables: list[str] = []
@@ -172,13 +172,13 @@ def compare(
     groups = _grouped(runs, names or [])
     keys = y.split(",")
     curves_by_key = {}
-    for key in keys:  # the curves are computed before the figure is made, because `curve` may refuse a key
+    for key in keys:  # before the figure is made, because `curve` may refuse a key
         curves_by_key[key] = [[curve(run, x, key, gpus) for run in group] for group in groups.values()]
     with figures.picture(output) as figure:
         axes = subplots(figure, keys, x, BANDS if names else "")
         colours = figures.colours_for(len(groups))
         for ax, key in zip(axes, keys, strict=True):
-            # Evaluations are few, and each is a mean already
+            # Evaluations are not averaged: they are few, and each is a mean already
             window = 1 if key.startswith("eval_") else smooth_window
             for name, curves, colour in zip(groups, curves_by_key[key], colours, strict=True):
                 smooth_curves = [np.stack([x_T, figures.moving_average(y_T, window)]) for x_T, y_T in curves]
@@ -190,14 +190,15 @@ def compare(
 
 
 def _grouped(paths: list[Path], names: Sequence[str]) -> dict[str, list[RunMetrics]]:
-    """Read the runs, and return them by the name of their curve.
+    """Read the runs, and group them by the name of the curve that each belongs to.
 
     Args:
         paths: Folders of runs, or metrics files.
-        names: Texts `NAME=GLOB`. A run belongs to the first name whose glob fits its path, or else to a name of its own.
+        names: Texts `NAME=GLOB`. A run belongs to the first name whose glob matches its path. If none does, the run is
+            a curve of its own.
 
     Raises:
-        ConfigurationError: A run cannot be read, or no run fits a glob.
+        ConfigurationError: A run cannot be read, or a glob matches no run.
     """
     groups: dict[str, list[RunMetrics]] = {}
     globs = {}
@@ -226,7 +227,7 @@ def forecast(
     gpus: Gpus = None,
     output: Output = None,
 ) -> None:
-    """Tell where a run is heading, with intervals, or why its data do not say; without -o in words alone."""
+    """Print a forecast of a run with intervals, or why its data allow none. With -o, draw it, too."""
     curve_2T = curve(read_run(run), x, y, gpus)
     curve_2T = curve_2T[:, curve_2T[0] >= begin]
     best, resampled = fits(curve_2T, f"{y} over {x}")
@@ -250,7 +251,7 @@ def forecast(
 def _forecast_lines(
     best: Sigmoid, resampled: Sequence[Sigmoid], horizons_T: np.ndarray, unit: str
 ) -> list[str]:
-    """Return a line for each parameter of the curve and for each horizon, with its 95 % interval."""
+    """Return a line of text for each parameter of the curve and each horizon, with its 95 % interval."""
     names = [*PARAMETERS, *(f"after {horizon:.6g} {unit}" for horizon in horizons_T)]
     rows = []
     for sigmoid in (best, *resampled):
@@ -265,7 +266,7 @@ def _forecast_lines(
 
 @app.command()
 def staleness(run: OneRun, output: Output = None) -> None:
-    """Draw how old the tokens were that a run trained on, over the steps and by share, beside the bound."""
+    """Draw the staleness of the tokens that a run trained on: per step, with the bound, and as shares of all tokens."""
     metrics = read_run(run)
     step_T = metrics.column("step")
     mean_T = metrics.column("staleness_mean")
@@ -273,7 +274,7 @@ def staleness(run: OneRun, output: Output = None) -> None:
     refuse(not np.isfinite(mean_T).any(), f"{metrics.source} does not say how old its tokens were")
     age_keys = [key for key in metrics.keys if key.startswith("staleness_tokens.")]
     titles = ["staleness"]
-    if age_keys:  # runs of older versions did not count the tokens of each age
+    if age_keys:  # older versions of the library did not count the tokens of each age
         titles.append("share of tokens")
     caption = f"mean of the steps {np.nanmean(mean_T):.3g}, largest {np.nanmax(max_T):g}"
     with figures.picture(output) as figure:
@@ -297,7 +298,7 @@ def timeline(
     steps: Annotated[str, typer.Option(help="A:B, the first and the last; default: the last ten.")] = "",
     output: Output = None,
 ) -> None:
-    """Draw what engines, rewards and trainer of a run did when."""
+    """Draw a timeline of a run: when engines, rewards and trainer worked, and on what."""
     folder = run.parent if run.is_file() else run
     view = RunView(folder)
     if steps:
@@ -317,10 +318,10 @@ def timeline(
 
 @app.command()
 def info(files: Runs) -> None:
-    """List the keys of a run with their first, last, smallest and largest value; of several, how they differ."""
+    """List the keys of a run with their first, last, smallest and largest values. Compare several runs in a table."""
     runs = load_runs(files)
     if len(runs) > 1:
-        # If the output is a pipe, rich would cut the table to the 80 columns of a terminal
+        # If the output is no terminal, rich would cut the table to 80 columns
         width = None if sys.stdout.isatty() else MIN_TABLE_WIDTH + TABLE_WIDTH_PER_RUN * len(files)
         Console(width=width).print(compared(runs))
         return
@@ -351,7 +352,7 @@ def info(files: Runs) -> None:
 
 
 def compared(runs: list[RunMetrics]) -> Table:
-    """Return a table with a column per run: the options that differ, marked by a star, and the last number of each key."""
+    """Return a table with a column per run: options that differ, marked by a star, and the last value of each key."""
     options_of_runs = [run.options for run in runs if run.options]
     option_keys = dict.fromkeys(
         key for options in options_of_runs for key in options if not key.startswith("settings.")
@@ -385,10 +386,10 @@ def _number_text(number: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv`, and exit. If it names no command, run `plot`.
+    """Run the command line `argv`, and exit. The default command is `plot`.
 
     Args:
-        argv: The arguments; None takes those of this process.
+        argv: The arguments. None takes the arguments of this process.
     """
     run_app(typer.main.get_command(app), argv, None)
 

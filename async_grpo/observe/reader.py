@@ -1,7 +1,7 @@
-"""Reading of `training_metrics.jsonl` files, on this machine or another one.
+"""Read `training_metrics.jsonl` files, on this machine or another one.
 
-A *key* names one value of a line, with dots for the values of nested objects. Names ending in `_T` are arrays of shape
-(steps,), float64.
+A *key* names one value of a line. Dots join the keys of nested objects. Names ending in `_T` are float64 arrays with
+one value per step.
 """
 
 import logging
@@ -33,11 +33,11 @@ DEFAULT_X_KEY = "total_samples_accumulated"
 UNITS = ("steps", "samples", "tokens", "seconds", "gpu-hours")
 CONNECT_TIMEOUT_S = 10
 FETCH_TIMEOUT_S = 120
-MAX_FILE_BYTES = 2 << 30  # some 300,000 steps
-# A larger number counts as infinite, because matplotlib's arithmetic on the axes would overflow
+MAX_FILE_BYTES = 2 << 30  # enough for some 300,000 steps
+# Larger numbers count as NaN, because matplotlib's arithmetic on the axes would overflow
 MAX_NUMBER = 1e300
 
-# scp would read a host that begins with "-" as an option
+# A host may not begin with "-", because scp would take it for an option
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REMOTE = re.compile(rf"({_WORD}@)?({_WORD}|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])")
 _REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")  # scp before OpenSSH 9 passes the path to a shell
@@ -47,16 +47,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """The content of one metrics file."""
+    """The content of one metrics file, and of the parameters file in its folder."""
 
-    source: str  # name in messages
-    name: str  # name in the legend
-    steps: list[dict[str, object]]  # values by key
+    source: str  # name of the file in messages
+    name: str  # name of the run in legends
+    steps: list[dict[str, object]]  # for each step, the values by key
     folder: Path = Path(os.devnull)
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The run's options by key, from `training_params.json` beside the file; {} if there is no such file.
+        """The run's options by key, from `training_params.json` in the same folder; {} if there is no such file.
 
         Raises:
             ConfigurationError: The file cannot be read.
@@ -84,11 +84,11 @@ class RunMetrics:
         return [key for key in self.keys if np.isfinite(self.column(key)).any()]
 
     def column(self, key: str) -> np.ndarray:
-        """Return the values of a key, shape (T,), with NaN for steps that have no finite number."""
+        """Return the values of a key, shape (T,), with NaN for steps without a finite number."""
         return np.array([_number(step.get(key)) for step in self.steps])
 
     def series(self, *keys: str) -> np.ndarray:
-        """Return the values of K keys, shape (K, T), over the steps that have all keys. NaN stands for other values."""
+        """Return the values of K keys, shape (K, T), at the steps that have all keys; NaN stands for non-finite values."""
         steps = [step for step in self.steps if step.keys() >= set(keys)]
         return np.array([[_number(step[key]) for step in steps] for key in keys])
 
@@ -110,7 +110,7 @@ def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def read_run(path: Path, name: str | None = None, source: str | None = None) -> RunMetrics:
-    """Read a metrics file. Its last line may be unfinished, because the run may still write it.
+    """Read a metrics file. An unfinished last line is skipped, because the run may be writing it.
 
     Args:
         path: The file, or the folder of a run.
@@ -124,7 +124,8 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
     source = source or str(file)
     steps = []
     try:
-        # A file that the user names may be a link. In a run's folder, which somebody else may have made, it may not
+        # A file that the user names may be a symbolic link. A file in a run's folder may not, because the folder is
+        # untrusted
         with open_regular(file, follow_links=file == path) as metrics:
             num_bytes = os.fstat(metrics.fileno()).st_size
             refuse(
@@ -141,7 +142,7 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
 
 
 def _step(line: bytes | None, source: str, number: int) -> dict[str, object]:
-    """Return the values of a line by key; {} for an empty line, and for an unfinished line at the end of the file."""
+    """Return the values of a line by key; {} for an empty line or an unfinished last line."""
     place = f"{source}, line {number}"
     refuse(line is None, f"{place}: it is longer than {MAX_LINE_BYTES >> 20} MB, so it is no line of metrics")
     if not line or not line.strip():
@@ -165,11 +166,11 @@ def load_runs(
 
     Args:
         files: Metrics files or folders of runs.
-        names: A name for each file. By default the files' paths are shortened by the folder that they have in common.
-        remote: The machine that has the files, "[user@]host"; None for this machine.
+        names: A name for each file. The default is the file's path, relative to the folder that contains all files.
+        remote: The machine with the files, as "[user@]host"; None for this machine.
 
     Raises:
-        ConfigurationError: A file cannot be read, or the number of names is not the number of files.
+        ConfigurationError: A file cannot be read, or the numbers of names and files differ.
         RunFailed: A file cannot be copied from the other machine.
     """
     if not names:
@@ -191,9 +192,9 @@ def fetch(remote: str, path: str, target: Path) -> Path:
     """Copy a file from another machine with scp, and return `target`.
 
     Args:
-        remote: The other machine, "[user@]host", with an IPv6 address in brackets.
-        path: The file on the other machine.
-        target: The copy.
+        remote: The other machine, as "[user@]host". An IPv6 address needs brackets.
+        path: Path of the file on the other machine.
+        target: Path of the copy.
 
     Raises:
         ConfigurationError: The machine's name or the path is invalid.
@@ -233,15 +234,16 @@ def fetch(remote: str, path: str, target: Path) -> Path:
 
 
 def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
-    """Return a metric over the run's progress, shape (2, T), at the steps where both are finite numbers.
+    """Return progress and metric, shape (2, T), at the steps at which both are finite numbers.
 
-    The first row is `progress`, which rises. An evaluation is placed at the step at which it began.
+    The first row is `progress`, in increasing order. Metrics of an evaluation are placed at the step at which the
+    evaluation began.
 
     Args:
         run: The run.
         unit: Unit of the progress, one of `UNITS`.
         key: Key of the metric.
-        gpus: Number of the run's GPUs; the default is `gpus_of`.
+        gpus: Number of the run's GPUs. The default is `gpus_of`.
 
     Raises:
         ConfigurationError: The unit is unknown, or no step has both numbers.
@@ -249,7 +251,7 @@ def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.n
     x_T = progress(run, unit, gpus)
     y_T = run.column(key)
     if key.startswith("eval_"):
-        # An evaluation is in the line of the step in which it ended
+        # The results of an evaluation are in the line of the step during which it ended
         step_T = run.column("step")
         start_step_T = run.column("eval_step")
         start_step_T = np.where(np.isfinite(start_step_T), start_step_T, step_T)
@@ -264,10 +266,10 @@ def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.n
 
 
 def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
-    """Return how far the run had come after each step, shape (T,).
+    """Return the progress of the run after each step, shape (T,).
 
-    "tokens" counts the tokens that the engines generated. "seconds" and "gpu-hours" leave out the time between two steps
-    in which the run was stopped.
+    "tokens" counts the tokens that the engines generated. "seconds" and "gpu-hours" leave out times at which
+    the run was stopped.
 
     Args:
         run: The run.
@@ -284,7 +286,8 @@ def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
         return np.cumsum(run.column("tokens_generated"))
     evaluation_and_saving = [run.column("seconds_evaluating"), run.column("seconds_checkpointing")]
     worked_T = run.column("time_per_batch") + np.nan_to_num(evaluation_and_saving).sum(0)
-    # Less time than that has passed if the run saved a checkpoint within the step. More has passed if the run was stopped
+    # The time that passed is less than `worked_T` if the run saved a checkpoint within the step, and more if it was
+    # stopped
     passed_T = np.diff(run.column("timestamp"), prepend=np.nan)
     seconds_T = np.cumsum(np.fmin(worked_T, passed_T))
     if unit == "seconds":
@@ -296,7 +299,7 @@ def gpus_of(run: RunMetrics) -> int:
     """Return the number of GPUs that the run used for ranks, engines, logprob workers and judges.
 
     Raises:
-        ConfigurationError: The run's options do not tell the number.
+        ConfigurationError: The run's options do not determine the number.
     """
     options = run.options
     needed_keys = ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")

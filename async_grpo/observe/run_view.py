@@ -1,6 +1,6 @@
-"""`RunView`: reading of all files of one run, for the commands that show a run.
+"""`RunView`: read all files of one run, for the commands that show a run.
 
-A folder may have been made by somebody else, so lines of an unexpected form are skipped.
+The folder is untrusted, so lines of an unexpected form are skipped.
 """
 
 import re
@@ -60,7 +60,7 @@ class RunView:
         """The number of optimizer steps of the whole run.
 
         Raises:
-            ConfigurationError: The run's parameters do not tell the number.
+            ConfigurationError: The run's parameters do not determine the number.
         """
         group_size = whole_option(self.options, "samples_per_question")
         samples_per_batch = whole_option(self.options, "batch_size") * group_size
@@ -70,7 +70,7 @@ class RunView:
         return whole_option(self.options, "num_training_batches") * (samples_per_batch // samples_per_step)
 
     def writer_process(self) -> int | None:
-        """Return the id of the process that writes the run; None if it has ended or runs on another machine."""
+        """Return the id of the process that writes the run's files; None if it has ended or runs on another machine."""
         return holder(self.folder)
 
     def metrics(self, count: int) -> list[Line]:
@@ -78,14 +78,14 @@ class RunView:
         return metrics_lines(self.folder / METRICS_FILE, count)
 
     def metrics_from(self, byte: int, count: int) -> tuple[int, list[Line], int]:
-        """Read lines of metrics from a byte on.
+        """Read the metrics file from a position on.
 
         Args:
-            byte: Where to begin. If the file is shorter, as after a resume, reading begins at 0.
-            count: The greatest number of lines; of more, evenly spread ones are read.
+            byte: Position in the file. If the file is shorter, as after a resume, reading begins at 0.
+            count: Maximum number of lines. If there are more, evenly spread lines are read.
 
         Returns:
-            The byte at which reading began, the lines, and the byte that follows them.
+            The position at which reading began, the lines, and the position after the last line.
         """
         file = self.folder / METRICS_FILE
         if not is_regular(file) or file.stat().st_size < byte:
@@ -96,7 +96,7 @@ class RunView:
         return byte, lines, next_byte
 
     def evaluations(self, count: int) -> list[Line]:
-        """Return the newest `count` lines of evaluations."""
+        """Return the newest `count` lines of evaluation results. An evaluation has one line per file of questions."""
         return metrics_lines(self.folder / EVAL_FILE, count)
 
     def spans(self, count: int) -> list[Line]:
@@ -112,7 +112,7 @@ class RunView:
         return span_lines(records)
 
     def samples(self, count: int) -> list[Line]:
-        """Return the newest `count` samples of the training, the oldest first; an empty list if the run writes none.
+        """Return the newest `count` training samples, oldest first; [] if the run writes no samples.
 
         Raises:
             ConfigurationError: The run's parameters name a file outside the run's folder.
@@ -121,11 +121,11 @@ class RunView:
         return sample_lines(last_records(self.folder / _plain_name(name), count))
 
     def evaluation_samples(self, count: int) -> list[Line]:
-        """Return the newest `count` samples of evaluations, the oldest first."""
+        """Return the newest `count` samples of evaluations, oldest first."""
         return sorted(islice(self._evaluation_samples(count), count), key=itemgetter("step"))
 
     def _evaluation_samples(self, count: int) -> Iterator[Line]:
-        """Yield samples of the evaluations, the newest evaluation first, and at most `count` of each."""
+        """Yield at most `count` samples of each evaluation file, newest evaluation first."""
         steps: dict[Path, int] = {}
         for file in files_inside(self.folder, "eval_samples_*.jsonl"):
             if match := EVALUATION_SAMPLES.fullmatch(file.stem):
@@ -135,11 +135,11 @@ class RunView:
             yield from sample_lines(rows)
 
     def stalls(self) -> dict[Path, str]:
-        """Return the text that the watchdog wrote about each stall, by the stall's folder, the newest first."""
+        """Return the watchdog's report of each stall, by the stall's folder, newest first."""
         return stalls_of(self.folder)
 
     def log_lines(self, count: int, name: str = "trainer") -> dict[str, list[str]]:
-        """Return the last lines of logs, by file name.
+        """Return the last lines of each log, by file name.
 
         Args:
             count: Number of lines of each log.
@@ -159,10 +159,10 @@ class RunView:
 
 
 def _plain_name(name: Any) -> str:
-    """Return the name of the samples' file.
+    """Return the name of the file of samples, after checking that it is a plain file name.
 
     Raises:
-        ConfigurationError: The name is a path, which could lead out of the run's folder.
+        ConfigurationError: The name is a path, which could point outside of the run's folder.
     """
     try:
         parts = plain_parts(str(name))

@@ -21,10 +21,10 @@ from async_grpo.observe.run_view import RunView
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 from async_grpo.training.record import record_folder, recorded_completions
 
-# A browser holds the whole page in memory
+# Limits of the page's size, because a browser holds the whole page in memory
 MAX_TOKENS = 500_000
 MAX_CHARACTERS = 40_000_000
-# What reading the record or the tokenizer of somebody else's run may raise; the page then shows no tokens
+# Errors when the record or the tokenizer of an untrusted run is read. The page then shows no tokens
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
 log = logging.getLogger(__name__)
 
@@ -34,25 +34,27 @@ class SamplesConfig(Section):
     """Options of `async-grpo samples`."""
 
     path: str = required("Folder of the run.", "Samples", argument=True)
-    output: str = option("samples.html", "File that the page is written to.", "Samples", aliases=("o",))
-    limit: int = option(10_000, "Number of newest samples on the page.", "Samples", range=POSITIVE)
-    evaluation: bool = option(False, "Show samples of the evaluations instead of the training.", "Samples")
+    output: str = option("samples.html", "File for the page.", "Samples", aliases=("o",))
+    limit: int = option(
+        10_000, "Maximum number of samples on the page. The newest ones are shown.", "Samples", range=POSITIVE
+    )
+    evaluation: bool = option(False, "Show samples of evaluations instead of training samples.", "Samples")
 
 
 def write_samples_page(config: SamplesConfig) -> None:
-    """Write the page.
+    """Write a page that shows the samples of a run.
 
     Raises:
         ConfigurationError: The folder holds no run, or the run wrote no samples.
     """
     text = samples_page(config)
-    # UTF-8 has no form for a lone surrogate; the page's JSON can have it as an escape
+    # A lone surrogate cannot be encoded in UTF-8, so it is written as an escape sequence of JSON
     Path(config.output).write_text(text, encoding="utf-8", errors="backslashreplace")
     log.info("samples: %s", config.output)
 
 
 def samples_page(config: SamplesConfig) -> str:
-    """Return a page with the newest samples, as many as a browser can hold.
+    """Return a page (HTML) with the newest samples, at most as many as a browser can hold.
 
     Raises:
         ConfigurationError: The folder holds no run, or the run wrote no samples.
@@ -73,7 +75,7 @@ def samples_page(config: SamplesConfig) -> str:
 
 
 def _newest_that_fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest rows whose texts have at most `MAX_CHARACTERS` together, and at least one row."""
+    """Return the newest rows, at least one, whose texts together have at most `MAX_CHARACTERS` characters."""
     num_characters = 0
     num_rows = 0
     for row in reversed(rows):
@@ -85,14 +87,14 @@ def _newest_that_fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the page that shows samples.
+    """Return a page (HTML) that shows samples.
 
-    The rows are embedded as data. No text in them can end the element that holds them, or become a script.
+    The rows are embedded as JSON data. No text in them can end the script element around them, or run as a script.
 
     Args:
         rows: The samples.
         title: Title of the page.
-        alarms: Alarms of the run, each with `says`, `first` and `last`.
+        alarms: Alarms of the run, each with its text (`says`) and its first and last step (`first`, `last`).
     """
     template = (resources.files("async_grpo.observe") / "samples.html").read_text(encoding="utf-8")
     data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
@@ -109,7 +111,7 @@ def security_policy(page: str) -> str:
 
 
 def _alarms(run: RunView) -> list[dict[str, Any]]:
-    """Return the alarms of the last steps: the latest text of each kind, with the first and the last step of the kind."""
+    """Return the alarms of the last steps: for each kind its latest text, its first step and its last step."""
     alarms_by_kind: dict[str, dict[str, Any]] = {}
     for line in run.metrics(KEPT):
         for text in line.get("alarms") or ():
@@ -123,14 +125,14 @@ class RecordedCompletion(NamedTuple):
     """A completion in the record of a run."""
 
     token_ids: list[int]
-    numbers: dict[str, list[Any]]  # by name, one number for each token
+    numbers: dict[str, list[Any]]  # recorded numbers by name; each list has one number per token
 
 
 def _add_tokens(rows: Sequence[dict[str, Any]], run: RunView) -> None:
-    """Add to the newest rows the text of each token of the completion, and the numbers that the run recorded of it.
+    """Add to the newest rows the text of each token of the completion, and the numbers that the run recorded for it.
 
-    Nothing is added if the run has no record, or its model is not on this machine. Trajectories are left out, because the
-    page shows them by their turns.
+    Nothing is added if the run has no record, or if its model is not on this machine. Trajectories are skipped, because
+    the page shows their turns instead.
     """
     model = run.options.get("model_name_or_path")
     if not (run.folder / "record").is_dir() or not isinstance(model, str) or not Path(model).is_dir():
@@ -158,7 +160,7 @@ def _add_tokens(rows: Sequence[dict[str, Any]], run: RunView) -> None:
 def _recorded_completions(
     run: RunView, step: int, tokenizer: Any
 ) -> dict[tuple[int, str], list[RecordedCompletion]]:
-    """Return the completions of a step, by their group and their text without the stop token."""
+    """Return the completions of a step, by group and text; the text does not include the stop token."""
     completions_by_text: dict[tuple[int, str], list[RecordedCompletion]] = {}
     for group, token_ids, numbers in recorded_completions(record_folder(run.folder, step - 1)):
         has_stop_token = token_ids[-1] in run.options["settings"]["stop_token_ids"]
@@ -170,7 +172,7 @@ def _recorded_completions(
 
 
 def _pop_nearest(completions: list[RecordedCompletion], advantage: float) -> RecordedCompletion:
-    """Remove the completion with the nearest advantage and return it: completions of a group may have the same text."""
+    """Remove and return the completion with the nearest advantage, because several may have the same text."""
 
     def distance(completion: RecordedCompletion) -> float:
         return abs(completion.numbers["advantages"][-1] - advantage)
@@ -180,9 +182,9 @@ def _pop_nearest(completions: list[RecordedCompletion], advantage: float) -> Rec
 
 
 def _token_texts(tokenizer: Any, token_ids: list[int], text: str) -> list[str]:
-    """Return the part of the completion's text that each token stands for."""
+    """Return for each token its part of the completion's text."""
     ends = char_ends(tokenizer, token_ids, text).tolist()
     texts = [text[begin:end] for begin, end in pairwise([0, *ends])]
-    if not texts[-1]:  # the text of a completion does not contain its stop token
+    if not texts[-1]:  # the stop token is not part of the text, so it is decoded here
         texts[-1] = tokenizer.decode(token_ids[-1:])
     return texts

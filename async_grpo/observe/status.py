@@ -21,9 +21,9 @@ from async_grpo.observe.run_view import Line, RunView
 from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
 from async_grpo.processes.untrusted_files import printable
 
-RECENT = 20  # steps over which times and rewards are averaged
+RECENT = 20  # number of last steps over which times and rewards are averaged
 REWARD_STATUSES = ("ok", "failed", "timed_out", "abstained")
-RUNNING = "running"  # state of a run whose process lives on this machine
+RUNNING = "running"  # state of a run whose process is alive on this machine
 SHOWN_EVALUATIONS = 3
 SHOWN_LOG_LINES = 3
 
@@ -33,10 +33,8 @@ class StatusConfig(Section):
     """Options of `async-grpo status`."""
 
     path: str = required("Folder of the run.", "Status", argument=True)
-    every_s: float = option(
-        1.0, "Seconds between two looks at the run, on a terminal.", "Status", range=POSITIVE
-    )
-    once: bool = option(False, "Look at the run once.", "Status")
+    every_s: float = option(1.0, "Seconds between two updates on a terminal.", "Status", range=POSITIVE)
+    once: bool = option(False, "Print the state once, without updates.", "Status")
 
 
 def status(config: StatusConfig) -> None:
@@ -53,14 +51,13 @@ def status(config: StatusConfig) -> None:
     with Live(view(run), console=console, auto_refresh=False) as live:
         while run.writer_process() is not None:
             time.sleep(config.every_s)
-            run = RunView(
-                run.folder
-            )  # a run that is resumed writes its options again, and a view reads them once
+            # A new view, because a view reads the options only once, and a resumed run writes them again
+            run = RunView(run.folder)
             live.update(view(run), refresh=True)
 
 
 def view(run: RunView) -> RenderableType:
-    """Return the run's state: pace, metrics of the last step, rewards, alarms, evaluations and the newest stall."""
+    """Return the state of the run: pace, last step, rewards, alarms, evaluations and newest stall."""
     lines = run.metrics(RECENT)
     parts: list[RenderableType] = [headline(run, lines)]
     if lines:
@@ -94,17 +91,17 @@ def _last_step(run: RunView, lines: Sequence[Line]) -> list[RenderableType]:
 
 
 def headline(run: RunView, lines: Sequence[Line]) -> Text:
-    """Return step, state and pace of a run, and the expected time until its end.
+    """Return a line with step, state and pace of a run, and the expected time until its end.
 
     Args:
         run: The run.
-        lines: The last lines of its metrics.
+        lines: The last lines of the run's metrics.
     """
     step = lines[-1]["step"] if lines else 0
     state = _state(run, step)
     is_running = state == RUNNING
     text = f"{run.folder}: step {step} of {run.total_steps}, {state}"
-    # Timestamps would include the time in which the run was stopped between two steps
+    # Differences of timestamps would include times during which the run was stopped
     step_times_s = [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]
     if step_times_s:
         mean_s = statistics.fmean(step_times_s)
@@ -133,7 +130,7 @@ def _state(run: RunView, step: int) -> str:
 
 
 def _times(lines: Sequence[Line]) -> Text:
-    """Return the mean seconds of a step that each part of the run took."""
+    """Return a line with the mean seconds that each activity took in a step."""
     means = []
     for name, key in CAUSES.items():
         values = [line[key] for line in lines if is_number(line.get(key))]
@@ -143,9 +140,9 @@ def _times(lines: Sequence[Line]) -> Text:
 
 
 def _verifiers(lines: Sequence[Line]) -> Table:
-    """Return a table of the reward calls of the last steps.
+    """Return a table of the reward calls during the last steps.
 
-    Calls for a step may end early, during the step before. They are then counted in that step.
+    A call is counted in the step during which it ends, which may be earlier than the step that trains on the sample.
     """
     table = Table(
         "",

@@ -1,8 +1,8 @@
 """`async-grpo watch RUN`: serve a page that shows a run, while it runs or after its end.
 
-Unless `--host` says otherwise, only this user on this machine can open the page. The server answers GET requests only,
-and only requests for an IP address or for localhost: a foreign web page could make a name of its own point to this machine
-(DNS rebinding).
+By default only the same user on this machine can open the page (see `--host`). The server answers only GET requests
+whose host is an IP address or localhost. Other host names are refused, because a foreign web page could make its own
+host name point to this machine (DNS rebinding).
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.processes.http_host import REFUSAL, REFUSAL_OF_USERS, is_address, may_read
 from async_grpo.processes.http_server import IDLE_S, bound_logs
 
-POINTS = 2000  # the greatest number of points of a curve
-# The greatest numbers of evaluations, spans and samples; the newest are shown
+POINTS = 2000  # maximum number of points of a curve
+# Maximum numbers of evaluations, spans and samples. The newest are shown
 EVALUATIONS = 300
 SPANS = 1500
 SAMPLES = 2000
 LOG_LINES = 5
 SHUTDOWN_TIMEOUT_S = 2.0
-MAX_DIGITS = 20  # of a position in a file. Python refuses to convert more than 4300 digits
+MAX_DIGITS = 20  # of a position in a file, because Python refuses to convert more than 4300 digits
 Line = Mapping[str, Any]
 
 
@@ -45,7 +45,7 @@ class WatchConfig(Section):
     path: str = required("Folder of the run.", "Watch", argument=True)
     port: int = option(8765, "Port of the page; 0 takes any free port.", "Watch", range=NOT_NEGATIVE)
     host: str = option(
-        "127.0.0.1", "Address to listen on. Everybody who reaches it can read the run.", "Watch"
+        "127.0.0.1", "Address to listen on. Everybody who can reach this address can read the run.", "Watch"
     )
 
 
@@ -71,16 +71,15 @@ def watch(config: WatchConfig) -> None:
 
 
 def application(config: WatchConfig) -> web.Application:
-    """Return the server of `/`, `/data?since=BYTE` and `/samples`.
+    """Return the web application with the paths `/`, `/data?since=BYTE` and `/samples`.
 
     Raises:
         ConfigurationError: The folder holds no run.
     """
     bound_logs()
     folder = Path(config.path)
-    _ = RunView(
-        folder
-    ).total_steps  # raises here, and not at the browser's first request, if the folder holds no run
+    # If the folder holds no run, this raises an error now, and not at the browser's first request
+    _ = RunView(folder).total_steps
     template = (resources.files("async_grpo.observe") / "watch.html").read_text(encoding="utf-8")
 
     async def page(request: web.Request) -> web.Response:
@@ -120,7 +119,7 @@ def application(config: WatchConfig) -> web.Application:
 
 
 def _answer(text: str, content_type: str) -> web.Response:
-    """Return a response whose Content-Security-Policy allows only the page's own script and connections to this server."""
+    """Return a response. Its Content-Security-Policy allows only the page's script and connections to this server."""
     policy = "default-src 'none'"
     if content_type == "text/html":
         policy = f"{security_policy(text)}; connect-src 'self'"
@@ -137,15 +136,15 @@ def _answer(text: str, content_type: str) -> web.Response:
 
 
 def data(run: RunView, since: int) -> dict[str, Any]:
-    """Return what the page draws: new points of the curves, and the present state of everything else.
+    """Return the data that the page draws: new points of the curves, and the current state of everything else.
 
     Args:
         run: The run.
-        since: Byte of the metrics file from which on the page has no points yet.
+        since: Position in the metrics file. The page already has the points before this position.
 
     Returns:
-        Values for JSON. `since` is 0 if the file is shorter than the page expects, as after a resume. The points are then
-        those of the whole file.
+        A dict that can be written as JSON. Its `since` is 0 if the file is shorter than the argument `since`, as after
+        a resume. The points are then those of the whole file.
     """
     since, lines, next_byte = run.metrics_from(since, POINTS)
     recent_lines = run.metrics(RECENT)
@@ -188,7 +187,7 @@ def _tokens_by_staleness(lines: Sequence[Line]) -> Mapping[str, int]:
 
 
 def _calls_by_reward(lines: Sequence[Line]) -> dict[str, list[int]]:
-    """Return for each reward the number of calls with each of `REWARD_STATUSES`."""
+    """Return for each reward the number of calls per status, in the order of `REWARD_STATUSES`."""
     counts: dict[str, list[int]] = {}
     for line in lines:
         for name, stats in line.get("verifiers", {}).items():
@@ -200,7 +199,7 @@ def _calls_by_reward(lines: Sequence[Line]) -> dict[str, list[int]]:
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """Return the numbers of metrics lines by key, with None for lines that lack the key.
+    """Return for each key its numbers in the metrics lines, with None for lines without the key.
 
     >>> columns([{"step": 1, "a": {"b": 0.5}}, {"step": 2}])
     {'step': [1.0, 2.0], 'a/b': [0.5, None]}
@@ -211,5 +210,5 @@ def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
 
 
 def intervals(line: Line) -> dict[str, tuple[float | None, float | None]]:
-    """Return the means of an evaluation by key, each with half of its 95 % interval."""
+    """Return for each mean of an evaluation its value and half the width of its 95 % interval."""
     return {key: (line[key], line[f"{key}_ci"]) for key in line if f"{key}_ci" in line}

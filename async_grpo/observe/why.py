@@ -1,4 +1,4 @@
-"""`async-grpo why RUN`: show what holds up a run, or how it ended."""
+"""`async-grpo why RUN`: show what a stalled run waits for, or how a run ended."""
 
 import os
 import re
@@ -13,10 +13,10 @@ from async_grpo.options.fields import Section, required
 from async_grpo.processes.look import look, request_look
 from async_grpo.processes.untrusted_files import printable
 
-ANSWER_TIMEOUT_S = 60.0  # time that a run may take to write what it waits for
+ANSWER_TIMEOUT_S = 60.0  # seconds that a run may take to report what it waits for
 POLL_S = 0.2
 LOG_LINES = 2000  # lines at the end of each log that are searched for errors
-SHOWN_ERRORS = 3  # per log
+SHOWN_ERRORS = 3  # number of errors that are shown of each log
 ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 
 
@@ -28,15 +28,15 @@ class WhyConfig(Section):
 
 
 def why(config: WhyConfig) -> None:
-    """Print what a live run waits for, or the last errors of an ended run, and the stalls that the run had.
+    """Print what a live run waits for, or the last errors of an ended run, and all stalls of the run.
 
-    A live run that has written no stall yet is asked to write what it waits for.
+    If a live run has reported no stall yet, it is asked to report what it waits for.
 
     Raises:
         ConfigurationError: The folder holds no run.
     """
     run = RunView(Path(config.path))
-    _ = run.options  # raises if the folder holds no run
+    _ = run.options  # raises an error if the folder holds no run
     pid = run.writer_process()
     if pid is None:
         print(headline(run, run.metrics(2)))
@@ -62,8 +62,8 @@ def _print_errors(run: RunView) -> None:
 
 
 def _request_stall(run: RunView, pid: int) -> None:
-    """Ask the run to write what it waits for. If it does not, print the stacks of its processes."""
-    # The process id comes from a file, and could be that of another process, which the signal might end
+    """Ask the run to report what it waits for. If no report appears in time, print the stacks of its processes."""
+    # The process id comes from a file. It could belong to an unrelated process, which the signal might end
     is_requested = _holds(pid, run.lock_file) and request_look(pid)
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while is_requested and not run.stalls() and run.writer_process() and time.monotonic() < deadline:
@@ -73,13 +73,13 @@ def _request_stall(run: RunView, pid: int) -> None:
 
 
 def _holds(pid: int, lock: Path) -> bool:
-    """Return whether a process has the run's lock file open. A run keeps it open until its end."""
+    """Return whether a process has the run's lock file open, as a run has until its end."""
     try:
         lock_status = lock.stat()
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # the process has closed this file meanwhile
+            with suppress(OSError):  # the process has closed this file in the meantime
                 if os.path.samestat(descriptor.stat(), lock_status):
                     return True
-    except OSError:  # the process has ended, or belongs to another user, to whom no signal can be sent
+    except OSError:  # the process has ended, or belongs to another user and cannot get a signal
         return False
     return False

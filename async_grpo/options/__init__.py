@@ -1,1 +1,1 @@
-"""From the fields of a dataclass to a command line: one source for options, help and files."""
+"""Options: the fields of a dataclass define the command line, its help, and the keys of option files."""

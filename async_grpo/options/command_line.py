@@ -1,6 +1,7 @@
 """Command lines made from the configuration dataclasses by Typer, with one option per field.
 
-Dashes and underscores are equal. A retired option is accepted with a warning; an unknown one is an error.
+Option names may be written with dashes or underscores. A retired option is accepted with a warning. An unknown option
+is an error.
 """
 
 import dataclasses
@@ -35,12 +36,12 @@ CONFIG_HELP = (
 )
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
-# Typer's names of the places of a value that the user has set: an argument, or a file of options
+# Typer's names for the source of a value that the user has set: the command line, or a file of options
 SET_BY_USER = ("COMMANDLINE", "DEFAULT_MAP")
 
 
 class ParsedCommand(NamedTuple):
-    """A program and the configuration that its command line describes. It has not started yet."""
+    """A program that has not started yet, and the configuration from its command line."""
 
     run: Callable[[Any], None]
     config: Any
@@ -53,8 +54,8 @@ class OptionsCommand(TyperCommand):
     retired: Mapping[str, str] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, in every spelling that was ever accepted."""
-        # While a shell completes a line, the line may end anywhere
+        """Parse the arguments. Old spellings and retired options are accepted."""
+        # When a shell asks for completions, the line may be incomplete, which `normalized` would refuse
         arguments = args if ctx.resilient_parsing else normalized(args, self.fields, self.retired)
         try:
             return super().parse_args(ctx, arguments)
@@ -75,15 +76,15 @@ def options_command(
     retired: Mapping[str, str] | None = None,
     foreign: Callable[[], Collection[str]] = tuple,
 ) -> OptionsCommand:
-    """Return a command with one option for each field of a dataclass. It returns a `ParsedCommand`.
+    """Return a command with one option for each field of a dataclass. Calling it returns a `ParsedCommand`.
 
     Args:
         config_class: Dataclass whose fields are the options.
-        run: The program.
+        run: The program, which takes the configuration.
         name: Name of the command.
         help: What the program does, for `--help`.
-        retired: What replaced each retired option, by its name with underscores. All of them took a value.
-        foreign: Returns keys of other programs that a `--config` file may hold, too; they are ignored.
+        retired: Hint about the replacement of each retired option, by name with underscores. All of them took a value.
+        foreign: Returns the option names of other programs. A `--config` file may contain them; they are ignored.
     """
     fields = fields_in_order(config_class)
 
@@ -109,7 +110,7 @@ def options_command(
             context.obj = file_by_name
         return files
 
-    # Typer makes the options from the signature of the function
+    # Typer derives the options from the signature of `parsed`
     signature = _signature(fields, read_files)
     parsed.__signature__ = signature  # type: ignore[attr-defined]
     parsed.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -125,7 +126,7 @@ def options_command(
 
 
 def _signature(fields: Fields, read_files: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function that takes Typer's context, the files of options, and all options."""
+    """Return a signature with Typer's context, the option `--config`, and one parameter for each field."""
     config_option = typer.Option(
         "--config",
         metavar="FILE",
@@ -144,7 +145,7 @@ def _signature(fields: Fields, read_files: Callable[..., Any]) -> inspect.Signat
 
 
 def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
-    """Return a parameter of a function, from which Typer makes the option."""
+    """Return the function parameter from which Typer makes the option of a field."""
     is_required = field.default is dataclasses.MISSING
 
     def complete(incomplete: str) -> list[str]:
@@ -171,13 +172,13 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
 
 
 def _value_type(field: "dataclasses.Field[Any]") -> Any:
-    """Return `float` of a field of type `float` or `float | None`."""
+    """Return the type of a field's values without `None`, such as `float` for `float | None`."""
     types = get_args(field.type)
     return types[0] if types else field.type
 
 
 def _number_parser(field: "dataclasses.Field[Any]") -> Callable[[str], Any] | None:
-    """Return what parses an option of a number, because the message of Typer's own parser does not name the value."""
+    """Return a parser for a numeric field, else None. Typer's own error message would not show the wrong value."""
     value_type = _value_type(field)
     if value_type not in (int, float):
         return None
@@ -217,18 +218,19 @@ def group_of(app: typer.Typer, name: str) -> Any:
 def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> None:
     """Run a command of Typer, and exit.
 
-    The exit code is 0, the code of an error of the library, which is printed in one line, or 2 for a usage error.
+    The exit code is 0 on success, and 2 for a usage error. An error of the library has an exit code of its own, and its
+    message is printed on one line. After Ctrl-C the exit code is 130.
 
     Args:
         command: The command, or group of commands.
-        argv: The arguments; None takes those of this process.
+        argv: The arguments. None takes the arguments of this process.
         program: Name of the program in `--help`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if isinstance(result, ParsedCommand):
-            # Not within the command, because Typer would take a broken pipe of the program for one of its own
+            # Run outside of `main`, because Typer would handle a broken pipe of the program as one of its own output
             result.run(result.config)
     except AsyncGrpoError as error:
         _end_with_error(str(error), error.exit_code, error)
@@ -236,7 +238,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
         message = error.format_message()
         context = getattr(error, "ctx", None)
         if not message:
-            # The help has been shown instead
+            # Without a message, Typer has already shown the help; there is no error to print
             raise SystemExit(error.exit_code) from error
         if context is not None:
             message = f"{message.rstrip('.')}; see {context.command_path} --help"
@@ -252,17 +254,17 @@ def _end_with_error(message: str, exit_code: int, error: Exception) -> NoReturn:
 
 
 def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, str]) -> list[str]:
-    """Bring arguments into the spelling that Typer knows.
+    """Return the arguments in the spelling that Typer knows.
 
-    A file may also stand first, without `--config`: `async-grpo run run.toml`.
+    The first argument may be a file of options without `--config`: `async-grpo run run.toml`.
 
     Args:
         arguments: The arguments as the user wrote them.
         fields: The options.
-        retired: What replaced each retired option.
+        retired: Hint about the replacement of each retired option, by name.
 
     Raises:
-        ConfigurationError: An option is unknown, or has no value.
+        ConfigurationError: An option is unknown, or its value is missing.
     """
     flags = {field.name for field in fields if field.type is bool}
     remaining = list(arguments)
@@ -299,7 +301,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
             value = remaining.pop(0)
         elif not equals:
             raise ConfigurationError(f"{spelling} needs a value")
-        # In one argument, so that a value may start with a dash
+        # Name and value form one argument, so that the value may start with a dash
         result.append(f"--{dashed(name)}={value}")
     return result
 
@@ -320,7 +322,7 @@ def _refuse_unknown(spelling: str, name: str, fields: Fields) -> None:
 
 def _is_config_file(argument: str, fields: Fields) -> bool:
     """Return whether the first argument is a file of options."""
-    # The argument of a program that takes one may be a .json file itself
+    # If the program takes a positional argument, a .json file in first place may be that argument
     takes_argument = any(field.metadata["argument"] for field in fields)
     endings = (".toml",) if takes_argument else (".toml", ".json")
     return argument.endswith(endings) and not argument.startswith("-")

@@ -1,6 +1,6 @@
-"""Options: dataclass fields from which command line, TOML file, help and `docs/options.md` are made.
+"""Options: dataclass fields that define the command line, TOML files, help and `docs/options.md`.
 
-Also parses options of the form `name=value,...`.
+This module also parses option values of the form `name=value,...`.
 """
 
 import ast
@@ -23,9 +23,9 @@ CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 class Range(NamedTuple):
-    """A condition on a number, beside being finite."""
+    """A condition on a number, in addition to being finite."""
 
-    says: str  # the condition in an error message, behind the option's name
+    says: str  # the condition in an error message, after the option's name
     holds: Callable[[float], bool]
 
 
@@ -52,20 +52,20 @@ def option(
     """Make a dataclass field that is also an option of a command.
 
     Args:
-        default: The value without the option.
-        help: One sentence for `--help` and `docs/options.md`.
-        panel: Heading in `--help`.
+        default: Value if the user does not set the option.
+        help: Text for `--help` and `docs/options.md`.
+        panel: Heading of the option's group in `--help`.
         range: Condition on the value.
-        unbounded: Whether `inf` is a value: a bound that bounds nothing.
+        unbounded: Whether `inf` is allowed, meaning no limit.
         choices: Allowed names, or `module:DICT` for the keys of a registry.
-        takes_file: Whether a name may also be that of the user's own object, `FILE.py:NAME`.
-        everyday: Whether the option stands before all panels.
-        aliases: Other names of the option, such as ("seed",). One letter is an option with one dash.
-        argument: Whether the option is given without a dash on the command line.
-        portable: Whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
-            else's. Such an option describes the run, and names no code, address, file or command. Of `choices` only the
-            shipped names are taken. A `module:DICT` or a tuple names the allowed entries of a comma list. A table names the
-            allowed names of `name=value,...`, with the largest value of each that is a limit.
+        takes_file: Whether the value may also name an object in the user's own file, as `FILE.py:NAME`.
+        everyday: Whether `--help` lists the option first, among the everyday options.
+        aliases: Other names of the option, such as ("seed",). A name of one letter is written with one dash, as in
+            `-o`.
+        argument: Whether the value is a positional argument on the command line.
+        portable: Whether `eval` and `replay` may take the value from another run's folder, which is untrusted. True:
+            any value, or a shipped name if there are `choices`. `module:DICT` or a tuple: the entries allowed in a
+            comma list. A mapping: the names allowed in `name=value,...`, each with its maximum (None: no maximum).
     """
     metadata = {
         "help": help,
@@ -89,13 +89,13 @@ def required(help: str, panel: str = "Run", **settings: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The options of one room. Single values are checked here; rules between two options are in `config`."""
+    """Base class for the options of one room. It checks single values; `config` checks rules between options."""
 
     def __post_init__(self) -> None:
-        """Check every value.
+        """Check the value of every option.
 
         Raises:
-            ConfigurationError: A value is out of its range or is none of its choices.
+            ConfigurationError: A value is out of its range, or is not one of its choices.
         """
         for option_field in dataclasses.fields(self):
             value = getattr(self, option_field.name)
@@ -121,16 +121,16 @@ def _check_value(option_field: "dataclasses.Field[Any]", value: Any) -> None:
 
 
 def choices_of(option_field: "dataclasses.Field[Any]") -> tuple[str, ...]:
-    """Return the names that an option may have; () if any text is allowed.
+    """Return the allowed values of an option; () if any text is allowed.
 
-    For a registry, `module:DICT`, the names are its keys. A module that is not imported yet is parsed and not run, because
-    it may need torch.
+    If `choices` names a registry, `module:DICT`, they are its keys. A module that is not imported yet is only parsed,
+    because importing it may import torch.
     """
     return names_in(option_field.metadata["choices"])
 
 
 def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of a tuple, or the keys of the table `module:DICT`."""
+    """Return the names in a tuple, or the keys of the dictionary `module:DICT`."""
     if not isinstance(choices, str):
         return choices
     module, _, name = choices.partition(":")
@@ -147,7 +147,7 @@ def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fields_in_order(config_class: type) -> Fields:
-    """Return the required options, then the everyday ones, and then the others panel by panel."""
+    """Return all options: first the required ones, then the everyday ones, then the others, panel by panel."""
     fields = dataclasses.fields(config_class)
     panels = list(dict.fromkeys(field.metadata["panel"] for field in fields))
 
@@ -160,7 +160,7 @@ def fields_in_order(config_class: type) -> Fields:
 
 
 def field_name(spelling: str, fields: Fields) -> str:
-    """Return the name of the field that a spelling means; any other name with underscores."""
+    """Return the field's name for a spelling or alias; unknown names are returned with underscores."""
     name = spelling.replace("-", "_")
     for option_field in fields:
         if name in option_field.metadata["aliases"]:
@@ -169,19 +169,19 @@ def field_name(spelling: str, fields: Fields) -> str:
 
 
 def panel_of(option_field: "dataclasses.Field[Any]") -> str:
-    """Return the heading of an option in `--help`."""
+    """Return the heading under which `--help` lists an option."""
     return "Everyday options" if option_field.metadata["everyday"] else option_field.metadata["panel"]
 
 
 def help_of(option_field: "dataclasses.Field[Any]") -> str:
-    """Return the help of an option, with the names that it may have."""
+    """Return the help of an option, followed by its allowed values."""
     choices = choices_of(option_field)
     names = f" One of: {', '.join(choices)}." if choices else ""
     return option_field.metadata["help"] + names
 
 
 def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
-    """Return the option as a command line spells it, its own name first."""
+    """Return the option's names as written on a command line: the field's name first, then the aliases."""
     spellings = []
     for name in (option_field.name, *option_field.metadata["aliases"]):
         if len(name) == 1:
@@ -194,7 +194,7 @@ def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
 
 
 def nearest(name: Any, names: Iterable[str]) -> str:
-    """Return `; did you mean ...?` with the names that resemble the name; "" if none does."""
+    """Return "; did you mean ...?" with the `names` that resemble `name`, or "" if none does."""
     close = difflib.get_close_matches(str(name), list(names))
     return f"; did you mean {', '.join(close)}?" if close else ""
 
@@ -207,7 +207,7 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
         flag: Name of the option, for messages.
 
     Raises:
-        ConfigurationError: The text has another form, or names something twice.
+        ConfigurationError: The text has another form, or a name occurs twice.
 
     >>> parse_assignments("cap=5, cap_mode=clamp, normalize=false", "loss-options")
     {'cap': 5, 'cap_mode': 'clamp', 'normalize': False}
@@ -233,7 +233,7 @@ def parse_numbers(text: str, flag: str) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is a finite number and no boolean."""
+    """Return whether the value is a finite number, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

@@ -1,4 +1,4 @@
-"""The log of a program: on the terminal, or in a file of its own, without secrets."""
+"""Set up the log of a program: secrets are hidden, and an actor may write to a file of its own."""
 
 import logging
 import os
@@ -10,17 +10,18 @@ from rich.logging import RichHandler
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redact_logs
 
-STDOUT = 1  # file descriptors
+# File descriptors
+STDOUT = 1
 STDERR = 2
 
 
 def set_up_logging(level: str, prefix: str = "", *further_handlers: logging.Handler) -> None:
-    """Log to stderr, one line per event and without secrets. In a file, each line has a date.
+    """Log to stderr, one line per event, with secrets hidden. If stderr is no terminal, each line starts with a date.
 
     Args:
         level: Lowest level that is logged.
-        prefix: Stands before every message.
-        further_handlers: Handlers for the same events, beside that of stderr.
+        prefix: Text in front of every message.
+        further_handlers: Handlers that get the same events, in addition to the handler of stderr.
 
     Raises:
         ConfigurationError: The level is unknown.
@@ -48,13 +49,13 @@ def set_up_logging(level: str, prefix: str = "", *further_handlers: logging.Hand
 
 
 def log_to_own_file(name: str) -> None:
-    """Write the output of an actor's process into the run's folder of logs, and hide secrets in its logs.
+    """Write the output of an actor's process into a file in the run's log folder, and hide secrets in its logs.
 
-    Ray's own files of the output are deleted with a Ray that belongs to the run. Elsewhere the variable ASYNC_GRPO_LOGS is
-    not set, and the output goes where Ray puts it.
+    Ray deletes its own log files when the run's private cluster ends. On other clusters ASYNC_GRPO_LOGS is unset, and
+    the output goes to Ray's files.
 
     Args:
-        name: Kind of the actor, for the name of the file.
+        name: Kind of the actor; the name of the file starts with it.
     """
     redact_logs()
     folder = os.environ.get("ASYNC_GRPO_LOGS")

@@ -1,4 +1,4 @@
-"""Files of options: TOML, flat or in tables named for the rooms, or the `training_params.json` of a run."""
+"""Read options from a file: TOML, flat or with one table per room, or the `training_params.json` of a run."""
 
 import dataclasses
 import tomllib
@@ -21,14 +21,14 @@ def read_options(
     Args:
         path: The file.
         config_class: Dataclass whose fields are the options.
-        foreign: Returns further keys that are ignored.
+        foreign: Returns the option names of other programs, which are ignored.
 
     Returns:
-        The values by the names of the fields: booleans, and texts as the command line takes them.
+        The values by field name: booleans for flags, and for all other options the text that a command line would have.
 
     Raises:
-        ConfigurationError: The file cannot be read, holds a key that no program knows, gives an option two values, or has
-            an option in the table of another room.
+        ConfigurationError: The file cannot be read, contains a key that no program knows, gives an option two values,
+            or has an option in the table of another room.
     """
     fields = dataclasses.fields(config_class)
     room_by_field = rooms(config_class)
@@ -45,7 +45,7 @@ def read_options(
         refuse(table not in ("", room), f"{path}: {key} belongs in the table [{room}], not in [{table}]")
         if value is None:
             continue
-        # Not where a number is needed, because Python takes True for 1
+        # Only flags stay booleans: for a numeric option, Python would accept True as 1
         is_flag = isinstance(value, bool) and type_by_field[name] is bool
         setting = value if is_flag else option_text(value)
         is_set_twice = values.get(name, setting) != setting
@@ -55,7 +55,7 @@ def read_options(
 
 
 def rooms(config_class: type) -> dict[str, str]:
-    """Return the room (folder of async_grpo) that defines each field, by the name of the field."""
+    """Return for each field name the room that defines the field: a folder of `async_grpo`."""
     room_by_field = {}
     for base in reversed(config_class.__mro__):
         room = base.__module__.removeprefix("async_grpo.").partition(".")[0]
@@ -65,7 +65,7 @@ def rooms(config_class: type) -> dict[str, str]:
 
 
 def _entries(path: Path, option_names: Collection[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the table ("" outside of all), key and value of each option in the file."""
+    """Yield table, key and value of each option in the file; the table is "" for keys outside of all tables."""
     for key, value in _content(path).items():
         is_room = key in ROOMS and key not in option_names and isinstance(value, Mapping)
         if not is_room:
@@ -90,7 +90,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def option_text(value: Any) -> str:
-    """Return a value as the command line takes it: `a,b` for a list, `name=value,...` for a table.
+    """Return a value as text for the command line: `a,b` for a list, `name=value,...` for a dictionary.
 
     >>> option_text(["a", "b"]), option_text({"a": 0.5, "b": 2})
     ('a,b', 'a=0.5,b=2')

@@ -1,9 +1,9 @@
-"""Take over options of somebody else's run: those that describe the run, and none that names code or a place.
+"""Take over options from another run's folder, but none that could name code, a command or an address.
 
-The manifest of a checkpoint and the parameters of a run lie in a folder that may come from anybody. `async-grpo eval` and
-`replay` take the options of that run where the user gives none. An option says itself whether it is `portable`; by
-default it is not. What is not portable, and is text, could name a file to run, a shell command, or an address that keys are
-sent to: the user must give it.
+`async-grpo eval` reads a checkpoint's manifest, and `replay` a run's parameters. Options that the user does not give
+are taken from that file. The folder is untrusted, because it may come from anybody. The definition of an option says
+whether it is `portable`; by default it is not. Text options that are not portable could name code, a command or an
+address, so the user must give them.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from async_grpo.options.fields import choices_of, dashed, is_number, names_in, p
 from async_grpo.processes.untrusted_files import is_text, printable
 
 MAX_VALUE_CHARACTERS = 10_000
-LARGEST_NUMBER = 1e9  # tokens, turns, seconds: an option's own range often has no upper end
-SHOWN_CHARACTERS = 200  # of a refused value
+# Upper limit for numbers of tokens, turns or seconds, because many options have no upper limit of their own
+LARGEST_NUMBER = 1e9
+SHOWN_CHARACTERS = 200  # number of characters of a refused value that an error message shows
 
 
 def portable_options(
@@ -28,16 +29,16 @@ def portable_options(
     names: Collection[str],
     folder: Path,
 ) -> dict[str, Any]:
-    """Return the options of a recorded run that another run may take over.
+    """Return the options of a recorded run that the current command may take over.
 
     Args:
         config_class: Dataclass whose fields are the options.
-        recorded_options: Options of the run, by the names of the fields, as its folder says.
+        recorded_options: Options from the run's folder, by field name.
         names: Names of the options that the user has not set.
         folder: Folder of the run, for messages.
 
     Raises:
-        ConfigurationError: A value does not fit its option, or names something that a folder must not choose.
+        ConfigurationError: A value does not fit its option, or is a text that only the user may choose.
     """
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.name in names}
     options: dict[str, Any] = {}
@@ -60,7 +61,7 @@ def portable_options(
 
 
 def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path) -> None:
-    """Raise ConfigurationError for a value that the command line could not give."""
+    """Raise ConfigurationError for a value of the wrong type, and for a number above `LARGEST_NUMBER`."""
     kinds = get_args(field.type) or (field.type,)
     may_be_missing = type(None) in kinds or field.default is None
     fits = (value is None and may_be_missing) or any(_is_of(kind, value) for kind in kinds)
@@ -70,7 +71,7 @@ def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path
             f"the run of {folder} says {field.name} = {value!r:.80}, which is no {kind}: give "
             f"--{dashed(field.name)} yourself"
         )
-    # Infinity bounds nothing; the option says whether it is allowed
+    # Infinity means no limit. Whether it is allowed is checked with the option itself
     is_finite = isinstance(value, int | float) and not math.isinf(value)
     if is_finite and value != field.default and abs(value) > LARGEST_NUMBER:
         raise ConfigurationError(
@@ -102,7 +103,7 @@ def _may_travel(field: "dataclasses.Field[Any]", value: Any) -> bool:
 
 
 def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: Any) -> bool:
-    """Return whether a folder may say `name=value`; None in the table means that the value is no limit."""
+    """Return whether `name=value` may be taken over. A largest value of None allows every value."""
     if name not in largest_values:
         return False
     largest = largest_values[name]
@@ -110,7 +111,7 @@ def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: An
 
 
 def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
-    """Raise ConfigurationError if there are options that the run in a folder named and the user must give."""
+    """Raise ConfigurationError if `refused` is not empty: the user must give these options of the run in `folder`."""
     if not refused:
         return
     flags = []

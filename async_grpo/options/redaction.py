@@ -1,4 +1,4 @@
-"""Secrets reach no log, metric or file: the values of secret environment variables, in each of their usual spellings."""
+"""Hide secrets in logs, metrics and files: the values of secret environment variables, also if quoted or encoded."""
 
 import base64
 import html
@@ -15,18 +15,22 @@ from typing import Any, NamedTuple, TextIO
 from urllib.parse import quote, quote_plus
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# A shorter value is no secret: the "false" of TOKENIZERS_PARALLELISM, the "1" of a switch. Without this bound, such a
-# value would blank every text that holds the word.
+# Shorter values are not treated as secrets, such as the "false" of TOKENIZERS_PARALLELISM, or the "1" of a switch.
+# Otherwise, every "false" or "1" in a text would be replaced by the mask
 SHORTEST_CHARACTERS = 8
-SHORTEST_LINE_CHARACTERS = 16  # of a secret of several lines, such as a private key
+# In a secret of several lines, such as a private key, each line of at least this length is a secret of its own
+SHORTEST_LINE_CHARACTERS = 16
 MASK = "***"
 
-# Values that this process hides whatever their variables are called
+# Values that are hidden although the names of their variables need not look like secrets
 _registered: set[str] = set()
 
 
 def secrets() -> dict[str, str]:
-    """Return the secrets of this process's environment by name. A path that exists here is none (HF_TOKEN_PATH)."""
+    """Return the secrets in this process's environment variables by name.
+
+    Paths that exist are not secrets (for example HF_TOKEN_PATH).
+    """
     secret_values = {}
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and _may_be_secret(value):
@@ -35,15 +39,16 @@ def secrets() -> dict[str, str]:
 
 
 def register_secrets(values: Iterable[str]) -> None:
-    """Hide these values from now on, in this process: those of `--reward-env` and of judges' keys.
+    """Hide these values in this process from now on.
 
-    Their variables may have any name. Values shorter than 8 characters, and paths that exist here, are left as they are.
+    They are the values of the variables that `--reward-env` names and of the judges' keys, whose variables may have any
+    name. Values shorter than 8 characters, and paths that exist on this machine, are not hidden.
     """
     _registered.update(value for value in values if _may_be_secret(value))
 
 
 def redacted(text: str) -> str:
-    """Return the text with *** for every secret: as it is, and in each of its usual `spellings`.
+    """Return the text with *** in place of every secret, also where a secret is quoted or encoded (see `spellings`).
 
     >>> os.environ["MY_API_KEY"] = "sk-01/23456789"
     >>> redacted("401 for https://judge/?key=sk-01%2F23456789 (sk-01/23456789)")
@@ -58,7 +63,7 @@ def redacted(text: str) -> str:
 
 
 class _Hidden(NamedTuple):
-    """All texts that give a secret away, and what they were made from."""
+    """All texts that reveal a secret, and the inputs from which they were computed."""
 
     environment: dict[Any, Any]
     registered: frozenset[str]
@@ -69,10 +74,10 @@ _hidden = _Hidden({}, frozenset(), ())
 
 
 def _hidden_spellings() -> tuple[str, ...]:
-    """Return all texts that give a secret away, the longest first.
+    """Return all texts that reveal a secret, the longest first.
 
-    They are made anew where the environment has changed since the last call. To see that takes a microsecond if the
-    dictionaries behind `os.environ` are compared, and 40 if its variables are read, which every sample would pay several
+    They are computed again if the environment variables or the registered values have changed since the last call.
+    Comparing the dict behind `os.environ` takes 1 µs, reading all variables 40 µs; every sample calls this several
     times.
     """
     global _hidden
@@ -91,10 +96,10 @@ def _hidden_spellings() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def spellings(value: str) -> frozenset[str]:
-    """Return the texts that give the secret away, each at least as long as a secret must be.
+    """Return the texts that reveal the secret, without those shorter than `SHORTEST_CHARACTERS`.
 
-    They are the value as it is, quoted, escaped as in JSON or HTML, percent-encoded, in hexadecimal, and in base64 (Basic
-    authentication).
+    They are the value itself, and its forms after quoting by `repr`, JSON or HTML, percent-encoding, hexadecimal and
+    base64 (as in Basic authentication).
 
     >>> {"top/secret", "top%2Fsecret", "746f702f736563726574", "dG9wL3NlY3Jld"} <= spellings("top/secret")
     True
@@ -104,7 +109,7 @@ def spellings(value: str) -> frozenset[str]:
     texts = set(parts)
     for part in parts:
         for escaped in _escaped_spellings(part):
-            # A quotation may be quoted again
+            # A quoted text may be quoted a second time, such as JSON within JSON
             texts |= {escaped, *_escaped_spellings(escaped)}
         encoded = {quote(part, errors="replace"), quote(part, safe="", errors="replace")}
         encoded.add(quote_plus(part, errors="replace"))
@@ -116,9 +121,10 @@ def spellings(value: str) -> frozenset[str]:
 
 
 def _escaped_spellings(text: str) -> set[str]:
-    """Return what JSON, HTML and `repr` make of the text, without the quotation marks around it."""
+    """Return the text as JSON, HTML and `repr` escape it, without the quotation marks around it."""
     in_json = json.dumps(text)[1:-1]
-    both_marks = "'\""  # in a text that holds both, `repr` escapes one of them
+    # If a text contains both quotation marks, `repr` escapes one of them
+    both_marks = "'\""
     return {
         in_json,
         in_json.replace("/", r"\/"),  # as PHP writes it
@@ -133,7 +139,7 @@ def _escaped_spellings(text: str) -> set[str]:
 
 
 def _json_for_html(in_json: str) -> set[str]:
-    """Return what writers make of JSON that may stand in a page: Go escapes <, > and &, others quotation marks too."""
+    """Return the variants that serializers emit for JSON inside HTML: with <, > and & escaped, some also ', / or +."""
     texts = set()
     for marks in ("<>&", "<>&'", "<>&'/", "<>&'+"):
         escaped = in_json
@@ -144,23 +150,25 @@ def _json_for_html(in_json: str) -> set[str]:
 
 
 def _hexadecimal_spellings(value: bytes) -> set[str]:
-    """Return the value's bytes in hexadecimal: `bytes.hex()`, and with a sign between two bytes as dumps show them."""
+    """Return the value's bytes in hexadecimal, without and with separators between bytes, as hex dumps show them."""
     plain = {value.hex(), value.hex(" "), value.hex(":"), value.hex("-"), value.hex(" ", -2)}
     return plain | {text.upper() for text in plain}
 
 
 def _base64_spellings(value: bytes) -> set[str]:
-    """Return what base64 makes of the value, whatever stands before and after it (`user:` of Basic authentication).
+    """Return the value's base64 forms inside a longer encoded text, such as `user:value` of Basic authentication.
 
-    Three bytes become four characters, so the value may begin at one of three places of such a block. Characters that
-    also depend on the bytes around it are left out.
+    Base64 turns each block of three bytes into four characters, so there is one form for each of the three positions in
+    a block at which the value may begin. Characters that also encode bits of the bytes around the value are left out.
     """
     texts = set()
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for num_before in range(3):
             text = encode(b"\0" * num_before + value).decode()
-            first = -(-8 * num_before // 6)  # the first character without a bit of the bytes before
-            beyond = 8 * (num_before + len(value)) // 6  # the first with a bit of the bytes behind
+            first = -(-8 * num_before // 6)  # first character that encodes no bits of the preceding bytes
+            beyond = (
+                8 * (num_before + len(value)) // 6
+            )  # first character that may encode bits of the following bytes
             texts.add(text[first:beyond])
     return texts
 
@@ -170,19 +178,19 @@ def _may_be_secret(value: str) -> bool:
 
 
 class RedactedRecord(logging.LogRecord):
-    """A log record without secrets, which every logger of the process makes, other libraries' included."""
+    """A log record without secrets. All loggers of the process create such records, also those of other libraries."""
 
     def getMessage(self) -> str:
         """Return the message without secrets."""
         return redacted(super().getMessage())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Redact the text of a traceback, which a formatter keeps in the record."""
+        """Set an attribute. Secrets are hidden in `exc_text`, the traceback that a formatter stores in the record."""
         super().__setattr__(name, redacted(value) if name == "exc_text" and value else value)
 
 
 class RedactedStream:
-    """A text stream that hides secrets in whatever `print` and `traceback` write to it."""
+    """A text stream that hides secrets in everything that is written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -202,7 +210,7 @@ class RedactedStream:
 
 
 def redact_logs() -> None:
-    """Hide secrets in all logs of this process from now on, and in the tracebacks that it or a thread may end with."""
+    """Hide secrets in all logs of this process from now on, and in tracebacks of uncaught exceptions in any thread."""
 
     def report(*error: Any) -> None:
         print(redacted("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
@@ -217,7 +225,8 @@ def redact_logs() -> None:
 
 
 def redact_output() -> None:
-    """Hide secrets in the logs of this process, and in what it prints."""
+    """Hide secrets in the logs of this process, and in everything that it prints."""
     redact_logs()
-    sys.stdout = RedactedStream(sys.stdout)  # `print` needs no more of a stream
+    # `RedactedStream` passes on all other attributes of a stream
+    sys.stdout = RedactedStream(sys.stdout)
     sys.stderr = RedactedStream(sys.stderr)

@@ -1,4 +1,7 @@
-"""The user's own Python source, `FILE.py:NAME`: it is read once, where the run starts, and its text travels."""
+"""Load the user's own Python source, `FILE.py:NAME`.
+
+Sources of rewards and environments travel as text; other files are read once per process.
+"""
 
 import hashlib
 import linecache
@@ -13,13 +16,16 @@ from typing import Any, TypeVar, cast
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.version import VERSION
 
-PACKAGE_ROOT = Path(__file__).parents[2]  # the folder that a process needs on its path to import `async_grpo`
+PACKAGE_ROOT = Path(__file__).parents[2]  # a process needs this folder on its path to import `async_grpo`
 Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
 class ShippedModule:
-    """The source of one module. Only this text travels: it may import installed packages, but no file beside it."""
+    """A Python module whose source text is sent to other processes.
+
+    The text may import installed packages, but no other files of its folder.
+    """
 
     module_name: str
     text: str
@@ -35,7 +41,7 @@ class ShippedModule:
         return self.module_name
 
     def load(self) -> ModuleType:
-        """Import the text under its name, unless a module of the same text is loaded already.
+        """Return the module, importing the text unless a module with the same name and text is already loaded.
 
         Raises:
             ConfigurationError: The text raises on import.
@@ -45,10 +51,10 @@ class ShippedModule:
             return loaded
         module = ModuleType(self.module_name)
         vars(module)["__sha256__"] = self.sha256
-        # For tracebacks, which show lines of the file
+        # Tracebacks take the lines that they show from this cache, because no such file exists
         file = f"{self.module_name}.py"
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
-        # Before the text runs, because data classes look up their own module
+        # Registered before the text runs, because dataclasses look up their own module
         sys.modules[self.module_name] = module
         try:
             exec(compile(self.text, file, "exec"), vars(module))
@@ -62,10 +68,10 @@ class ShippedModule:
 
 @dataclass(frozen=True)
 class SourceFile(ShippedModule):
-    """An object of a file."""
+    """A named object in a user's source file."""
 
-    path: str  # as the user wrote it
-    name: str  # of the object in the file
+    path: str  # path of the file as the user wrote it
+    name: str  # name of the object in the file
 
     @property
     def title(self) -> str:
@@ -74,21 +80,21 @@ class SourceFile(ShippedModule):
 
     @classmethod
     def read(cls, reference: str) -> "SourceFile":
-        """Read the file of `path/to/file.py:name`.
+        """Read the file that `path/to/file.py:name` refers to.
 
         Raises:
             ConfigurationError: The file cannot be read.
         """
         path, _, name = reference.rpartition(":")
         text = read_source(Path(path))
-        # The name of the module is unique, so that `sympy.py:score` does not replace a package
+        # The digest makes the module's name unique, so that `sympy.py:score` does not replace the package sympy
         return cls(f"{Path(path).stem}_{text_digest(text)[:8]}", text, path, name)
 
     def object(self) -> Any:
-        """Return the object.
+        """Import the file, and return the object.
 
         Raises:
-            ConfigurationError: The file does not define it, or cannot be imported.
+            ConfigurationError: The file does not define the object, or cannot be imported.
         """
         module = self.load()
         if not hasattr(module, self.name):
@@ -116,7 +122,10 @@ def text_digest(text: str) -> str:
 
 @cache
 def library_version() -> str:
-    """Return the library's version, with a digest of its sources, which a checkout changes without a new version."""
+    """Return the library's version and a digest of its sources.
+
+    The digest distinguishes edited checkouts of the same version.
+    """
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     text = "".join(read_source(path) for path in paths)
     return f"{VERSION} ({text_digest(text)[:8]})"
@@ -131,21 +140,21 @@ def is_file(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-# Once per process, so that a file that is edited later does not change the run
+# Each file is read once per process, so that later edits do not change the run
 read_once = cache(SourceFile.read)
 
 
 def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., Entry], flag: str) -> Entry:
-    """Return the entry of a registry, or the user's own that `FILE.py:NAME` names.
+    """Return an entry of a registry, or the user's own entry if the name has the form `FILE.py:NAME`.
 
     Args:
-        name: Name of the entry.
+        name: Name of the entry, or `FILE.py:NAME`.
         registry: The shipped entries, by name.
-        entry: Class of the entries. A function in a user's file becomes `entry(function)`.
-        flag: The option that names the entry, for messages.
+        entry: Makes an entry from the user's object, usually the class of the entries.
+        flag: Name of the option that has this value, for error messages.
 
     Raises:
-        ConfigurationError: There is no such entry, or the file's object cannot be one.
+        ConfigurationError: There is no such entry, or the user's object is neither an entry nor callable.
 
     >>> find_entry("grop", {"grpo": 1, "rloo": 2}, int, "advantage-estimator")
     Traceback (most recent call last):
@@ -168,12 +177,12 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
 
 
 def digests(names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file among the names, by name, for a run's parameters."""
+    """Return the SHA-256 of each file among the names, by name. Names without a file are skipped."""
     return {name: read_once(name).sha256 for name in names if is_file(name)}
 
 
 def absolute(name: str) -> str:
-    """Return the name with an absolute path: other processes of a run have other working directories."""
+    """Return the name with an absolute path, because other processes of a run have other working directories."""
     if not is_file(name):
         return name
     path, _, attribute = name.rpartition(":")

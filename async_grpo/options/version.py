@@ -1,3 +1,3 @@
-"""The version of the library, where every room can read it."""
+"""The version of the library, in a module that every room may import."""
 
 VERSION = "0.1.0"
