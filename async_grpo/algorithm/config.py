@@ -151,8 +151,8 @@ class AlgorithmConfig(Section):
 
     overlong_buffer: float = on_groups(
         0.0,
-        "Last part of the maximum completion length, as a share of it. Longer completions lose reward there, up to "
-        "--overlong-penalty. 0 turns the penalty off.",
+        "Over this last share of the maximum completion length, the reward falls linearly by --overlong-penalty. 0 "
+        "turns the penalty off.",
         range=SHARE,
     )
     overlong_penalty: float = on_groups(
