@@ -1,4 +1,4 @@
-"""The console script `async-grpo`: a whole run, the demo, its parts, and tools, each from one command."""
+"""The console script `async-grpo`. Its commands start a whole run, a demo, the parts of a run, and tools."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -13,10 +13,10 @@ from async_grpo.options.version import VERSION
 
 
 class Commands(TyperGroup):
-    """All commands. The options of one are only made when it is called, because its module may take long to import."""
+    """All commands. The options of a command are only built when it is called, because its module may import slowly."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the arguments begin with, and the arguments behind its name."""
+        """Return the command that the first argument names, and the arguments after it. Build its options first."""
         if args and args[0] in COMMANDS:
             self.commands[args[0]] = typer_command(args[0])
         return super().resolve_command(ctx, args)
@@ -41,7 +41,7 @@ def _options(
 
 
 def _without_options() -> None:
-    """Stand in for a command in the list of commands."""
+    """Do nothing: a placeholder in the list of commands, which `resolve_command` replaces by the real command."""
 
 
 for _name, _command in COMMANDS.items():
@@ -49,7 +49,7 @@ for _name, _command in COMMANDS.items():
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the program's own), and exit."""
+    """Run the command line `argv` and exit. The default is the program's own command line."""
     run_app(typer.main.get_command(app), argv, "async-grpo")
 
 

@@ -192,8 +192,8 @@ def cispo(batch: LossBatch, *, clip_low: float | None = None, clip_high: float =
 def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossAndMetrics:
     """Return -A sigmoid(tau (r - 1)) 4 / tau, a soft gate in place of a clip.
 
-    On policy, its gradient is -A grad log pi. Gao et al. 2025 ("Soft Adaptive Policy Optimization"). tau is tau_pos where A > 0, and tau_neg elsewhere. The
-    defaults are those of the paper.
+    On policy, the gradient is -A grad log pi. Gao et al. 2025 ("Soft Adaptive Policy Optimization"). tau is tau_pos
+    where A > 0, and tau_neg elsewhere. The defaults are those of the paper.
     """
     refuse(min(tau_pos, tau_neg) <= 0, f"sapo: tau_pos {tau_pos} and tau_neg {tau_neg} must be positive")
     tau = torch.full_like(batch.ratio, tau_neg).masked_fill(batch.advantages > 0, tau_pos)

@@ -174,7 +174,7 @@ def grpo_process(
     Shao et al. 2024, "DeepSeekMath", 4.1.3. The std has ddof 1. `step_mask` is True at the tokens with a step reward.
     If it is None, every unmasked token has one. Tokens without a step reward have z = 0 and are not part of the
     statistics. (As rewards of 0, they would get -mean / std.) A group with fewer than two step rewards gets zeros. If
-    the mean is positive, additional steps of low reward lower the advantage.
+    the mean is positive, additional steps with a reward of 0 lower the advantage.
 
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
