@@ -41,7 +41,7 @@ def _options(
 
 
 def _without_options() -> None:
-    """Do nothing: a placeholder in the list of commands, which `resolve_command` replaces by the real command."""
+    """Do nothing. This placeholder stands in the list of commands until `resolve_command` replaces it."""
 
 
 for _name, _command in COMMANDS.items():

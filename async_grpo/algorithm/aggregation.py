@@ -145,7 +145,7 @@ def count_units(
     """Return the number of unmasked tokens, and of sequences and groups that contain one.
 
     The counts of the parts of a minibatch add up to those of the whole. Groups are counted only with `group_tokens`:
-    each token of a group with n tokens counts as 1/n of a group.
+    each token of a group with n tokens counts as 1/n.
     """
     lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}

@@ -15,7 +15,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 
 LENGTHS = (13, 15)  # lengths of the two sequences, in tokens
-# Both sequences begin with the same tokens, this many, so that the sharing of equal beginnings is tested
+# Number of tokens with which both sequences begin, so that the sharing of equal beginnings is tested
 SHARED_TOKENS = 6
 # Differences that are always accepted as rounding (root mean square over the tokens, in nats), by compute dtype. A
 # larger difference is accepted if two of transformers' own attention implementations differ by a similar amount

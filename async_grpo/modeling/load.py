@@ -36,7 +36,8 @@ ARCHITECTURE_FIELDS = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MAX_TOKENIZER_BYTES = 256 << 20
-# Passed to every call of transformers, which might ask on the terminal whether to run the folder's code otherwise
+# Passed to every call of transformers. Without trust_remote_code=False, transformers asks on the terminal whether to
+# run the code of a folder
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -25,7 +25,8 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.trajectories import joined_trajectories
 
-# Prime factor by which parts of a token's key are multiplied, so that their sums differ. int64 may wrap around
+# Prime number by which the parts of a token's key are multiplied, so that sums of different parts differ. Products may
+# wrap around in int64
 MIXER = 1_000_003
 
 
@@ -156,7 +157,8 @@ def _token_keys(row: BatchTensors) -> Int64[Tensor, "1 packed"]:
     ids = row.sequence_ids[0]  # in ascending order
     position = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
-    # Hash each sequence's log-probs into its keys: group and position alone would collide, and shared first tokens, too
+    # Hash the log-probs of the whole sequence into its keys. Group and position are the same for all members of a
+    # group, and even the first tokens and their log-probs may be the same
     contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
     contents = contents.index_add(0, ids, bits * (2 * position + 1))
     return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + position)[None]
