@@ -63,7 +63,7 @@ class Verification(Protocol):
 
 
 class Logprobs(Protocol):
-    """Recomputes log-probs of completions under another policy."""
+    """Computes the log-probs of completions under a policy other than the one that sampled them."""
 
     async def logprobs(
         self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]

@@ -185,7 +185,7 @@ class Sampling:
 
     temperature: float | None = None  # 0 always takes the most probable token
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # texts that end a completion; the completion includes them
+    stop: tuple[str, ...] = ()  # texts that end a completion, which includes the text that ended it
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The arithmetic of policy-gradient training: pure functions on (batch, tokens) tensors, torch alone.
+"""The arithmetic of policy-gradient training: pure functions on (batch, tokens) tensors.
 
 Annotations give the shape of a tensor (jaxtyping): `Float[Tensor, "batch tokens"]` has two axes, `Float[Tensor, ""]` is a
 scalar. These names of axes mean the same in `algorithm`, `modeling` and `training`:

@@ -33,7 +33,7 @@ from async_grpo.options.source_file import find_entry
 LARGEST = 1e100
 SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 
-# How the rewards of a sample reach an estimator
+# Forms in which an estimator gets the rewards of a sample
 TOTAL = "total"  # one tensor: the sum of all rewards, each at the token that earned it
 COMPONENTS = "components"  # a dict by name: the reward of each adapter, at the last token
 SOURCES = "sources"  # a dict by name: each process reward at its tokens, and the outcome at the last token
@@ -156,7 +156,7 @@ class Estimator:
         if self.takes_named_rewards:
             _refuse_unknown("weights", options.get("weights", {}), rewards_by_name)
 
-        num_tokens = mask  # per entry; 1 unless a column stands for several tokens
+        num_tokens = mask  # tokens that each entry stands for: 1, unless a column stands for several tokens
         mask = mask.bool()
         candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
         groups = Groups.of(group_ids, candidates)

@@ -58,17 +58,17 @@ class Aggregation:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    # sum / tokens (Yu et al. 2025, "DAPO")
+    # sum of all token losses / number of tokens (Yu et al. 2025, "DAPO")
     "token_mean": Aggregation("tokens"),
-    # sum
+    # sum of all token losses
     "token_sum": Aggregation(None),
-    # sum / sequences
+    # sum of all token losses / number of sequences
     "sequence_mean_token_sum": Aggregation("sequences"),
-    # mean over sequences of their token mean (Shao et al. 2024, "GRPO")
+    # mean over the tokens of each sequence, then mean over sequences (Shao et al. 2024, "GRPO")
     "sequence_mean_token_mean": Aggregation("sequences", per="sequence"),
-    # sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO")
+    # sum of all token losses / (scale * number of sequences) (Liu et al. 2025, "Dr. GRPO")
     "constant_length": Aggregation("sequences", per="scale"),
-    # mean over groups of their token mean (Khatri et al. 2025, "ScaleRL")
+    # mean over the tokens of each group, then mean over groups (Khatri et al. 2025, "ScaleRL")
     "prompt_mean": Aggregation("groups", per="group"),
 }
 

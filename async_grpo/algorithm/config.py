@@ -1,4 +1,4 @@
-"""The options of the algorithm, from rewards to a loss.
+"""The options of the algorithm, which turns rewards into a loss.
 
 Rules that involve two options are in `config/compatibility.py`. Nothing here imports torch, which `--help` does not need.
 """

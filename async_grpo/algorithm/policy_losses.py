@@ -302,9 +302,9 @@ def topr(batch: LossBatch) -> LossAndMetrics:
     """Return -w A log pi, with a smaller weight w for bad sequences that the policy has moved away from.
 
     w is 1 for a sequence whose advantages sum to at least 0, and min(sg(s), 1) for other sequences. s is the geometric
-    mean of r over the sequence. Le Roux et al. 2025 ("Tapered Off-Policy REINFORCE") use the product of the ratios in
-    place of s, which vanishes for long sequences. The metrics `sequence_ratio_*` describe s. `clip_frac_high` counts
-    the tokens whose s was limited to 1.
+    mean of r over the sequence. Le Roux et al. 2025 ("Tapered Off-Policy REINFORCE") use the product of r over the
+    sequence in place of s, but this product vanishes for long sequences. The metrics `sequence_ratio_*` describe s.
+    `clip_frac_high` counts the tokens whose s was limited to 1.
     """
     sequence_ratio = batch.sequence_mean(batch.log_ratio.detach()).exp()
     is_bad = batch.sequence_sum(batch.advantages) < 0

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-WHITENING_EPS = 1e-8  # added to the variance
+WHITENING_EPS = 1e-8  # added to the variance before the square root
 # Lowest exponent of a scale that values are divided by: an eps divided by 2**-900 is still finite
 SMALLEST_EXPONENT = -900
 

@@ -61,7 +61,7 @@ def check_forward(
     # torch's random generators would not work: OPT draws a random number in each layer even if layer drop is off
     allowed_randomness = SMALL_DIFFERENCE[compute_dtype]
     is_random = randomness > allowed_randomness
-    is_wrong = not error <= allowed  # also for NaN
+    is_wrong = not error <= allowed  # unlike error > allowed, this is also True for NaN
     is_random_somewhere, is_wrong_somewhere = max_over_ranks([float(is_random), float(is_wrong)])
     if is_random_somewhere:
         mode = "training" if policy.training else "evaluation"

@@ -77,7 +77,7 @@ class Packing:
         rows_of_tokens[inputs] = rows
 
         device = input_ids.device
-        indices = partial(torch.tensor, device=device)  # int64
+        indices = partial(torch.tensor, device=device)  # makes an int64 tensor from an int64 array
         self.longest = int(lengths.max())
         self.boundaries = torch.tensor(boundaries, dtype=torch.int32, device=device)
         self.starts = self.boundaries[:-1]

@@ -159,7 +159,8 @@ class Trainer:
         """
         if self.checkpointer is None:
             return
-        # The controller saves the groups alive under this version, so the engines must already have its weights
+        # The groups that are not trained yet are saved with this version number, so engines must already have its
+        # weights
         self._proof()
         self.checkpointer.save(self.version, self.samples, end_reason)
         if end_reason and not self.checkpointer.wait():
