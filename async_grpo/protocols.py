@@ -125,7 +125,8 @@ class TensorRecord:
 
 
 Manifest = Mapping[str, TensorRecord]
-# The tensors that an engine received, and its log-probs (N,) of the canary: fixed texts that the trainer also computes
+# The tensors that an engine received, and its log-probs (N,) of the canary. The canary are fixed texts whose log-probs
+# the trainer computes as well, to compare them
 Receipt = tuple[Manifest, np.ndarray]
 
 
