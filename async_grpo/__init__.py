@@ -1,7 +1,7 @@
-"""Asynchronous GRPO from scratch: generation, scoring and training each at their own pace, one step apart.
+"""Asynchronous GRPO from scratch: generation, scoring and training run at the same time, each at its own pace.
 
-The names in `__all__` are the public ones. Each is imported on first use: `from async_grpo import VerifierPool`
-brings in neither torch nor Ray.
+The names in `__all__` are public. Each is imported on first use: `from async_grpo import VerifierPool` imports neither
+torch nor Ray.
 
 >>> from async_grpo import VerifierPool
 >>> VerifierPool.__module__
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.options.version import VERSION
 
-if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
+if TYPE_CHECKING:  # for type checkers, to which `X as X` marks X as public
     from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from async_grpo.algorithm.aggregation import aggregate_loss as aggregate_loss
     from async_grpo.algorithm.kl import kl_penalty as kl_penalty

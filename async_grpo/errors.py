@@ -2,9 +2,8 @@
 
 EXIT_USAGE = 2  # exit code of a program that refuses its settings
 EXIT_FAILED = 1  # exit code of a program that failed
-EXIT_INTERRUPTED = (
-    75  # exit code of a run that saved and ended on request; the same command resumes it (EX_TEMPFAIL)
-)
+# Exit code of a run that ended on request after it saved a checkpoint; the same command resumes it (EX_TEMPFAIL)
+EXIT_INTERRUPTED = 75
 
 
 class AsyncGrpoError(Exception):
@@ -14,7 +13,7 @@ class AsyncGrpoError(Exception):
 
 
 class ConfigurationError(AsyncGrpoError, ValueError):
-    """A setting or an input file cannot work. The message names the values and the way out."""
+    """A setting or an input file cannot be used. The message names the values and what to do."""
 
     exit_code = EXIT_USAGE
 
@@ -24,7 +23,7 @@ class WorkerLost(AsyncGrpoError, RuntimeError):
 
 
 class PromptSetAside(WorkerLost):
-    """A prompt was set aside, because so many workers were lost while they processed it."""
+    """A prompt was excluded from the run, because several workers were lost while they processed it."""
 
 
 class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
@@ -36,15 +35,15 @@ class StalenessViolated(AsyncGrpoError, AssertionError):
 
 
 class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
-    """The loss or the gradient of a step contains NaN or inf. The step was not taken, and its gradient was discarded."""
+    """The loss or the gradient of a step contains NaN or inf. The gradient was discarded without an update."""
 
 
 class DeadlineExceeded(AsyncGrpoError, TimeoutError):
-    """A wait exceeded its deadline. The message names the awaited event, the deadline, and the process that is late."""
+    """A wait exceeded its deadline. The message names the awaited event, the deadline, and the late process."""
 
 
 class CheckpointBroken(AsyncGrpoError, ValueError):
-    """A checkpoint was altered after it was written, or has a format that this version does not read."""
+    """A checkpoint is incomplete, was altered after it was written, or has a format that this version does not read."""
 
 
 class RunInterrupted(AsyncGrpoError, RuntimeError):
@@ -54,4 +53,4 @@ class RunInterrupted(AsyncGrpoError, RuntimeError):
 
 
 class RunFailed(AsyncGrpoError, RuntimeError):
-    """A background task of the run failed. The message contains its error."""
+    """A part of the run failed, for example a background task. The message contains the reason."""

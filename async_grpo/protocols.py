@@ -1,6 +1,6 @@
 """The interfaces between the parts of the library, as Protocols.
 
-`async_grpo.testing` contains a simple implementation of each for tests.
+`async_grpo.testing` contains simple implementations for tests.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ from async_grpo.types import Completion, Prompt, Sampling, Session, Tokens, Verd
 
 
 class Generation(Protocol):
-    """Generates completions on whichever engine has room."""
+    """Generates completions. It chooses an engine that has capacity."""
 
     def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield completions, each as soon as it is finished. To close the generator aborts the remaining ones.
+        """Yield completions, each as soon as it is finished. Closing the generator aborts the unfinished ones.
 
         Args:
             prompt: The tokens to continue.
             count: Number of completions.
             sampling: Overrides of the run's sampling settings.
-            session: The trajectory of which the completion is the next turn; `count` is then 1.
+            session: The trajectory whose next turn is generated; `count` must then be 1.
         """
 
     async def take_stats(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        They are those of `Engine.progress` for all engines, `wait_generation_weights_s`, and if they are known the engines'
-        `spans` (`metrics.spans`) and `workers_lost`, one text for each lost worker.
+        They contain those of `Engine.progress` for all engines, and `wait_generation_weights_s`. If known, they also
+        contain the engines' `spans` (see `metrics.spans`), and `workers_lost`, a text for each lost worker.
         """
 
 
@@ -42,25 +42,28 @@ class Verification(Protocol):
     """Scores single samples."""
 
     async def start(self) -> None:
-        """Start everything that is needed to score training samples."""
+        """Start all processes and connections that are needed to score training samples."""
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
-        """Return the verdict on a sample; samples of an evaluation never wait behind training samples."""
+        """Return the verdict on a sample. Samples of an evaluation never wait for training samples."""
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """Return the final verdicts on a whole group, after the rewards have processed all of its samples together."""
+        """Return the final verdicts on a group: rewards that compare its samples may change their verdicts here."""
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return statistics since the last call: `verifiers`, counts and latencies by adapter, of cache and budget too."""
+        """Return statistics since the last call.
+
+        `verifiers` holds counts and latencies by reward adapter, including those of the cache and of the budget.
+        """
 
     async def close(self) -> None:
         """Stop everything that `start` started, within a few seconds."""
 
 
 class Logprobs(Protocol):
-    """Recomputes log-probs of completions under another policy."""
+    """Computes the log-probs of completions under a policy other than the one that sampled them."""
 
     async def logprobs(
         self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
@@ -68,21 +71,22 @@ class Logprobs(Protocol):
         """Return the log-probs (T,) float32 of each completion.
 
         Args:
-            sequences: (N,) token ids each, prompt and completion.
+            sequences: Token ids (N,) of each prompt and its completion.
             prompt_lengths: Number of prompt tokens of each sequence.
         """
 
 
 class ExperienceSource(Protocol):
-    """Supplies the micro-batches of each step; every rank gets equally many of them between two StepEnds."""
+    """Supplies the micro-batches of each step. Between two StepEnds, all ranks get the same number of micro-batches."""
 
     def start(self) -> None:
-        """Start to generate; called once on every rank, after the first weights are live."""
+        """Start the generation. Called once on every rank, after the engines have the first weights."""
 
     def next_message(self, rank: int) -> Message:
-        """Wait for the next message for a rank, and return it; raise an error when the deadline passes."""
+        """Wait for the next message for a rank, and return it. Raise an error after a deadline."""
 
 
+# Weights are proven when the engines have shown that they received them, and live when engines generate with them
 Proof = Callable[[], dict[str, float]]
 """Waits, within a deadline, until weights are proven and live, and returns the metrics of their sync.
 
@@ -91,19 +95,19 @@ It raises the error of a sync that failed.
 
 
 class WeightPublisher(Protocol):
-    """Sends the policy's weights to the engines, and proves that they landed."""
+    """Sends the policy's weights to the engines, and proves that they arrived unchanged."""
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> Proof:
         """Publish a model as a policy version. A collective of all ranks.
 
-        The weights may still be travelling when this returns: until the proof has returned, the model must not change;
-        its gradients may.
+        The weights may still be in transfer when this method returns. The weights of the model must not change until
+        the proof has returned, but its gradients may.
 
         Args:
             model: A `PolicyModel`.
             version: Its policy version.
-            self_test: Send a self-test first. After the first self-test, such a sync is only for workers that have joined
-                since.
+            self_test: Send a self-test before the weights. The first call with a self-test is for all workers, and each
+                later one only for workers that have joined since the last.
         """
 
 
@@ -113,95 +117,101 @@ class TensorRecord:
 
     dtype: str
     shape: tuple[int, ...]
-    digest: int  # digest of its bits, see `weights.package.tensor_digest`
-    in_use: bool = True  # False: the engine received it, but computes with other values
-    # Whether `in_use` was read from the values that the engine computes with; if not, only the canary shows a lost tensor
+    digest: int  # digest of the tensor's bits, see `weights.package.tensor_digest`
+    in_use: bool = True  # False if the engine received the tensor, but computes with other values
+    # Whether `in_use` was checked by reading the values that the engine computes with. If False, a tensor that is not
+    # in use is only detected by wrong log-probs of the canary
     is_read_back: bool = field(default=False, compare=False)
 
 
 Manifest = Mapping[str, TensorRecord]
-Receipt = tuple[
-    Manifest, np.ndarray
-]  # the tensors that an engine received, and its log-probs (N,) of the canary
+# The tensors that an engine received, and its log-probs (N,) of the canary. The canary are fixed texts whose log-probs
+# the trainer computes as well, to compare them
+Receipt = tuple[Manifest, np.ndarray]
 
 
 @dataclass(frozen=True)
 class WeightPackage:
-    """One version of the weights, with everything that is needed to prove that it landed."""
+    """One version of the weights, with all data that is needed to prove that it arrived."""
 
-    version: int
-    manifest: Manifest  # the tensors that are sent; a round of the self-test may send only some
-    # References to safetensors images, uint8, or their paths; empty if the weights travel by another way
+    version: int  # policy version
+    manifest: Manifest  # the tensors that are sent; a round of the self-test may send only some of them
+    # References to the weights, as uint8 arrays in safetensors format, or file paths; [] if a transport needs none
     chunks: list[Any]
-    canary_texts: Sequence[np.ndarray]  # each (L,) int32, fixed; N tokens in all
-    canary_logprobs: (
-        np.ndarray
-    )  # (N,) float32, the trainer's log-probs of the texts under these weights, end to end
-    tolerance: (
-        float  # accepted difference of the canary's log-probs, in nats (see `weights.package.canary_miss`)
-    )
-    for_late: bool = False  # sent only to workers that joined late
+    # Token ids, (L,) int32 each, of fixed texts for the check; N tokens in all
+    canary_texts: Sequence[np.ndarray]
+    # (N,) float32, the trainer's log-probs of the texts under these weights, end to end
+    canary_logprobs: np.ndarray
+    # Accepted difference between trainer and engine in the canary's log-probs, in nats (see
+    # `weights.package.canary_miss`)
+    tolerance: float
+    for_late: bool = False  # True if the package is only for workers that joined late and have no weights yet
 
 
 class Engines(Protocol):
     """The connection from the trainer's rank 0 to all engines.
 
-    `begin`, `each`, `together`, `members` and `address` are for transports that drive every step themselves instead of
-    delivering packages.
+    Most transports `put` chunks and `deliver` packages. Transports that control each step of a transfer use `begin`,
+    `each`, `together`, `members` and `address`.
     """
 
-    address: str  # address of this node from the engines' point of view
+    address: str  # address at which engines reach this node
 
     @property
     def members(self) -> Mapping[str, int]:
-        """Return the workers of the current sync, worker id -> number of processes that hold its weights.
+        """Return the workers of the current sync: worker id -> number of processes that hold its weights.
 
-        A worker that is fenced is removed.
+        Fenced workers are not included.
         """
 
     def put(self, chunk: np.ndarray) -> Any:
         """Store one chunk where every engine can read it, and return its reference."""
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        """Load the package into every engine that it is for, and return the receipts by worker."""
+        """Load the package into each engine that should get it, and return the receipts by worker id."""
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """Release the chunks, and let the workers in `landed` generate, unless the package is a self-test."""
+        """Release the chunks. Unless the package is a self-test, let the workers in `landed` generate with it."""
 
     def fence(self, worker_id: str, error: Exception) -> None:
-        """Exclude a worker that did not prove its weights; the run continues without it."""
+        """Exclude a worker that did not prove its weights. The run continues without it."""
 
     def abort(self, error: BaseException) -> None:
-        """End the run, because the sync failed: every rank that waits for experience gets the error."""
+        """End the run because the sync failed: raise the error in all ranks that wait for experience."""
 
     def begin(self, for_late: bool) -> None:
-        """Begin a sync with the current `members`; no worker joins until `commit`."""
+        """Begin a sync with the current workers, which become `members`. No worker joins until `commit`.
+
+        Args:
+            for_late: Sync only the workers that joined late and still have no weights. False syncs all others.
+        """
 
     def each(self, method: str, *args: Any) -> Mapping[str, Any]:
-        """Call `pause`, `resume` or `receipt` of every member, and return the answers by worker.
+        """Call `pause`, `resume` or `receipt` of every member, and return the answers by worker id.
 
         A member that does not answer is fenced.
         """
 
     def together(self, method: str, *args: Any) -> None:
-        """Call a method that all members must execute at the same time.
+        """Call a method of all members at the same time, because it only finishes when all execute it.
 
         Raises:
-            WorkerLost: A member was lost during the call; it is fenced.
+            WorkerLost: A member was lost during the call. It is fenced.
         """
 
 
 class Engine(Protocol):
-    """One inference engine, which can change its weights while it completes prompts. It lives in one event loop.
+    """One inference engine, which can change its weights while it completes prompts. It runs in one event loop.
 
-    `--engine` selects it: a name of `inference.config.ENGINES`, or FILE.py:NAME of a class of the user.
+    `--engine` selects it: a name of `inference.config.ENGINES`, or FILE.py:NAME of a user's own class.
     """
 
-    kv_cache_tokens: int  # tokens that it can hold at once, by which the registry balances the load
+    # Number of tokens that it can hold at once. The registry of workers balances the load by it
+    kv_cache_tokens: int
 
     @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
-        """Load the model; this may take minutes and block the event loop.
+        """Load the model and return the engine. This may take minutes and block the event loop.
 
         Args:
             config: The worker's `EngineConfig`.
@@ -217,43 +227,47 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield one completion for each member of a group, as soon as it is finished.
 
-        To close the generator aborts the remaining ones. Every token carries the policy version that produced it. Now and
-        then an engine may also yield the tokens that unfinished members got since the last time. If the engine is lost,
+        Closing the generator aborts the unfinished ones. Each token carries the policy version that produced it. In
+        between, an engine may also yield the new tokens of unfinished members, by member. If the engine is lost,
         another engine gets these tokens as `begun`.
 
         Args:
-            prompt_token_ids: (L,) int32.
+            prompt_token_ids: Token ids of the prompt, (L,) int32.
             seeds: Seed of the sampling, by member. Under the same weights, a seed always gives the same completion.
             sampling: Overrides of the run's sampling settings.
-            begun: Tokens that another engine has already sampled, by member. The completion contains them, and continues
-                after them with the draws that come next of the same seed. An engine that never yields unfinished tokens is
-                never called with it.
+            begun: Tokens that another engine has already sampled, by member. The completion starts with them, and
+                continues with the next random draws of the same seed. If an engine never yields tokens of unfinished
+                members, it is never called with `begun`.
 
         Raises:
             WorkerLost: The engine died, or its last update failed.
         """
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Load new weights from chunks (safetensors images), while requests pause, and return the tensors received."""
+        """Load new weights from chunks in safetensors format, and return the tensors received.
+
+        Requests in progress pause, and continue under the new weights.
+        """
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the log-probs (N,) float32 of a text under the current weights, at temperature 1; the first is 0."""
+        """Return the log-probs (N,) float32 of a text under the current weights, at temperature 1. The first is 0."""
 
     def progress(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        They are `token_timeline` [(wall-clock seconds, tokens)], the seconds `paused_s` for weight updates, and `busy`, the
-        intervals in which the engine had unfinished requests.
+        They are `token_timeline`, a list of (wall-clock seconds, number of tokens); `paused_s`, the seconds of pauses
+        for weight updates; and `busy`, the intervals of time in which the engine had unfinished requests.
         """
 
     async def until_failure(self) -> str:
-        """Wait until the engine dies or stops making progress, and return a description of the symptom."""
+        """Wait until the engine dies or stops making progress, and return a description of the problem."""
 
     async def begin_anew(self) -> bool:
-        """Prepare for a trainer that was restarted, whose next weights are version 0 or come from a checkpoint.
+        """Prepare for a restarted trainer, whose next weights are version 0 or come from a checkpoint.
 
         Returns:
-            Whether the engine can serve the new trainer. If not, or if it does not have this method, it is loaded again.
+            Whether the engine can serve the restarted trainer. If it returns False, or lacks this method, the engine is
+            loaded again.
         """
 
     def close(self) -> None:
@@ -275,7 +289,7 @@ class WorkerLink(Protocol):
         """Call one of the worker's handlers, and yield its items."""
 
     def close(self) -> None:
-        """Close the connection; calls in progress fail."""
+        """Close the connection. Calls in progress fail."""
 
 
 Connect = Callable[[Any, str, Callable[[WorkerLost], None]], WorkerLink]

@@ -1,11 +1,11 @@
-"""The nouns of the library: what one sample is on its way from a data row to a gradient.
+"""The data types of the library: what becomes of a sample on its way from a data row to a gradient.
 
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (`messages`, one per rank) ... StepEnd
 
-A *group* holds all completions of one prompt. A completion is usually one answer. With an environment it is a *trajectory*:
-the policy speaks in several *turns*, and between them the environment (a game, tools, an agent's program) answers. The
-tokens of a trajectory form one *sequence* as long as each turn continues the text before it. A turn whose history was
-rewritten (by an agent that summarises, say) begins a new sequence.
+A *group* holds all completions of one prompt. A completion is usually one answer. With an environment it is a
+*trajectory*: the policy generates several *turns*, and the environment (a game, tools, an agent's program) answers
+between them. The tokens of a trajectory form one *sequence* as long as each turn continues the text before it. A turn
+whose history was rewritten, for example summarised by an agent, begins a new sequence.
 
 Axes in the comments:
 
@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-PROMPT_TOKEN = -1  # `versions` of a token that no policy generated
+PROMPT_TOKEN = -1  # entry of `versions` for a token that no policy generated
 GENERATION = "generation"  # the kind of worker that every run needs
-ENVIRONMENT = "environment"  # the reward that an environment gives itself
+ENVIRONMENT = "environment"  # name of the reward that comes from an environment
 
 
 class FinishReason(str, Enum):
@@ -38,7 +38,7 @@ class FinishReason(str, Enum):
 
 
 class RewardStatus(str, Enum):
-    """Outcome of scoring one sample. Only OK carries a reward; a failure is never a zero."""
+    """Outcome of scoring one sample. Only OK comes with a reward. A failure does not count as a reward of 0."""
 
     OK = "ok"
     FAILED = "failed"
@@ -47,7 +47,7 @@ class RewardStatus(str, Enum):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the sample should have a reward and has none. An adapter that abstains has answered."""
+        """Return whether a reward is missing because of a failure. An adapter that abstains has not failed."""
         return self in (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 
@@ -55,9 +55,9 @@ class RewardStatus(str, Enum):
 class Prompt:
     """One question of the data set, tokenised once."""
 
-    ordinal: int  # number of the prompt since the start of the run
+    ordinal: int  # consecutive number of the prompt in the run; a repeated question gets a new one
     token_ids: np.ndarray  # (L,) int32
-    row: dict[str, Any]  # the JSONL row: `input`, `answer` and any other column
+    row: dict[str, Any]  # row of the JSONL file: `input`, `answer` and any other column
     question: int = -1  # index of the question in the data set; negative for held-out questions
 
 
@@ -92,49 +92,52 @@ class Tokens:
 
     @property
     def oldest_version(self) -> int:
-        """Return the oldest policy version that sampled one of the tokens; 0 if there are none."""
+        """Return the oldest policy version that sampled one of the tokens, or 0 if there are no tokens."""
         return int(self.versions.min()) if len(self.versions) else 0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a trajectory: what the policy read since its last turn, and how many tokens it sampled then."""
+    """One turn of a trajectory: the tokens that the policy read since its last turn, and how many it then sampled."""
 
-    # (E,) int32, the environment's tokens since the last turn; of a turn that begins a sequence, all that the engine read
+    # (E,) int32, the environment's tokens since the last turn. If the turn begins a sequence: all tokens that the
+    # engine read, including the prompt
     before: np.ndarray
     tokens: int  # number of sampled tokens
-    fresh: bool = False  # begins a new sequence: the first turn, or one whose history was rewritten
+    # Whether the turn begins a new sequence: the first turn, or a turn whose history was rewritten
+    fresh: bool = False
     said: str = ""  # `before` as text
-    text: str = ""  # the sampled text
-    number: int = 0  # place in time among the trajectory's turns; equal numbers keep their order in the list
+    text: str = ""  # the sampled tokens as text
+    # Sort key for the order of the turns in time; turns with equal numbers keep the order of the list
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a trajectory ended, as its environment reports."""
 
-    reward: float | None = None  # given by the environment itself; None if it gives none
-    failure: str = ""  # why the trajectory cannot be scored, which is not a zero
-    turn_rewards: tuple[float, ...] = ()  # given by the environment itself, one per turn; () if it gives none
-    states: tuple[str, ...] = ()  # name of the state that each turn met, for GiGPO; () if not named
-    numbers: Mapping[str, float] = field(default_factory=dict)  # for the metrics, such as `tool_calls`
+    reward: float | None = None  # the environment's own reward of the trajectory; None if there is none
+    failure: str = ""  # why the trajectory cannot be scored; "" if it can. A failure is not a reward of 0
+    turn_rewards: tuple[float, ...] = ()  # the environment's own reward of each turn; () if there are none
+    states: tuple[str, ...] = ()  # name of the state in which each turn began, for GiGPO; () if not named
+    numbers: Mapping[str, float] = field(default_factory=dict)  # metrics by name, such as `tool_calls`
 
 
 @dataclass(frozen=True)
 class Completion(Tokens):
     """What the policy generated for one prompt: one answer, or the turns of a trajectory end to end.
 
-    The arrays hold sampled tokens only, so that tokens of the prompt or of an environment cannot be trained on or counted.
+    The arrays hold sampled tokens only, so that tokens of the prompt or of an environment cannot be trained on or
+    counted.
     """
 
     finish_reason: FinishReason
-    text: str  # of a trajectory, the text of its last turn
-    char_ends: np.ndarray | None = (
-        None  # (T,) int32, number of characters of `text` after each token; for process rewards
-    )
+    text: str  # the answer as text; for a trajectory, the text of its last turn
+    # (T,) int32, number of characters of `text` up to the end of each token; for process rewards
+    char_ends: np.ndarray | None = None
     member: int = 0  # index in the group
-    turns: tuple[Turn, ...] = ()  # of a trajectory; () for an answer that follows the prompt
-    outcome: Outcome | None = None  # of a trajectory
+    turns: tuple[Turn, ...] = ()  # turns of a trajectory; () for an answer that directly follows the prompt
+    outcome: Outcome | None = None  # outcome of a trajectory; None for an answer
 
     @property
     def failure(self) -> str:
@@ -143,7 +146,7 @@ class Completion(Tokens):
 
     @property
     def truncated(self) -> bool:
-        """Return whether the completion reached its token limit before it ended."""
+        """Return whether the completion was cut off at its token limit."""
         return self.finish_reason is FinishReason.LENGTH
 
     @property
@@ -154,12 +157,16 @@ class Completion(Tokens):
 
     @property
     def turn_ranks(self) -> np.ndarray:
-        """Return (turns,) the rank in time of each turn, 0 for the first."""
+        """Return the rank in time of each turn, (turns,), 0 for the first.
+
+        Without turns, the result is [0]: all tokens have rank 0.
+        """
+        # The argsort of a permutation is its inverse
         return np.argsort(self.turn_order or [0])
 
     @property
     def times(self) -> np.ndarray | None:
-        """Return (T,) int32 the rank in time of each token; None if the tokens already stand in the order of time."""
+        """Return the rank in time of each token, (T,) int32; None if the tokens are already in the order of time."""
         ranks = self.turn_ranks
         if np.all(ranks[1:] > ranks[:-1]):
             return None
@@ -171,19 +178,19 @@ class Completion(Tokens):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Per-request overrides of the run's sampling settings; None keeps the run's value.
+    """Overrides of the run's sampling settings for one request. None keeps the run's value.
 
     Samples that are trained on must use the run's temperature.
     """
 
-    temperature: float | None = None  # 0 takes the likeliest token each time
+    temperature: float | None = None  # 0 always takes the most probable token
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # texts that end a completion; the completion includes them
+    stop: tuple[str, ...] = ()  # texts that end a completion, which includes the text that ended it
 
 
 @dataclass
 class Session:
-    """Routing state of one trajectory, which keeps its turns on the worker whose prefix cache holds their history."""
+    """Routing state of a trajectory. All its turns go to the same worker, whose prefix cache holds their history."""
 
     member: int  # index of the trajectory in its group
     turn: int = 0  # number of the next turn
@@ -199,13 +206,13 @@ class AdapterResult:
 
     adapter: str
     status: RewardStatus
-    reward: float | None = None  # set exactly when status is OK
+    reward: float | None = None  # set if and only if the status is OK
     extra: dict[str, float] = field(default_factory=dict)  # further numbers for the metrics, by name
     steps: tuple[tuple[int, float], ...] = ()  # process rewards: (index of the step's last token, reward)
-    reason: str = ""  # why it failed, timed out or abstained
-    attempts: int = 1
-    latency_s: float = 0.0  # from the request to the answer, including the time in queues
-    queue_s: float = 0.0  # part of `latency_s` spent waiting for a free worker
+    reason: str = ""  # why the adapter failed, timed out or abstained
+    attempts: int = 1  # number of calls of the adapter, including retries
+    latency_s: float = 0.0  # seconds from the request to the answer, including the time in queues
+    queue_s: float = 0.0  # part of `latency_s` that was spent waiting for a free worker
 
     def __post_init__(self) -> None:
         is_reward = self.reward is not None and math.isfinite(self.reward)
@@ -213,7 +220,7 @@ class AdapterResult:
             raise ValueError(f"{self.adapter}: status {self.status.value} with the reward {self.reward}")
 
     def standing_in_for(self, failed: "AdapterResult") -> "AdapterResult":
-        """Return this result under the name of the adapter that failed, with a reason that says so."""
+        """Return this result of a fallback adapter under the name of the failed adapter, with a reason that says so."""
         reason = f"{self.adapter} in place of {failed.adapter}, which {failed.status.value}: {failed.reason}"
         return replace(
             self,
@@ -226,12 +233,12 @@ class AdapterResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The combined result of all adapters on one sample; `reward` is set exactly when `status` is OK."""
+    """The combined result of all adapters on one sample. `reward` is set if and only if `status` is OK."""
 
     status: RewardStatus
     reward: float | None
-    results: tuple[AdapterResult, ...] = ()
-    filled: bool = False  # the reward replaces a failed one, as `--on-reward-failure` says
+    results: tuple[AdapterResult, ...] = ()  # the result of each adapter
+    filled: bool = False  # whether `--on-reward-failure` put this reward in place of a failed one
 
     def __post_init__(self) -> None:
         if (self.status is RewardStatus.OK) != (self.reward is not None):
@@ -248,23 +255,25 @@ class Sample:
     advantages: np.ndarray | None = None  # (T,) float32; None if the sample is not trained on
     loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are trained on; set with `advantages`
     group_tokens: int = 0  # number of trained tokens in the whole group
-    ref_logprobs: np.ndarray | None = (
-        None  # (T,) float32, of the reference policy; None if the loss needs none
-    )
-    proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
-    times: np.ndarray | None = (
-        None  # (T,) int32, ranks in time; set for a critic, if there are several sequences
-    )
+    # (T,) float32, log-probs of the reference policy; None if the loss needs none
+    ref_logprobs: np.ndarray | None = None
+    # (T,) float32, log-probs of the policy at the time when the group was complete; None if the loss needs none
+    proximal_logprobs: np.ndarray | None = None
+    # (T,) int32, rank in time of each token; set if there is a critic and the sample has several sequences
+    times: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of all its sequences, sampled or not."""
+        """Return the number of tokens of all sequences of the sample, sampled or not."""
         num_not_sampled = sum(len(before) for before, _ in self.pieces)
         return num_not_sampled + len(self.completion)
 
     @property
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
-        """Return the turns in order, each as the tokens (E,) int32 before it and the slice of its sampled tokens."""
+        """Return (tokens before it (E,) int32, slice of its sampled tokens) of each turn, in the order of `turns`.
+
+        An answer without turns counts as one turn, with the prompt before it.
+        """
         turns = self.completion.turns
         if not turns:
             return [(self.prompt.token_ids, slice(None))]
@@ -277,14 +286,14 @@ class Sample:
         return pieces
 
     def laid_out(self, sampled: np.ndarray, fill: np.generic | bool | None = None) -> np.ndarray:
-        """Lay values of the sampled tokens out over the whole sequence.
+        """Place the values of the sampled tokens among all tokens of the sequence.
 
         Args:
-            sampled: (T,) values of the sampled tokens.
-            fill: Value of all other tokens; None takes their token ids.
+            sampled: Values (T,) of the sampled tokens.
+            fill: Value of all other tokens. None uses their token ids.
 
         Returns:
-            (N,) values of all tokens of the sequence.
+            The values (N,) of all tokens of the sequence.
         """
         parts: list[np.ndarray] = []
         for before, place in self.pieces:
@@ -293,7 +302,11 @@ class Sample:
         return np.concatenate(parts)
 
     def sampled(self, values: np.ndarray, begin: int = 0) -> np.ndarray:
-        """Return (T,) the sampled tokens' values, from the values of all tokens of a sequence behind the first `begin`."""
+        """Pick the values (T,) of the sampled tokens out of those of a sequence's tokens from index `begin` on.
+
+        Without turns, `begin` must be the length of the prompt. All tokens from there on are sampled, so nothing is
+        picked out.
+        """
         if not self.completion.turns:
             return values
         is_sampled = self.laid_out(np.ones(len(self.completion), bool), False)
@@ -301,12 +314,15 @@ class Sample:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Return (N,) int32 the tokens of the one sequence: what the engine read and sampled."""
+        """Return the ids of all tokens that the engine read and sampled, (N,) int32, for a sample with one sequence."""
         return self.laid_out(self.completion.token_ids)
 
     @property
     def sequences(self) -> "list[Sample]":
-        """Return one sample per sequence: this one, or its parts if its history was rewritten. They share the verdict."""
+        """Return one sample per sequence, with the verdict of this one.
+
+        If no history was rewritten, the sample has a single sequence and is returned itself.
+        """
         turns = self.completion.turns
         first_turns = [number for number, turn in enumerate(turns) if turn.fresh]
         if len(first_turns) < 2:
@@ -322,13 +338,13 @@ class Sample:
         return sequences
 
 
-# Fields of axis T, which are cut where a sample is parted into sequences
+# Fields (T,), which `Sample.sequences` cuts at the boundaries of the sequences
 COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends")
 SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")
 
 
 def _with_tokens_cut(item: Any, array_names: Sequence[str], tokens: slice) -> Any:
-    """Return the completion or sample with only these tokens in its arrays."""
+    """Return a copy of a completion or sample whose arrays contain only the given tokens."""
     arrays = {}
     for name in array_names:
         array = getattr(item, name)
@@ -342,14 +358,15 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
-    admitted_version: int  # policy version that was live when the group was admitted
-    sequence_number: int  # number of the admission; decides which step trains the group at the latest
-    baseline: Verdict | None = None  # of the greedy completion, where the estimator compares with one
-    resampled: int = 0  # number of prompts without signal that this one replaced
+    admitted_version: int  # policy version with which the engines generated when the group was started
+    # Number of the group in the order of starting, from which its last possible step follows
+    sequence_number: int
+    baseline: Verdict | None = None  # verdict on the greedy completion, if the estimator compares with it
+    resampled: int = 0  # number of prompts without signal that this group's prompt replaced
 
     @property
     def oldest_version(self) -> int:
-        """Return the oldest policy version among its tokens; without tokens, the version of its admission."""
+        """Return the oldest policy version that sampled a token of the group, or `admitted_version` without tokens."""
         versions = (s.completion.oldest_version for s in self.samples if len(s.completion))
         return min(versions, default=self.admitted_version)
 

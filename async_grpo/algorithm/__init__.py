@@ -1,20 +1,23 @@
-"""The arithmetic of policy-gradient training: pure functions on (batch, tokens) tensors, torch alone.
+"""The arithmetic of policy-gradient training: pure functions on (batch, tokens) tensors.
 
 Annotations give the shape of a tensor (jaxtyping): `Float[Tensor, "batch tokens"]` has two axes, `Float[Tensor, ""]` is a
 scalar. These names of axes mean the same in `algorithm`, `modeling` and `training`:
 
 - `batch`: rows. A row is one sample, or several sequences packed end to end.
-- `tokens`: the tokens of each row, padded to the longest row; of a tensor without rows, a number of tokens.
+- `tokens`: the tokens of each row, padded to the longest row. A tensor without rows holds a number of tokens.
 - `columns`: tokens, or a single column that stands for whole rows.
-- `packed`: the tokens of one packed row; with an axis of length 1 before it, that row is a batch.
-- `sequences`, and `boundaries`: the sequences of a packed row; where each begins, followed by the end of the row.
-- `inputs`, `rows`: tokens of a packed row with a state, and rows of states that they share (`modeling.packed.Packing`).
+- `packed`: the tokens of one packed row. With an axis of length 1 before it, the packed row is a batch of one row.
+- `sequences`: the sequences of a packed row.
+- `boundaries`: the index at which each sequence of a packed row begins, followed by the length of the row.
+- `inputs`: the tokens of a packed row that the model reads; `rows`: the hidden states that they share (see
+  `modeling.packed.Packing`).
 - `vocab`, `hidden`, `heads`, `head_dim`: sizes of the model.
 - `bins`: bins of `off_policy.ratio_histogram`.
-- `ranks`, `trajectories`, `pools`: ranks of the training, trajectories of several sequences, pools of values.
+- `ranks`: processes of the training; `trajectories`: trajectories with several sequences; `pools`: sets of values that
+  are merged.
 
-`Float` is any float, `Int` any signed integer, and `Shaped` any dtype: a mask of that kind is True where it is not zero.
-An axis `#columns` may also have length 1, which is broadcast; `*shape` is any number of axes, and `_tokens` need not have
-one length in all tensors. A leading blank (`" tokens"`) keeps linters from reading the name as a variable. A plain `Tensor`
-has any shape, for example that of a weight.
+`Float` is any float, `Int` any signed integer, and `Shaped` any dtype. A mask annotated with `Shaped` is True where it
+is not zero. An axis `#columns` may also have length 1 and is then broadcast. `*shape` is any number of axes. An axis
+whose name begins with an underscore (`_tokens`) may have another length in each tensor. A leading blank (`" tokens"`)
+keeps linters from reading the name as a variable. A plain `Tensor` has any shape, for example that of a weight.
 """

@@ -1,14 +1,16 @@
 """Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that hold for all of them.
 
-A missing or non-finite reward must never move a baseline, and a sample without a rival teaches nothing:
+A missing or non-finite reward must never move a baseline, and a sample that is alone in its group teaches nothing:
 
 - *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. All
-  other rows enter no statistic, neither of the group nor of the batch, and get zeros. This holds for
-  `reinforce_plus_plus` and `gae` too: rows that should not be compared by prompt must share one group id.
-- Values at masked positions and in invalid rows may be anything, NaN included, and change nothing; the same holds for
-  rewards outside a `step_mask` or `masks`. The advantages there, and of rows that do not participate, are zero.
+  other rows enter no statistic, neither of the group nor of the batch, and get zeros. This also holds for
+  `reinforce_plus_plus` and `gae`. To compare rows across prompts, give them the same group id.
+- Values at masked positions and in invalid rows may be anything, NaN included, and change nothing. The same holds for
+  rewards outside a `step_mask` or `masks`.
+- The advantages at masked positions, and of rows that do not participate, are zero.
 - Statistics are float64, and a standard deviation has ddof 1. Equal rewards give exactly zero, not rounding noise.
-- Advantages are finite. A value that overflows on the way, or in the dtype of the rewards, raises a ValueError.
+- Advantages are finite. An intermediate value that overflows raises a ValueError, as does an advantage that is too
+  large for the dtype of the rewards.
 """
 
 import inspect
@@ -27,16 +29,18 @@ from async_grpo.algorithm.statistics import Groups
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import find_entry
 
-LARGEST = 1e100  # bound of rewards, baselines and values: their squares and sums stay far within float64
+# Largest magnitude of rewards, baselines and values. float64 can hold their squares, and the sums of these
+LARGEST = 1e100
 SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 
-# How the rewards of a sample reach an estimator
+# Forms in which an estimator gets the rewards of a sample
 TOTAL = "total"  # one tensor: the sum of all rewards, each at the token that earned it
 COMPONENTS = "components"  # a dict by name: the reward of each adapter, at the last token
 SOURCES = "sources"  # a dict by name: each process reward at its tokens, and the outcome at the last token
 
-# Inputs that the library provides to an estimator whose function has a keyword of that name: the critic's values, the
-# reward of the greedy completion, the places of step rewards (of the total; of each source), and `--reward-weights`
+# The library passes these inputs to an estimator whose function has a keyword of that name. In this order: the critic's
+# values, the reward of the greedy completion, a mask of the tokens with a step reward, such a mask for each source of
+# rewards, and `--reward-weights`
 PROVIDED = ("values", "baselines", "step_mask", "masks", "weights")
 
 
@@ -50,26 +54,27 @@ def keywords(function: Callable[..., Any]) -> dict[str, Any]:
 class Estimator:
     """One advantage estimator, and what the rest of the library must know about it.
 
-    The defaults are those of a bare function.
+    The defaults suit a function that a user passes without further settings.
 
     Args:
         function: (rewards, used, groups, *, options and inputs) -> advantages, see `outcome_advantages`. Keywords whose
             default is a number are options, all others are inputs.
-        group_local: The advantages of a group depend on that group alone, so groups may be passed on as they complete. A
-            batch-coupled estimator has to wait for its whole minibatch.
+        group_local: The advantages of a group depend on that group alone, so groups may be passed on as they complete.
+            An estimator without this property is batch-coupled and waits for its whole minibatch.
         outcome: The estimator accepts one score per sample, placed on the row's last unmasked token.
-        process: The estimator uses the token at which a reward stands.
-        per_sample: With one score per sample, all tokens of the sample get the same advantage; with several scores, all
-            tokens up to each score do (unless the option `gamma` discounts). One column can then stand for all of them.
-        sums: Only the sum of a sample's rewards counts, whichever tokens they stand on; implies `per_sample`.
-        rewards: TOTAL, COMPONENTS or SOURCES.
+        process: The result depends on which token a reward is placed on.
+        per_sample: All tokens between two scores get the same advantage (with one score, all tokens of the sample),
+            unless the option `gamma` discounts. So one column can stand for each such run of tokens.
+        sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies `per_sample`.
+        rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
-        needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only where some
-            rewards belong to single steps; elsewhere the combined verdict decides.
+        needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only for
+            samples with step rewards; for other samples the status of the combined verdict decides.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
-            token. A column of the data row is `lambda sample: sample.prompt.row["difficulty"]`.
-        critic_returns: (rewards, values, mask, *, options) -> (advantages, returns). The estimator compares
-            with the values of a critic, so the trainer computes it and trains the critic towards the returns.
+            token. For example, `lambda sample: sample.prompt.row["difficulty"]` reads a column of the data row.
+        critic_returns: (rewards, values, mask, *, options) -> (advantages, returns). Set for an estimator that compares
+            rewards with a critic's values: the trainer computes the advantages, and trains the critic towards the
+            returns.
     """
 
     function: Callable[..., Float[Tensor, "batch columns"]]
@@ -108,7 +113,7 @@ class Estimator:
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
-        """Return the names of the inputs without a default, besides rewards and mask."""
+        """Return the names of the inputs that have no default; rewards and mask are not among them."""
         return tuple(name for name, value in self.keywords.items() if value is inspect.Parameter.empty)
 
     @cached_property  # read several times per group, and inspecting a signature is slow
@@ -130,16 +135,16 @@ class Estimator:
 
         Args:
             rewards: A tensor, or a dict by name where the estimator takes several rewards.
-            mask: True at the tokens that are trained on. A column may stand for several tokens of its row; then the mask
-                holds their number: rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths.
+            mask: True at the tokens that are trained on. If a column stands for several tokens, the mask holds their
+                number. For example, rewards (B, 1) of whole samples come with a mask (B, 1) of their lengths.
             group_ids: Equal for the rows of one prompt.
-            valid: False where the reward is missing; such a row may hold NaN.
+            valid: False where the reward is missing; a row with False may hold NaN.
             options: Scalar options of the estimator, and inputs such as `baselines` (B,), `values` (B, T) and
                 `step_mask` (B, T).
 
         Raises:
-            ValueError: An option is unknown or missing, a shape or the number of rewards does not fit, a valid row has a
-                reward, baseline or value that is not finite or beyond 1e100, or an advantage is beyond the dtype.
+            ValueError: An option is unknown or missing, a shape or the number of rewards does not fit, an advantage is
+                too large for the dtype, or a reward, baseline or value in a valid row is not finite or beyond 1e100.
 
         >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
@@ -151,7 +156,7 @@ class Estimator:
         if self.takes_named_rewards:
             _refuse_unknown("weights", options.get("weights", {}), rewards_by_name)
 
-        num_tokens = mask  # per entry; 1 unless a column stands for several tokens
+        num_tokens = mask  # tokens that each entry stands for: 1, unless a column stands for several tokens
         mask = mask.bool()
         candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
         groups = Groups.of(group_ids, candidates)
@@ -190,14 +195,14 @@ class Estimator:
     def _finite_inputs(
         self, options: Mapping[str, Any], readable: Bool[Tensor, "batch tokens"]
     ) -> dict[str, Float64[Tensor, "batch ..."]]:
-        """Return the numeric inputs among the options, zero where they do not count.
+        """Return the numeric inputs among the options, with zeros at masked tokens and in invalid rows.
 
         Args:
             options: Options and inputs by name.
             readable: True at the unmasked tokens of valid rows.
 
         Raises:
-            ValueError: An input has the wrong shape, or is not finite where it counts.
+            ValueError: An input has the wrong shape, or is not finite at an unmasked token of a valid row.
         """
         readable_rows = readable.any(dim=1)
         finite_inputs = {}
@@ -256,7 +261,7 @@ def _reward_masks(
     rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]],
     readable: Bool[Tensor, "batch tokens"],
 ) -> dict[str, Bool[Tensor, "batch tokens"]]:
-    """Return where each reward counts: at the readable tokens, restricted to the caller's `step_mask` or `masks`.
+    """Return a mask for each reward: the readable tokens that the caller's `step_mask` or `masks` also select.
 
     Raises:
         ValueError: A mask has the wrong shape, or belongs to no reward.
@@ -274,7 +279,7 @@ def _reward_masks(
 def _refuse_unknown(
     option: str, names: Iterable[str], rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]]
 ) -> None:
-    """Raise ValueError if an option has entries for names that are no rewards."""
+    """Raise ValueError if an option has an entry for a name that no reward has."""
     unknown = [name for name in names if name not in rewards_by_name]
     if unknown:
         raise ValueError(f"{option} for {unknown}, but there are rewards only for {list(rewards_by_name)}")
@@ -283,15 +288,16 @@ def _refuse_unknown(
 def _finite(
     name: str, values: Shaped[Tensor, "*shape"], *masks: Bool[Tensor, "..."]
 ) -> Float64[Tensor, "*shape"]:
-    """Return the values, zero where they do not count.
+    """Return the values as float64, with zeros where the mask of their shape is False.
 
     Args:
         name: Name of the values, for the error message.
-        values: Of the shape of one of `masks`.
-        masks: Where values count, one mask for each shape that the values may have.
+        values: Values with the shape of one of `masks`.
+        masks: True where values count; one mask for each shape that the values may have.
 
     Raises:
-        ValueError: No mask has the shape of the values, or values are not finite where they count; names the rows.
+        ValueError: No mask has the shape of the values, or a value that counts is not finite. The message names the
+            rows.
     """
     counted = next((mask for mask in masks if mask.shape == values.shape), None)
     if counted is None:
@@ -340,13 +346,14 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
 
 
 def get_estimator(name: str) -> Estimator:
-    """Return the estimator of a name, or of a `FILE.py:NAME`.
+    """Return the estimator with a name, or the user's own at `FILE.py:NAME`.
 
     Raises:
         ConfigurationError: There is no such estimator, or its function needs an input that nothing provides.
     """
     estimator = find_entry(name, ADVANTAGE_ESTIMATORS, Estimator, "advantage-estimator")
     try:
+        # Three placeholders: rewards, used, groups
         inspect.signature(estimator.function).bind(*range(3), **dict.fromkeys(estimator.keywords))
     except TypeError as error:
         raise ConfigurationError(

@@ -21,11 +21,12 @@ from async_grpo.options.fields import refuse
 class Aggregation:
     """How token losses are averaged: each is divided by `per`, and their sum by the number of `unit`s.
 
-    Only tokens, sequences and groups with an unmasked token count.
+    Only unmasked tokens count, and only sequences and groups that contain one.
     """
 
-    unit: str | None  # divisor of the sum, the number of "tokens", "sequences" or "groups"; None divides by 1
-    # Divisor of a token's loss: the number of tokens of its "sequence" or its "group", or the constant "scale"
+    # Divisor of the sum: the number of "tokens", "sequences" or "groups"; None divides by 1
+    unit: str | None
+    # Divisor of a token's loss: the number of tokens in its "sequence" or its "group", or the constant "scale"
     per: str | None = None
     scale: float = 1.0
 
@@ -36,13 +37,13 @@ class Aggregation:
         sequence_ids: Int[Tensor, "batch tokens"],
         group_tokens: Int[Tensor, "batch tokens"] | None = None,
     ) -> Float[Tensor, ""]:
-        """Return the sum that is still to be divided by the number of units.
+        """Return the sum of the losses, not yet divided by the number of units.
 
         Args:
-            loss: Zero where masked.
+            loss: The loss of each token, zero where masked.
             mask: True at the tokens that count.
             sequence_ids: Integers from 0 without large gaps (see `compact_ids`).
-            group_tokens: Number of unmasked tokens in the token's group; only the unit "groups" needs it.
+            group_tokens: Number of unmasked tokens in the token's group. Needed only for per="group".
         """
         if self.per == "sequence":
             lengths = sequence_sums(mask.long(), sequence_ids).clamp(min=1)
@@ -57,23 +58,23 @@ class Aggregation:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    # sum / tokens (Yu et al. 2025, "DAPO")
+    # sum of all token losses / number of tokens (Yu et al. 2025, "DAPO")
     "token_mean": Aggregation("tokens"),
-    # sum
+    # sum of all token losses
     "token_sum": Aggregation(None),
-    # sum / sequences
+    # sum of all token losses / number of sequences
     "sequence_mean_token_sum": Aggregation("sequences"),
-    # mean over sequences of their token mean (Shao et al. 2024, "GRPO")
+    # mean over the tokens of each sequence, then mean over sequences (Shao et al. 2024, "GRPO")
     "sequence_mean_token_mean": Aggregation("sequences", per="sequence"),
-    # sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO")
+    # sum of all token losses / (scale * number of sequences) (Liu et al. 2025, "Dr. GRPO")
     "constant_length": Aggregation("sequences", per="scale"),
-    # mean over groups of their token mean (Khatri et al. 2025, "ScaleRL")
+    # mean over the tokens of each group, then mean over groups (Khatri et al. 2025, "ScaleRL")
     "prompt_mean": Aggregation("groups", per="group"),
 }
 
 
 def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
-    """Return the aggregation of a name.
+    """Return the aggregation with a name.
 
     Raises:
         ConfigurationError: There is no such aggregation, or it needs a positive scale.
@@ -94,10 +95,10 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
 def compact_ids(
     ids: Int[Tensor, "batch tokens"] | Int[Tensor, " batch"] | None, mask: Bool[Tensor, "batch tokens"]
 ) -> Int64[Tensor, "batch tokens"]:
-    """Return the ids, renumbered from 0 without gaps; at masked positions they may be any of them.
+    """Return the ids, renumbered from 0 without gaps. A masked position gets an arbitrary one of these ids.
 
     Args:
-        ids: Any integers, one per token or one per row; None: each row is one sequence.
+        ids: Any integers, one per token or one per row. None means that each row is one sequence.
         mask: True at the tokens that count.
     """
     if ids is None:
@@ -113,7 +114,7 @@ def compact_ids(
 def sequence_sums(
     values: Num[Tensor, "batch tokens"], ids: Int[Tensor, "batch tokens"]
 ) -> Num[Tensor, " sequences"]:
-    """Return the sum of the values of each id, 0 ... max id; for a mask, these are the lengths.
+    """Return the sum of the values of each id, 0 ... max id. For a mask, these sums are the lengths of the sequences.
 
     Args:
         values: Zero where masked.
@@ -126,7 +127,7 @@ def sequence_sums(
 def tokens_of_group(
     mask: Bool[Tensor, "batch tokens"], group_ids: Int[Tensor, "batch tokens"] | Int[Tensor, " batch"]
 ) -> Int64[Tensor, "batch tokens"]:
-    """Return, at every unmasked token, the number of unmasked tokens in its group, else 0.
+    """Return, at every unmasked token, the number of unmasked tokens in its group, and 0 at masked tokens.
 
     Args:
         mask: True at the tokens that count.
@@ -141,9 +142,10 @@ def count_units(
     sequence_ids: Int[Tensor, "batch tokens"],
     group_tokens: Int[Tensor, "batch tokens"] | None = None,
 ) -> dict[str, Num[Tensor, ""]]:
-    """Return the number of tokens, sequences and groups with an unmasked token; counts of several parts add up.
+    """Return the number of unmasked tokens, and of sequences and groups that contain one.
 
-    "groups" is counted only with `group_tokens`: every token counts as its share of its group.
+    The counts of the parts of a minibatch add up to those of the whole. Groups are counted only with `group_tokens`:
+    each token of a group with n tokens counts as 1/n.
     """
     lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
@@ -168,24 +170,24 @@ def aggregate_loss(
 ) -> Float[Tensor, ""]:
     """Return the loss of a minibatch, or the contribution of a part of it.
 
-    Only unmasked tokens count, and only sequences and groups that have one; without any, the loss is 0. Parts made of
-    whole sequences add up to the loss of the whole minibatch if they are evaluated with the global counts. For
-    prompt_mean the parts must be made of whole groups, unless `group_tokens` is passed.
+    Only unmasked tokens count, and only sequences and groups that contain one. Without any unmasked token, the loss is
+    0. The losses of parts add up to the loss of the whole minibatch if each part consists of whole sequences and gets
+    the global counts. For prompt_mean the parts must consist of whole groups, unless `group_tokens` is passed.
 
     Args:
         loss: The loss of each token.
         mask: True at the tokens that count.
         mode: A name of AGGREGATIONS.
-        sequence_ids: Any integers; None: each row is one sequence.
+        sequence_ids: Any integers. None means that each row is one sequence.
         group_ids: Any integers, one per token or one per row.
         group_tokens: Number of unmasked tokens of the token's group in the whole minibatch.
-        global_tokens: Number of unmasked tokens of the whole minibatch; None counts those of this part.
-        global_sequences: Number of sequences, likewise.
-        global_groups: Number of groups, likewise.
+        global_tokens: Number of unmasked tokens of the whole minibatch. None counts those of this part.
+        global_sequences: Number of sequences of the whole minibatch. None counts those of this part.
+        global_groups: Number of groups of the whole minibatch. None counts those of this part.
         scale: The length that constant_length divides by, in tokens.
 
     Raises:
-        ConfigurationError: The mode is unknown, or the scale or the groups are missing.
+        ConfigurationError: The mode is unknown, or the scale or the group ids that it needs are missing.
 
     >>> loss = torch.tensor([[1., 2., 3.], [4., 5., 6.], [7., 8., 9.]])
     >>> mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])

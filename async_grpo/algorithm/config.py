@@ -1,4 +1,4 @@
-"""The options of the algorithm, from rewards to a loss.
+"""The options of the algorithm, which turns rewards into a loss.
 
 Rules that involve two options are in `config/compatibility.py`. Nothing here imports torch, which `--help` does not need.
 """
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from async_grpo.algorithm.advantages import Estimator
     from async_grpo.algorithm.losses import PolicyLoss
 
-# Ranges of options by name, for every estimator or loss that has them; a ratio is never below 0
+# Allowed ranges of options by name, for every estimator or loss that has them. clip_low is at most 1, because a ratio
+# is never below 0
 RANGES = {
     "estimator-options": {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE},
     "loss-options": {
@@ -44,7 +45,7 @@ _generation = partial(option, panel="Generation", range=POSITIVE, everyday=True,
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
-    """Options from rewards to a loss. None keeps the default of the estimator or loss that has the option."""
+    """Options that turn rewards into a loss. None keeps the default of the estimator or loss that has the option."""
 
     recipe: str | None = _algorithm(
         None,
@@ -88,7 +89,7 @@ class AlgorithmConfig(Section):
     )
     kl_kind: str = _algorithm(
         "k3",
-        "Estimator of the KL divergence. With a + at the end, its gradient is that of k2.",
+        "Estimator of the KL divergence. Names that end in + take their gradient from k2.",
         choices="async_grpo.algorithm.kl:KL_KINDS",
     )
     kl_clamp: float | None = _algorithm(
@@ -108,13 +109,13 @@ class AlgorithmConfig(Section):
     )
     importance_level: str = off_policy(
         "none",
-        "Correct the mismatch of trainer and engine by importance weights, one per token or one per sequence.",
+        "Correct the mismatch between trainer and engine by importance weights, one per token or one per sequence.",
         choices=("none", "token", "sequence"),
     )
     importance_mode: str = off_policy(
         "truncate",
-        "What happens to an importance weight out of bounds: truncate moves it to the bound (TIS), mask leaves its "
-        "tokens out (IcePop).",
+        "What happens to an importance weight outside its bounds: truncate sets it to the bound (TIS), mask sets it to "
+        "0 (IcePop).",
         choices=("truncate", "mask"),
     )
     importance_low: float | None = off_policy(
@@ -128,8 +129,8 @@ class AlgorithmConfig(Section):
     )
     rejection_statistic: str | None = off_policy(
         None,
-        "Leave tokens or sequences out of the loss if this measure of the mismatch of trainer and engine is out of "
-        "bounds.",
+        "Measure of the mismatch between trainer and engine. Tokens or sequences beyond its bounds are left out of the "
+        "loss. By default none are.",
         choices="async_grpo.algorithm.off_policy:REJECTION_STATISTICS",
     )
     rejection_low: float | None = off_policy(
@@ -142,16 +143,16 @@ class AlgorithmConfig(Section):
         False, "Have the engines compute logits in float32, as the trainer always does."
     )
     top_p: float = off_policy(
-        1.0, "Must be 1: otherwise the engine's log-probs would be those of another policy."
+        1.0, "Must be 1. With nucleus sampling, the engine's log-probs would be those of another policy."
     )
     top_k: int = off_policy(
-        0, "Must be 0: otherwise the engine's log-probs would be those of another policy."
+        0, "Must be 0. With top-k sampling, the engine's log-probs would be those of another policy."
     )
 
     overlong_buffer: float = on_groups(
         0.0,
-        "Share of the maximum completion length, at its end, in which the reward falls with the length; 0 turns the "
-        "penalty off.",
+        "Over this last share of the maximum completion length, the reward falls linearly by --overlong-penalty. 0 "
+        "turns the penalty off.",
         range=SHARE,
     )
     overlong_penalty: float = on_groups(
@@ -163,11 +164,11 @@ class AlgorithmConfig(Section):
     )
     critic_clip: float = _critic(0.5, "Clip values to this distance from the old values.", range=POSITIVE)
     critic_trunk_gradient: bool = _critic(
-        True, "Let the value loss train the policy's body, too, and not only the value head."
+        True, "Let the value loss train the policy's body in addition to the value head."
     )
 
     temperature: float = _generation(
-        1.0, "Sampling temperature. The trainer divides the policy's logits by it, too."
+        1.0, "Sampling temperature. The trainer also divides the policy's logits by it."
     )
     max_generation_tokens: int = _generation(8192, "Maximum length of a completion, in tokens.")
 
@@ -178,14 +179,14 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> "Estimator":
-        """Return the entry of `--advantage-estimator`, or the user's own."""
+        """Return the estimator that `--advantage-estimator` names: the library's or the user's own."""
         from async_grpo.algorithm.advantages import get_estimator  # imports torch, which --help does not need
 
         return get_estimator(self.advantage_estimator)
 
     @property
     def loss(self) -> "PolicyLoss":
-        """Return the entry of `--policy-loss`, or the user's own."""
+        """Return the loss that `--policy-loss` names: the library's or the user's own."""
         from async_grpo.algorithm.losses import POLICY_LOSSES, PolicyLoss
 
         return find_entry(self.policy_loss, POLICY_LOSSES, PolicyLoss, "policy-loss")
@@ -246,7 +247,7 @@ class AlgorithmConfig(Section):
 
 
 def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return the options in a text of assignments.
+    """Return the options in a text of assignments, by name.
 
     Args:
         flag: Name of the option that holds the text.
@@ -255,7 +256,7 @@ def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> 
         owner: The estimator or loss, for the error messages.
 
     Raises:
-        ConfigurationError: An option does not exist, or a value has another kind than its default or is out of range.
+        ConfigurationError: An option does not exist, or a value has another type than its default or is out of range.
     """
     settings = parse_assignments(text, flag)
     for name, value in settings.items():

@@ -1,9 +1,9 @@
-"""Losses that treat the few tokens of a minibatch differently that reduce the entropy most.
+"""Losses that give special treatment to the few tokens of a minibatch that reduce the entropy most.
 
-Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning Language Models"): the entropy falls with the covariance
-(A - mean A)(log pi - mean log pi), and a few tokens carry most of it. The means, the ranking and the number of selected
-tokens are those of the whole minibatch, so `training.whole_step` selects the tokens. Without `selected`, a
-loss takes its batch for the whole minibatch.
+Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning Language Models"): the higher the covariance
+(A - mean A)(log pi - mean log pi) of a token, the more an update reduces the entropy, and a few tokens carry most of
+the covariance. The means, the ranking and the number of selected tokens are those of the whole minibatch, so
+`training.whole_step` selects the tokens. If `selected` is not passed, a loss treats its batch as the whole minibatch.
 """
 
 import math
@@ -18,13 +18,13 @@ from async_grpo.options.fields import refuse
 
 
 def token_sums(batch: LossBatch) -> Float64[Tensor, "3"]:
-    """Return the sums of log pi and of A over unmasked tokens, and their number; sums of parts add up."""
+    """Return (sum of log pi, sum of A, number of tokens) over the unmasked tokens. The sums of parts add up."""
     terms = (batch.logprobs.detach(), batch.advantages, batch.mask)
     return torch.stack([torch.where(batch.mask, values, 0).double().sum() for values in terms])
 
 
 def covariances(batch: LossBatch, sums: Float64[Tensor, "3"]) -> Float[Tensor, "batch tokens"]:
-    """Return (A - mean A)(log pi - mean log pi) with the means of the minibatch's `token_sums`."""
+    """Return (A - mean A)(log pi - mean log pi) of each token, with the means from the minibatch's `token_sums`."""
     mean_logprob, mean_advantage = sums[:2] / sums[2].clamp(min=1)
     return (batch.advantages - mean_advantage) * (batch.logprobs.detach() - mean_logprob)
 
@@ -35,9 +35,9 @@ def kl_cov_scores(
     token_keys: Int64[Tensor, "batch tokens"] | None = None,
     **other_settings: Any,
 ) -> Float[Tensor, "batch tokens"]:
-    """Return the covariance, or -inf where it is exactly 0.
+    """Return the covariance of each token, and -inf for masked tokens and where the covariance is exactly 0.
 
-    Otherwise every token would tie if all advantages were equal.
+    If all advantages are equal, every covariance is 0. Without the -inf, all tokens would tie and be selected.
     """
     covariance = covariances(batch, sums)
     return torch.where(batch.mask & (covariance != 0), covariance, -math.inf)
@@ -55,17 +55,17 @@ def clip_cov_scores(
     seed: int,
     **other_settings: Any,
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return a random number in [0, 1) for every candidate, else -inf.
+    """Return a random number in [0, 1) for every candidate, and -inf for all other tokens.
 
-    A token is a candidate if cov_low < covariance < cov_high, and PPO's clip leaves it its gradient.
+    A token is a candidate if cov_low < covariance < cov_high and PPO's clip does not set its gradient to zero.
 
     Args:
         batch: The tokens.
         sums: `token_sums` of the minibatch.
-        token_keys: Unique within the minibatch, so that the draws do not depend on the packing; None takes
-            the rank among the unmasked tokens of this tensor.
-        clip_low: Bound of PPO's clip.
-        clip_high: Bound of PPO's clip.
+        token_keys: An id of each token that is unique within the minibatch, so that the draws do not depend on the
+            packing. None uses the index among the unmasked tokens of this batch.
+        clip_low: PPO clips ratios below 1 - clip_low.
+        clip_high: PPO clips ratios above 1 + clip_high.
         cov_low: Lower bound of the covariance.
         cov_high: Upper bound of the covariance.
         seed: Seed of the draws.
@@ -81,7 +81,7 @@ def clip_cov_scores(
 
 
 def num_selected(ratio: float, num_tokens: float) -> int:
-    """Return max(1, floor(ratio * num_tokens)), with the number of tokens of the whole minibatch."""
+    """Return max(1, floor(ratio * num_tokens)), where `num_tokens` counts the tokens of the whole minibatch."""
     refuse(not 0 < ratio <= 1, f"the share of selected tokens is {ratio}; it must lie in (0, 1]")
     return max(1, int(ratio * num_tokens))
 
@@ -93,14 +93,15 @@ def top_scores(scores: Float[Tensor, "*shape"], count: int) -> Float64[Tensor, "
 
 
 def select(scores: Float[Tensor, "*shape"], threshold: Float[Tensor, ""] | float) -> Bool[Tensor, "*shape"]:
-    """Return the candidates (not -inf) at or above the threshold, including all that tie with it."""
+    """Return True where a score is at least the threshold and not -inf. Ties with the threshold are all selected."""
     return (scores >= threshold) & (scores > -math.inf)
 
 
 def uniform_draws(keys: Int64[Tensor, "*shape"], seed: int) -> Float64[Tensor, "*shape"]:
-    """Return numbers in [0, 1) for the keys: a hash of key and seed, the same on every device.
+    """Return a number in [0, 1) for each key: a hash of key and seed, which is the same on every device.
 
-    The numbers of a generator would depend on the packing. The hash is SplitMix64 (Steele et al. 2014).
+    The numbers of a random generator would depend on the order of the tokens, and thus on the packing. The hash is
+    SplitMix64 (Steele et al. 2014).
     """
     start = _mixed(torch.full_like(keys, int(seed)))
     bits = _mixed(start + keys * (0x9E3779B97F4A7C15 - 2**64))  # int64 wraps around as uint64 does
@@ -108,22 +109,22 @@ def uniform_draws(keys: Int64[Tensor, "*shape"], seed: int) -> Float64[Tensor, "
 
 
 def _mixed(z: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Return the mixing function of SplitMix64."""
+    """Return SplitMix64's mixing function of `z`."""
     z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
     return z ^ _shifted(z, 31)
 
 
 def _shifted(z: Int64[Tensor, "*shape"], places: int) -> Int64[Tensor, "*shape"]:
-    """Shift right by a number of bits, with zeros from the left."""
-    # torch's shift would repeat the sign bit
+    """Return `z` shifted right by a number of bits, with zeros filled in from the left."""
+    # torch's shift fills in copies of the sign bit, which the mask sets to zero
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 
 def _select_share(
     scores: Float[Tensor, "batch tokens"], ratio: float, batch: LossBatch
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return the share `ratio` of the batch's tokens with the highest scores."""
+    """Return True at the tokens with the highest scores, a share `ratio` of the batch's tokens."""
     count = num_selected(ratio, batch.mask.sum().item())
     threshold = top_scores(scores, count)[-1]
     return select(scores, threshold)
@@ -140,10 +141,11 @@ def clip_cov(
     cov_high: float = 5.0,
     seed: int = 0,
 ) -> LossAndMetrics:
-    """Return `ppo_clip`, and 0 for `ratio` of all tokens, drawn at random among those with cov_low < cov < cov_high.
+    """Return the loss of `ppo_clip`, set to 0 at a few randomly selected tokens.
 
-    The bounds of the clip are 1 and 1, as in the authors' recipe. The seed must change from step to step. The metric
-    `selected_frac` counts the selected tokens.
+    A share `ratio` of all tokens is selected, among those with cov_low < covariance < cov_high. The bounds of the clip
+    are 1 and 1 by default, as in the authors' recipe. The seed must change from step to step. The metric
+    `selected_frac` is the share of selected tokens.
     """
     refuse(
         not cov_low < cov_high,
@@ -171,10 +173,10 @@ def kl_cov(
     ratio: float = 2e-4,
     coef: float = 1.0,
 ) -> LossAndMetrics:
-    """Return -A r, plus coef |log pi - log pi_old| for `ratio` of all tokens, those with the highest covariance.
+    """Return -A r, plus coef |log pi - log pi_old| at the share `ratio` of tokens with the highest covariance.
 
-    The log-ratio of the penalty is not bounded: it does not overflow, and a bound would end the pull. The metric
-    `selected_frac` counts the selected tokens.
+    The log-ratio in the penalty is not clamped: it does not overflow, and a clamped penalty would have no gradient. The
+    metric `selected_frac` is the share of selected tokens.
     """
     if selected is None:
         selected = _select_share(kl_cov_scores(batch, token_sums(batch)), ratio, batch)

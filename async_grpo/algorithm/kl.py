@@ -1,9 +1,9 @@
 """Estimators of KL(pi || ref) from log-probs of sampled tokens (Schulman 2020, "Approximating KL").
 
-The mean of an estimator and the mean of its gradient are two things. Over samples of the policy itself, k1 and k3 are
-unbiased as values, but their gradients average to 0 and to the gradient of KL(ref || pi). Only the gradient of k2
-averages to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL").
-An estimator whose name ends in `+` has the value of its base and the gradient of k2.
+An unbiased estimator may have a biased gradient. Over samples of the policy itself, k1 and k3 are unbiased as values,
+but the gradient of k1 averages to 0, and that of k3 to the gradient of KL(ref || pi). Only the gradient of k2 averages
+to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). The
+estimator `k3+` has the value of k3 and the gradient of k2; so do the other names that end in `+`.
 """
 
 import math
@@ -25,7 +25,7 @@ def _k2(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _k3(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    # exp overflows at 88.7 in float32 and at 709.8 in float64. The clamp is a tenth below, so that a sum is finite too
+    # exp overflows at 88.7 in float32 and at 709.8 in float64. The clamp is a tenth lower, so that sums are also finite
     log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
     return torch.expm1(log_ratio) - log_ratio
 
@@ -57,14 +57,15 @@ def kl_penalty(
     - k2: d^2 / 2. Biased; its gradient is that of the KL.
     - k3: exp(-d) - 1 + d. Unbiased and never negative; clamped where exp would overflow (d < -79 in float32).
     - abs: |d|.
-    - k1+, k2+, k3+, abs+: the value of the base, with the gradient of k2, d * grad(logprobs) (straight-through).
+    - k1+, k2+, k3+, abs+: the value of k1, k2, k3 or abs, with the gradient of k2, d * grad(logprobs)
+      (straight-through).
 
     Args:
-        logprobs: Of the policy. The caller replaces masked positions before.
-        ref_logprobs: Of the reference.
+        logprobs: Log-probs of the policy. The caller must already have replaced masked positions by finite numbers.
+        ref_logprobs: Log-probs of the reference policy.
         kind: A name of KL_KINDS.
-        clamp: Restrict the value to [-clamp, clamp]; the gradient beyond is 0, except that a `+` kind keeps the gradient
-            of k2 there. None does not clamp.
+        clamp: Restrict the value to [-clamp, clamp]. The gradient of a clamped value is 0, except that a `+` kind keeps
+            the gradient of k2. None does not clamp.
 
     Raises:
         ConfigurationError: The kind is unknown, or the clamp is not positive.

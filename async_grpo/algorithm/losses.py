@@ -1,9 +1,9 @@
-"""Per-token policy losses by name, or by `FILE.py:NAME` for a loss of the user.
+"""Per-token policy losses by name. A user's own loss is selected by `FILE.py:NAME`.
 
-Masked positions may hold anything, NaN and inf included. They are replaced *before* the computation, because the gradient
-of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean` and `ratio_max`;
-a loss with a clip also reports `clip_frac_low` and `clip_frac_high`, which are 1 at every token that the clip holds. No
-other module knows a loss by its name.
+Masked positions may hold anything, NaN and inf included. They are replaced *before* the computation, because the
+gradient of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean` and
+`ratio_max`. A loss with a clip also reports `clip_frac_low` and `clip_frac_high`, which are 1 at every clipped token.
+Other modules read the attributes of a loss and never compare its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +20,8 @@ from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
-TENSOR_INPUTS = (
-    "proximal_logprobs",
-    "selected",
-)  # keywords that are (B, T) tensors of a batch rather than settings
+# Keywords of a loss that are (B, T) tensors of a batch rather than settings
+TENSOR_INPUTS = ("proximal_logprobs", "selected")
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,15 @@ class PolicyLoss:
     """One policy loss, and what the rest of the library must know about it.
 
     Args:
-        function: (`LossBatch`, *, settings) -> (loss, metrics). Its keywords are the settings, and those of
-            TENSOR_INPUTS that it reads.
-        needs_proximal: The option `proximal_logprobs` is required, and `old_logprobs` are the behaviour policy's.
-        uses_ratio: The value or the gradient contains pi / pi_old, which already corrects for the policy behind
-            `old_logprobs`. Importance weights for the behaviour policy would then correct twice, unless `old_logprobs`
-            are the proximal policy's.
+        function: (`LossBatch`, *, settings) -> (loss, metrics). Its keywords are its settings, plus
+            `proximal_logprobs` and `selected` if it reads them.
+        needs_proximal: `proximal_logprobs` is required, and `old_logprobs` are those of the behaviour policy.
+        uses_ratio: The value or the gradient contains pi / pi_old, which already corrects for the policy that computed
+            `old_logprobs`. If that is the behaviour policy, importance weights would correct for it a second time.
         sequence_level: The loss of a token depends on its whole sequence, which must not be split.
-        idle_at_ratio_one: The pull to the old policy vanishes where the old policy is the current one.
-        scores: (batch, token sums, token keys, **settings) -> the scores by which a loss selects tokens over the
-            whole minibatch (see `covariance`); None for a loss that selects none.
+        idle_at_ratio_one: The loss pulls the policy to the old policy, and this pull vanishes if both are the same.
+        scores: (batch, sums over the minibatch, id of each token, **settings) -> the scores by which the loss selects
+            tokens over the whole minibatch (see `covariance`). None for a loss that selects no tokens.
     """
 
     function: Callable[..., LossAndMetrics]
@@ -52,12 +49,12 @@ class PolicyLoss:
 
     @property
     def needs_selection(self) -> bool:
-        """Return whether the loss treats some tokens differently, ranked over the whole minibatch (see `covariance`)."""
+        """Return whether the loss gives special treatment to the highest-ranked tokens of the whole minibatch."""
         return self.scores is not None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the settings and their defaults, without the tensors of a batch."""
+        """Return the settings of the loss and their defaults. TENSOR_INPUTS are not settings."""
         defaults = keywords(self.function)
         return {name: default for name, default in defaults.items() if name not in TENSOR_INPUTS}
 
@@ -65,7 +62,7 @@ class PolicyLoss:
         """Check settings by computing the loss of a single masked token.
 
         Raises:
-            ConfigurationError: The loss refuses the name or the value of a setting, or fails.
+            ConfigurationError: The loss refuses the name or the value of a setting, or raises any other error.
         """
         zeros = torch.zeros(1, 1)
         mask = torch.zeros(1, 1, dtype=torch.bool)
@@ -94,17 +91,17 @@ class PolicyLoss:
         """Return (per-token loss, metrics), zero where the mask is False.
 
         Args:
-            logprobs: Of the policy; the only input that gets a gradient.
-            old_logprobs: The denominator of the ratio, by default of the behaviour policy.
+            logprobs: Log-probs of the policy, the only input that gets a gradient.
+            old_logprobs: Log-probs of the policy in the denominator of the ratio, by default the behaviour policy.
             advantages: The advantage of each token.
             mask: True at the tokens that are trained on.
-            importance_weights: Factors of the loss.
-            sequence_ids: Any integers in any order; None: each row is one sequence.
-            options: Settings of the loss, and those of `proximal_logprobs` (B, T) and `selected` (B, T) bool that it reads.
+            importance_weights: Factors by which the loss of each token is multiplied.
+            sequence_ids: Any integers in any order. None means that each row is one sequence.
+            options: Settings of the loss, plus `proximal_logprobs` (B, T) and `selected` (B, T) bool if it reads them.
 
         Returns:
-            The loss, and its metrics by name. A metric is averaged over tokens; if its name ends in `_max`, its maximum
-            is taken.
+            The loss, and the values of its metrics at each token, by name. The caller averages a metric over tokens, or
+            takes its maximum if the name ends in `_max`.
 
         Raises:
             ConfigurationError: An option is unknown or has a wrong value, or proximal log-probs are missing.

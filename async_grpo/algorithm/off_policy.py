@@ -1,10 +1,13 @@
 """Corrections for tokens that another policy sampled: importance weights, rejection, and metrics of the mismatch.
 
-x = log pi(token) - log mu(token), with pi the policy that is trained and mu the behaviour policy, which sampled the
-token. A token of weight 0 still counts in the loss's denominator; a rejected token does not. Everything is without
-gradient and in float64, adds up over parts of whole sequences, and does not depend on whether sequences are rows or
-packed. Masked positions may hold anything. A NaN at an unmasked position is neither weighed away nor rejected, so that
-the trainer refuses the step.
+In this module, x = log pi(token) - log mu(token), where pi is the policy that is trained and mu the behaviour policy,
+which sampled the token.
+
+- A token of weight 0 still counts in the loss's denominator. A rejected token does not.
+- All computations are without gradient and in float64. They give the same for padded rows and for packed sequences.
+- The sums and counts of parts of a batch add up, if each part consists of whole sequences.
+- Masked positions may hold anything. A token whose x is NaN keeps the weight NaN and is not rejected, so that the
+  trainer notices it and skips the step.
 """
 
 import math
@@ -18,8 +21,10 @@ from async_grpo.algorithm.aggregation import compact_ids, sequence_sums
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.options.fields import refuse
 
-LOG_RATIO_LIMIT = 20.0  # bound of |x| for a token, and for the sum of a sequence: e^20 = 4.9e8
-REJECTION_STATISTICS: dict[str, tuple[str, str]] = {  # name -> (the scope that is judged, the estimator)
+# |x| of a token, and |sum of x| of a sequence, are clamped to this: e^20 = 4.9e8
+LOG_RATIO_LIMIT = 20.0
+# Name -> (what is judged: each token, or the sum, mean or maximum of a sequence; the estimator)
+REJECTION_STATISTICS: dict[str, tuple[str, str]] = {
     "token_k1": ("token", "k1"),
     "token_k2": ("token", "k2"),
     "token_k3": ("token", "k3"),
@@ -35,15 +40,17 @@ REJECTION_STATISTICS: dict[str, tuple[str, str]] = {  # name -> (the scope that 
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask")
 
-FINEST_LOG_RATIO = 1e-4  # the middle bin holds |x| up to this, and counts as a ratio of exactly 1
+# The middle bin of the histogram holds |x| up to this value, and stands for a ratio of exactly 1
+FINEST_LOG_RATIO = 1e-4
 BINS_PER_SIDE = 256
 NUM_BINS = 2 * BINS_PER_SIDE + 1
 _GROWTH = math.log(LOG_RATIO_LIMIT / FINEST_LOG_RATIO) / BINS_PER_SIDE
-RESOLUTION = math.expm1(_GROWTH / 2)  # relative distance from a bin's centre to its edges, 2.4 %
+# Relative distance of |x| from a bin's centre to the bin's edges, 2.4 %
+RESOLUTION = math.expm1(_GROWTH / 2)
 
 
 def clamp_log_ratio(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return log ratios, clamped to +-20."""
+    """Return the log ratios clamped to +-20."""
     return x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -75,18 +82,18 @@ def importance_weights(
         logprobs: log pi.
         behaviour_logprobs: log mu.
         mask: True at the tokens that are trained on.
-        level: "token": w = e^x. "sequence": w = e^(sum of x over the unmasked tokens), the same for all tokens of a
-            sequence. x and its sum are clamped to +-20.
+        level: With "token", w = e^x. With "sequence", w = e^(sum of x over the unmasked tokens of the sequence), the
+            same for all its tokens. x and its sum are clamped to +-20.
         mode: "truncate": min(w, high), and max(w, low) if there is a low (Ionides 2008, "Truncated importance sampling").
             "mask": w inside [low, high], 0 outside (IcePop; Ling Team 2025, "Every Step Evolves").
         low: Lower bound of the weights.
         high: Upper bound of the weights.
-        normalize: Divide by the mean of the bounded weights, including the zeros of "mask", over tokens or sequences.
-        mean: Divide by this mean instead, if the tensors are a part of a batch (see `weight_totals`).
-        sequence_ids: Any integers; None: each row is one sequence.
+        normalize: Divide by the mean of the bounded weights over tokens or sequences, including the zeros of "mask".
+        mean: Divide by this mean of a whole batch, if the tensors are only a part of it (see `weight_totals`).
+        sequence_ids: Any integers. None means that each row is one sequence.
 
     Raises:
-        ConfigurationError: The level or the mode is unknown, or the bounds leave no weights.
+        ConfigurationError: The level or the mode is unknown, or no positive weight lies within the bounds.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9, .1]]).log(), torch.tensor([[.5, .3, .2]]).log()
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3)).tolist()  # ratios 1, 3, 1/2
@@ -116,7 +123,7 @@ def importance_weights(
 
 
 def _check_weight_options(level: str, mode: str, low: float | None, high: float) -> None:
-    """Raise ConfigurationError if the level or the mode is unknown, or the bounds leave no weights."""
+    """Raise ConfigurationError if the level or the mode is unknown, or no positive weight lies within the bounds."""
     for name, value, choices in (("level", level, LEVELS), ("mode", mode, MODES)):
         refuse(
             value not in choices, f"unknown importance {name} {value!r}; choose one of {', '.join(choices)}"
@@ -135,9 +142,9 @@ def weight_totals(
     level: str = "token",
     sequence_ids: Int[Tensor, "batch tokens"] | None = None,
 ) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
-    """Return (sum, count) of weights before their normalisation, over tokens or sequences.
+    """Return (sum, count) of weights that are not normalised yet, over tokens or sequences.
 
-    The totals of the parts of a batch add up.
+    The sums and counts of the parts of a batch add up.
     """
     mask = mask.bool()
     weights = torch.where(mask, weights.detach().double(), 0)
@@ -162,13 +169,14 @@ def rejection_mask(
 ) -> Bool[Tensor, "batch tokens"]:
     """Return True at the tokens to keep, and False wherever the mask is False.
 
-    A statistic is kept if low <= statistic <= high. `token_*` judges each token by itself; `sequence_sum_*`,
-    `sequence_mean_*` and `sequence_max_*` judge a sequence by its unmasked tokens, and keep or drop all of them. x is
-    clamped to +-20. The estimators ("When Speed Kills Stability", Liu et al. 2025):
+    Tokens are kept if low <= statistic <= high. `token_*` judges each token by itself. `sequence_sum_*`,
+    `sequence_mean_*` and `sequence_max_*` compute one value from the unmasked tokens of a sequence, and keep or reject
+    all of them. x is clamped to +-20. The estimators ("When Speed Kills Stability", Liu et al. 2025):
 
-    - k1: the ratio pi / mu of a token, of a sequence (`sequence_sum_k1`), or its geometric mean (`sequence_mean_k1`).
-    - k2: x^2 / 2, never negative, and small where the policies agree.
-    - k3: e^x - 1 - x, likewise.
+    - k1: the ratio pi / mu of a token (`token_k1`) or of a sequence (`sequence_sum_k1`), or the geometric mean of a
+      sequence's token ratios (`sequence_mean_k1`).
+    - k2: x^2 / 2, which is never negative, and small where the policies agree.
+    - k3: e^x - 1 - x, which is never negative, and small where the policies agree.
 
     Args:
         logprobs: log pi.
@@ -177,7 +185,7 @@ def rejection_mask(
         statistic: A name of REJECTION_STATISTICS.
         low: Lowest accepted value.
         high: Highest accepted value.
-        sequence_ids: Any integers; None: each row is one sequence.
+        sequence_ids: Any integers. None means that each row is one sequence.
 
     Raises:
         ConfigurationError: The statistic is unknown, or the bounds reject nothing or everything.
@@ -221,11 +229,12 @@ def _rejection_values(
             lengths = sequence_sums(mask.long(), ids)
             sums = sums / lengths.clamp(min=1)
         elif scope == "sequence_max":
-            # The estimators are never negative, so the 0 of masked positions does not change a maximum
+            # k2 and k3 are never negative, so the 0 at masked positions does not change a maximum
             sums = torch.zeros_like(sums).scatter_reduce(0, ids.flatten(), values.flatten(), "amax")
         values = sums[ids]
     if kind == "k1":
-        values = values.exp()  # the ratio of a long sequence may be inf, which is above every bound
+        # The ratio of a long sequence may become inf, which is rejected like every ratio above the bound
+        values = values.exp()
     return values
 
 
@@ -236,7 +245,7 @@ def mismatch_sums(
     *,
     sequence_ids: Int[Tensor, "batch tokens"] | None = None,
 ) -> dict[str, Float64[Tensor, ""]]:
-    """Return sums over the unmasked tokens, and over sequences, for `mismatch_report`."""
+    """Return the sums over unmasked tokens and over sequences from which `mismatch_report` computes its metrics."""
     mask = mask.bool()
     x = log_ratio(logprobs, behaviour_logprobs, mask)
     ids = compact_ids(sequence_ids, mask)
@@ -261,17 +270,19 @@ def mismatch_sums(
 def mismatch_report(
     sums: Mapping[str, Float[Tensor, ""] | float], histogram: Num[Tensor, " bins"] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of the mismatch; NaN without tokens.
+    """Return the metrics of the mismatch between the policies. All are NaN if there are no tokens.
+
+    With w = e^x of a token or of a sequence:
 
     - mismatch_k1, mismatch_kl: mean of -x and of e^x - 1 - x (k1 and k3 of KL(mu || pi), in nats per token).
     - ess, ess_sequence: effective sample size as a fraction, (sum w)^2 / (n sum w^2), over tokens and over sequences
-      (Kong 1992); 1 means that all weights are equal.
+      (Kong 1992). 1 means that all weights are equal.
     - chi2_token: mean w^2 - 1, the chi-square divergence of pi from mu.
     - ratio_p01, ratio_p50, ratio_p99: quantiles of w, see `histogram_quantiles`.
 
     Args:
-        sums: `mismatch_sums`, summed over the parts of a batch.
-        histogram: `ratio_histogram`, summed likewise; None leaves the quantiles out.
+        sums: The results of `mismatch_sums`, summed over the parts of a batch.
+        histogram: The results of `ratio_histogram`, summed over the parts of a batch. None leaves the quantiles out.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9]]).log(), torch.tensor([[.5, .3]]).log()  # ratios 1, 3
     >>> report = mismatch_report(mismatch_sums(logprobs, behaviour, torch.ones(1, 2)))
@@ -302,10 +313,10 @@ def ratio_histogram(
     behaviour_logprobs: Float[Tensor, "batch tokens"],
     mask: Shaped[Tensor, "batch tokens"],
 ) -> Num[Tensor, " bins"]:
-    """Return the number of unmasked tokens by their x, in NUM_BINS bins; a NaN is not counted.
+    """Return a histogram of the log ratios x of unmasked tokens, in NUM_BINS bins. NaN is not counted.
 
-    One bin holds |x| <= 1e-4. On each side 256 bins follow, each 4.9 % wide, up to 20; larger values fall into the last
-    bin.
+    The middle bin holds |x| <= 1e-4. On each side follow 256 bins, each 4.9 % wide, up to |x| = 20. Larger values are
+    counted in the last bin.
     """
     x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask)).flatten()
     edges = _magnitudes(torch.arange(BINS_PER_SIDE, dtype=x.dtype, device=x.device))
@@ -315,14 +326,15 @@ def ratio_histogram(
 
 
 def _magnitudes(bins: Float64[Tensor, " bins"]) -> Float64[Tensor, " bins"]:
-    """Return |x| after a number of bins on one side, which may be a fraction."""
+    """Return |x| at a distance from the middle bin, given as a number of bins that may be fractional."""
     return FINEST_LOG_RATIO * torch.exp(_GROWTH * bins)
 
 
 def histogram_quantiles(counts: Num[Tensor, " bins"], qs: list[float]) -> Float64[Tensor, " quantiles"]:
-    """Return the quantiles `qs` of the ratio e^x from summed histograms; NaN if nothing was counted.
+    """Return the quantiles `qs` of the ratio e^x from summed histograms, or NaN if nothing was counted.
 
-    They are linear between order statistics, as in torch.quantile. The |x| of a bin is the geometric mean of its edges.
+    Quantiles are interpolated linearly between neighbouring values, as in torch.quantile. All tokens of a bin are taken
+    to have the geometric mean of the bin's edges as |x|.
 
     >>> logprobs = torch.tensor([[0., 0., .7]])
     >>> counts = ratio_histogram(logprobs, torch.zeros(1, 3), torch.ones(1, 3))

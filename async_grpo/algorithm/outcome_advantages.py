@@ -1,15 +1,16 @@
 """Estimators with one score per sample: s_i, the sum of the sample's unmasked rewards.
 
-They are called through `ADVANTAGE_ESTIMATORS` of `advantages`, which keeps the rules that all estimators share. Each
+They are called through `ADVANTAGE_ESTIMATORS` of `advantages`, which applies the rules that all estimators share. Each
 function gets
 
-- `rewards`, finite, and zero where masked,
-- `used`, True at the unmasked tokens of participants, or the number of tokens that each entry stands for (see
-  `Estimator.per_sample`),
-- `groups`, which rows are compared with each other,
+- `rewards`: finite numbers, zero where masked.
+- `used`: True at the unmasked tokens of participants, or the number of tokens that each entry stands for (see
+  `Estimator.per_sample`).
+- `groups`: the groups of rows that are compared with each other.
 
-and returns advantages, one per token or one per sample. In the formulas n is the number of participants of the group, and
-T_i the number of unmasked tokens of sample i.
+It returns one advantage per token or one per sample. In the formulas, s_i is the score of sample i, n the number of
+participants of its group, and T_i the number of its unmasked tokens. "Batch-coupled" estimators use statistics of the
+whole batch.
 """
 
 import torch
@@ -20,7 +21,7 @@ from async_grpo.algorithm.statistics import Groups, divide_or_zero, power_of_two
 
 
 def sample_scores(rewards: Float64[Tensor, "batch tokens"]) -> Float64[Tensor, "batch 1"]:
-    """Return the score s_i of each sample."""
+    """Return the score s_i of each sample: the sum of its rewards."""
     return rewards.sum(dim=1, keepdim=True)
 
 
@@ -31,7 +32,9 @@ def grpo(
     *,
     eps: float = 1e-6,
 ) -> Float64[Tensor, "batch 1"]:
-    """Return (s_i - mean) / (std + eps) over the group, std with ddof 1 (Shao et al. 2024, "DeepSeekMath", 4.1.2).
+    """Return (s_i - mean) / (std + eps), with the mean and the std (ddof 1) of the group.
+
+    Shao et al. 2024, "DeepSeekMath", 4.1.2.
 
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # mean 1/2, std sqrt(4 * 1/4 / 3) = 0.57735
     >>> ADVANTAGE_ESTIMATORS["grpo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
@@ -43,9 +46,9 @@ def grpo(
 def dr_grpo(
     rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
 ) -> Float64[Tensor, "batch 1"]:
-    """Return s_i - mean over the group, not divided by its std (Liu et al. 2025, "Understanding R1-Zero-Like Training").
+    """Return s_i minus the group's mean (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
-    Its expected gradient is (n - 1)/n of the true one, because a sample is part of its own baseline.
+    The expected gradient is (n - 1)/n times the true gradient, because a sample is part of its own baseline.
 
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])
     >>> ADVANTAGE_ESTIMATORS["dr_grpo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
@@ -59,7 +62,7 @@ def rloo(
 ) -> Float64[Tensor, "batch 1"]:
     """Return n/(n-1) * (s_i - mean): s_i minus the mean of the other samples (Ahmadian et al. 2024, "Back to Basics").
 
-    The estimator is unbiased: its expected gradient is the true one.
+    The estimator is unbiased: its expected gradient is the true gradient.
 
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # 1 - (0 + 0 + 1)/3
     >>> ADVANTAGE_ESTIMATORS["rloo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
@@ -74,7 +77,8 @@ def opo(
 ) -> Float64[Tensor, "batch 1"]:
     """Return s_i - b with b = sum_j T_j s_j / sum_j T_j (Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline").
 
-    The baseline has the least variance if the norm of a sample's gradient grows as the square root of its length.
+    This baseline minimises the variance of the gradient if the squared norm of a sample's gradient is proportional to
+    its length.
 
     >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
     >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]])  # b = 3/4
@@ -88,10 +92,10 @@ def opo(
 def gpg(
     rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
 ) -> Float64[Tensor, "batch 1"]:
-    """Return alpha * (s_i - mean), alpha = B / max(1, number of s != 0) (Chu et al. 2025, "GPG").
+    """Return alpha * (s_i - mean), with the group's mean and alpha = B / max(1, number of s != 0).
 
-    B is the number of participants in the whole batch, and the scores s != 0 are counted over them too, so the estimator
-    is batch-coupled.
+    Chu et al. 2025, "GPG". B is the number of participants in the whole batch, and the scores s != 0 are also counted
+    over the whole batch. So the estimator is batch-coupled.
 
     >>> scores = torch.tensor([[1.], [0.], [0.], [0.]])  # alpha = 4
     >>> ADVANTAGE_ESTIMATORS["gpg"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
@@ -110,11 +114,12 @@ def grpo_passk(
     eps: float = 1e-6,
     normalize: bool = True,
 ) -> Float64[Tensor, "batch 1"]:
-    """Return the lead s_(1) - s_(2) of the best sample, over std + eps if `normalize`, and 0 for all other samples.
+    """Return the lead of the group's best sample over the second best, and 0 for all other samples.
 
-    This is the gradient of the best of k (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
-    Reinforcement Learning"): without one of the other samples, the best score would be the same. With a tie at the top no
-    sample has a lead.
+    With `normalize`, the lead is divided by the group's std + eps. This is the gradient of the best of k (Tang et al.
+    2025, "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning"): removing any other
+    sample would not change the best score, so its advantage is 0. If several samples share the best score, no sample
+    has a lead.
 
     >>> scores = torch.tensor([[1.], [5.], [3.]])
     >>> ADVANTAGE_ESTIMATORS["grpo_passk"](scores, torch.ones(3, 1), torch.zeros(3, dtype=int), normalize=False).flatten()
@@ -141,13 +146,14 @@ def grpo_batch_std(
     eps: float = 1e-6,
     centred: bool = True,
 ) -> Float64[Tensor, "batch 1"]:
-    """Return (s_i - mean of the group) / (std + eps), std over the samples of the whole batch, ddof 1. Batch-coupled.
+    """Return (s_i - mean of the group) / (std of the batch + eps). Batch-coupled.
 
-    Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for LLMs" (ScaleRL): the deviation is that of
-    the numerators. With centred=False it is that of the scores themselves, as in Lite PPO (Liu et al. 2025, "Tricks or
-    Traps?"). A sample counts once, whatever its length.
+    By default, the std (ddof 1) is that of the numerators s_i - mean (ScaleRL: Khatri et al. 2025, "The Art of Scaling
+    Reinforcement Learning Compute for LLMs"). With centred=False it is that of the scores s_i (Lite PPO: Liu et al.
+    2025, "Tricks or Traps?"). Each sample counts once, whatever its length.
 
-    >>> scores = torch.tensor([[1.], [0.], [1.], [1.]])  # centred 1/2 -1/2 0 0: std sqrt(1/6); the scores': 1/2
+    >>> # Numerators: 1/2, -1/2, 0, 0, with the std sqrt(1/6). Scores: 1, 0, 1, 1, with the std 1/2
+    >>> scores = torch.tensor([[1.], [0.], [1.], [1.]])
     >>> estimator = ADVANTAGE_ESTIMATORS["grpo_batch_std"]
     >>> estimator(scores, torch.ones(4, 1), torch.tensor([0, 0, 1, 1])).flatten()
     tensor([ 1.2247, -1.2247,  0.0000,  0.0000])
@@ -160,9 +166,8 @@ def grpo_batch_std(
     pool = pool[groups.participates]
     deviation = torch.zeros_like(pool[0])
     if not (pool == pool[0]).all():
-        scale = power_of_two_near(
-            pool.abs().max()
-        )  # without it, the squares of small scores would underflow to 0
+        # Scale first: otherwise the squares of small scores underflow to 0
+        scale = power_of_two_near(pool.abs().max())
         deviation = scale * (pool / scale).std()
     return divide_or_zero(centred_scores, (deviation + eps).expand_as(centred_scores))
 
@@ -170,9 +175,9 @@ def grpo_batch_std(
 def reinforce_plus_plus_baseline(
     rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return s_i - mean over the group at each token, whitened over all tokens of the batch (Hu et al. 2025).
+    """Return s_i minus the group's mean at each token, whitened over all tokens of the batch. Batch-coupled.
 
-    "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization". Batch-coupled.
+    Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization".
 
     >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
     >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]])  # pool .5 .5 .5 -.5: mean 1/4, variance 1/4
@@ -196,14 +201,16 @@ def gdpo(
     The sum is whitened over the tokens of the batch, so the estimator is batch-coupled.
 
     Args:
-        rewards: Those of each component, by name.
+        rewards: The rewards of each component, by name.
         used: As in every estimator.
         groups: As in every estimator.
-        eps: Added to the deviation of each component.
-        weights: Weight of each component, by name; 1 for a component that is not named.
+        eps: Added to the standard deviation of each component.
+        weights: Weight of each component, by name. A component that is not named has the weight 1.
 
+    >>> # right: (2, -1, -1) / sqrt(3). short: (-1, -1, 2) / sqrt(3), with the weight -1/2
+    >>> # Their sum: (5/2, -1/2, -2) / sqrt(3), with the std sqrt(21/4) / sqrt(3) and the mean 0
     >>> rewards = {"right": torch.tensor([[1.], [0.], [0.]]), "short": torch.tensor([[0.], [0.], [100.]])}
-    >>> gdpo = ADVANTAGE_ESTIMATORS["gdpo"]  # (2 -1 -1)/sqrt(3) - (-1 -1 2)/sqrt(3)/2: 5/2 -1/2 -2, over sqrt(21/4)
+    >>> gdpo = ADVANTAGE_ESTIMATORS["gdpo"]
     >>> gdpo(rewards, torch.ones(3, 1), torch.zeros(3, dtype=int), weights={"short": -0.5}).flatten()
     tensor([ 1.0911, -0.2182, -0.8729])
     """

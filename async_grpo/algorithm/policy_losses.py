@@ -1,9 +1,10 @@
-"""The policy losses, each with its paper, and the batch that they read; `covariance` has two more losses.
+"""The policy losses, each with its paper, and the batch that they read. `covariance` has two more losses.
 
-Each loss takes a `LossBatch` and returns (per-token loss, per-token metrics). `losses.PolicyLoss` replaces masked values
-in the inputs and in the results. In the formulas r = pi / pi_old with |log r| <= 20, A is the advantage, and sg() stops
-the gradient. A mean over a sequence is taken over the unmasked tokens with the same sequence id, so that it is exact on
-packed rows.
+Each loss takes a `LossBatch` and returns (per-token loss, per-token metrics). `losses.PolicyLoss` replaces masked
+values in the inputs and in the results. In the formulas, r = pi / pi_old with log r clamped to +-20, A is the
+advantage, and sg() stops the gradient. A mean over a sequence is taken over the unmasked tokens with the same sequence
+id, so that it is exact on packed rows. A metric whose name contains `_frac` is 1 at the tokens that it counts, so its
+mean is their share.
 """
 
 from dataclasses import dataclass
@@ -18,27 +19,30 @@ from async_grpo.algorithm.off_policy import clamp_log_ratio
 from async_grpo.options.fields import refuse
 
 CAP_MODES = ("drop", "clamp")
-PROBABILITY_FLOOR = (
-    1e-8  # lowest value of 1 - p: log p rounds to 0 near p = 1, and the binary KL would be infinite
-)
+# Lowest value of 1 - p. Near p = 1, log p rounds to 0, so that 1 - p would be 0 and the binary KL infinite
+PROBABILITY_FLOOR = 1e-8
 
 LossAndMetrics = tuple[Float[Tensor, "batch tokens"], dict[str, Shaped[Tensor, "batch tokens"]]]
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Inputs of a policy loss, finite, and zero where `mask` is False."""
+    """Inputs of a policy loss. All are finite, and zero where `mask` is False."""
 
-    logprobs: Float[Tensor, "batch tokens"]  # of the policy; the only tensor that may carry a gradient
-    old_logprobs: Float[Tensor, "batch tokens"]
+    # Log-probs of the policy; the only tensor that may carry a gradient
+    logprobs: Float[Tensor, "batch tokens"]
+    old_logprobs: Float[Tensor, "batch tokens"]  # log-probs of the policy in the denominator of the ratio
     advantages: Float[Tensor, "batch tokens"]
-    mask: Bool[Tensor, "batch tokens"]
-    # Sequence of each token, any integers; None: each row is one sequence
+    mask: Bool[Tensor, "batch tokens"]  # True at the tokens that are trained on
+    # Id of each token's sequence, any integer. None means that each row is one sequence
     sequence_ids: Int[Tensor, "batch tokens"] | None = None
 
     @cached_property
     def log_ratio(self) -> Float[Tensor, "batch tokens"]:
-        """Return log(pi / pi_old), clamped to +-20: a single distant token must not give inf or dominate the gradient."""
+        """Return log(pi / pi_old), clamped to +-20.
+
+        Without the clamp, a single token with a huge ratio could make the loss infinite or dominate the gradient.
+        """
         return clamp_log_ratio(self.logprobs - self.old_logprobs)
 
     @cached_property
@@ -53,7 +57,8 @@ class LossBatch:
 
     def sequence_sum(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
         """Return, at every token, the sum of `values` over the unmasked tokens of its sequence."""
-        # float64, because the order of the sum changes with the packing and the sign of a sum decides (topr)
+        # The packing changes the order of summation. In float64 this cannot flip the sign of a sum, on which topr
+        # depends
         sums = sequence_sums(torch.where(self.mask, values, 0).double(), self._ids)
         return sums[self._ids].to(values.dtype)
 
@@ -70,7 +75,7 @@ class LossBatch:
 def ratio_metrics(
     ratio: Float[Tensor, "batch tokens"], prefix: str = ""
 ) -> dict[str, Float[Tensor, "batch tokens"]]:
-    """Return the metrics of a ratio: its mean and its maximum over tokens."""
+    """Return the metrics `ratio_mean` and `ratio_max` of a ratio. Both hold the ratio itself, to be reduced later."""
     return {f"{prefix}ratio_mean": ratio, f"{prefix}ratio_max": ratio}
 
 
@@ -82,7 +87,7 @@ def clipped_surrogate(
 ) -> LossAndMetrics:
     """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token (Schulman et al. 2017, "PPO", eq. 7).
 
-    A token counts as clipped if the clipped branch is the larger one, that is, if its gradient is zero.
+    A token counts as clipped if the second term is the larger one, that is, if the token has no gradient.
     """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -92,20 +97,20 @@ def clipped_surrogate(
 
 
 def grpo(batch: LossBatch) -> LossAndMetrics:
-    """Return -A pi / sg(pi), whose value is -A and whose gradient is -A grad log pi, without a ratio or a clip.
+    """Return -A pi / sg(pi), whose value is -A and whose gradient is -A grad log pi. It has no ratio and no clip.
 
-    This is the gradient of Shao et al. 2024 ("DeepSeekMath", eq. 3) on policy, where its ratio is 1.
+    This is the on-policy gradient of Shao et al. 2024 ("DeepSeekMath", eq. 3): on policy, the ratio in the paper is 1.
     """
     return -batch.advantages * batch.unit_ratio, ratio_metrics(batch.ratio)
 
 
 def gpg(batch: LossBatch) -> LossAndMetrics:
-    """Return -A log pi (Chu et al. 2025, "GPG"), which has the gradient of `grpo` and another value."""
+    """Return -A log pi (Chu et al. 2025, "GPG"). Its gradient is that of `grpo`, but its value differs."""
     return -batch.advantages * batch.logprobs, ratio_metrics(batch.ratio)
 
 
 def ppo_clip(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
-    """Return the `clipped_surrogate` with the two bounds of Yu et al. 2025 ("DAPO", clip-higher) as defaults."""
+    """Return the `clipped_surrogate`. The default bounds are those of Yu et al. 2025 ("DAPO", clip-higher)."""
     loss, metrics = clipped_surrogate(batch.ratio, batch.advantages, clip_low, clip_high)
     return loss, metrics | ratio_metrics(batch.ratio)
 
@@ -113,10 +118,10 @@ def ppo_clip(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28
 def dual_clip(
     batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, clip_c: float = 3.0
 ) -> LossAndMetrics:
-    """Return `ppo_clip`, where A < 0 bounded by -A clip_c (Ye et al. 2020, "dual-clip PPO", c = 3).
+    """Return the loss of `ppo_clip`, limited to -A clip_c at tokens with A < 0 (Ye et al. 2020, "dual-clip PPO").
 
-    PPO bounds the loss of a bad token that became rare, but not of one that became frequent: that loss grows with r.
-    Bounded tokens have no gradient; the metric `clip_frac_dual` counts them.
+    At A < 0, PPO's loss -A r grows without bound as the token becomes more probable (r rises). Tokens at the limit have
+    no gradient; the metric `clip_frac_dual` counts them.
     """
     refuse(clip_c <= 1, f"clip_c of dual_clip is {clip_c}; it bounds ratios above 1, so it must be > 1")
     loss, metrics = ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)
@@ -136,20 +141,21 @@ def decoupled(
 ) -> LossAndMetrics:
     """Return w * `ppo_clip` with r = pi / pi_prox and w = sg(pi_prox / pi_old), the decoupled objective.
 
-    Hilton et al. 2021 ("Batch size-invariance for policy optimization"): the clip is around a recent policy, and the
-    importance weight corrects for the policy that sampled the tokens.
+    Hilton et al. 2021 ("Batch size-invariance for policy optimization"): the clip limits the distance from a recent
+    policy pi_prox, and the importance weight w corrects for the policy that sampled the tokens.
 
     Args:
-        batch: Its `old_logprobs` must be those of the policy that sampled.
-        proximal_logprobs: Of the recent policy.
+        batch: Its `old_logprobs` must be those of the policy that sampled the tokens.
+        proximal_logprobs: Log-probs of the recent policy.
         clip_low: The ratio is clipped below 1 - clip_low.
         clip_high: The ratio is clipped above 1 + clip_high.
         cap: Highest weight w.
-        cap_mode: The weight of tokens with w > cap: 0 for "drop", the cap for "clamp".
+        cap_mode: What to do if w > cap: "drop" sets w to 0, "clamp" sets it to the cap.
 
     Returns:
-        The loss and its metrics. The metrics of the ratio are those of pi / pi_prox. `behaviour_weight_mean` is the mean
-        of w; `behaviour_dropped_frac` and `behaviour_clamped_frac` count the tokens above the cap.
+        The loss and its metrics. The metrics of the ratio are those of pi / pi_prox. `behaviour_weight_mean` is the
+        mean of w. `behaviour_dropped_frac` and `behaviour_clamped_frac` count the tokens whose weight was dropped or
+        clamped.
     """
     refuse(
         cap <= 0 or cap_mode not in CAP_MODES,
@@ -169,11 +175,11 @@ def decoupled(
 
 
 def cispo(batch: LossBatch, *, clip_low: float | None = None, clip_high: float = 4.0) -> LossAndMetrics:
-    """Return -sg(clip(r)) A log pi: the importance weight is bounded, and no token loses its gradient.
+    """Return -sg(clip(r)) A log pi. The clip limits the importance weight r, and no token loses its gradient.
 
     MiniMax 2025 ("MiniMax-M1", eq. 4-5). The upper bound is 1 + clip_high, 5 by default (eps_max of Khatri et al. 2025,
-    "ScaleRL"). The lower bound is 1 - clip_low; by default there is none, as in both papers. The clip fractions count
-    bounded weights.
+    "ScaleRL"). The lower bound is 1 - clip_low. By default there is no lower bound, as in both papers. The clip
+    fractions count the clipped weights.
     """
     lowest = 0 if clip_low is None else 1 - clip_low
     highest = 1 + clip_high
@@ -184,10 +190,10 @@ def cispo(batch: LossBatch, *, clip_low: float | None = None, clip_high: float =
 
 
 def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossAndMetrics:
-    """Return -A sigmoid(tau (r - 1)) 4 / tau, a soft gate whose gradient is -A grad log pi on policy.
+    """Return -A sigmoid(tau (r - 1)) 4 / tau, a soft gate in place of a clip.
 
-    Gao et al. 2025 ("Soft Adaptive Policy Optimization"), with the temperatures of the paper as defaults: tau is tau_pos
-    where A > 0, else tau_neg.
+    On policy, the gradient is -A grad log pi. Gao et al. 2025 ("Soft Adaptive Policy Optimization"). tau is tau_pos
+    where A > 0, and tau_neg elsewhere. The defaults are those of the paper.
     """
     refuse(min(tau_pos, tau_neg) <= 0, f"sapo: tau_pos {tau_pos} and tau_neg {tau_neg} must be positive")
     tau = torch.full_like(batch.ratio, tau_neg).masked_fill(batch.advantages > 0, tau_pos)
@@ -198,11 +204,12 @@ def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Lo
 def dppo_tv(
     batch: LossBatch, *, eps_low: float = 0.2, eps_high: float = 0.2, clip_c: float = 20.0
 ) -> LossAndMetrics:
-    """Return -A sg(min(r, clip_c)) log pi, without tokens whose probability moved too far, |p - p_old| > eps.
+    """Return -A sg(min(r, clip_c)) log pi, set to 0 at tokens whose probability moved too far, |p - p_old| > eps.
 
-    Qi et al. 2026 ("Rethinking the Trust Region in LLM RL"), binary total variation. The loss leaves out tokens with
-    A > 0 and p - p_old > eps_high, or A < 0 and p_old - p > eps_low. A token that moves back always stays. The clip
-    fractions count the tokens left out: `clip_frac_high` those with A > 0, `clip_frac_low` those with A < 0.
+    Qi et al. 2026 ("Rethinking the Trust Region in LLM RL"), binary total variation. The loss is 0 at tokens with A > 0
+    and p - p_old > eps_high, and at tokens with A < 0 and p_old - p > eps_low. A token that the gradient moves back
+    towards p_old always keeps its loss. The clip fractions count the tokens that are set to 0: `clip_frac_high` those
+    with A > 0, `clip_frac_low` those with A < 0.
     """
     distance = (batch.logprobs.detach().exp() - batch.old_logprobs.exp()).abs()
     return _divergence_masked(batch, distance, eps_low, eps_high, clip_c)
@@ -211,9 +218,10 @@ def dppo_tv(
 def dppo_kl(
     batch: LossBatch, *, eps_low: float = 0.05, eps_high: float = 0.05, clip_c: float = 20.0
 ) -> LossAndMetrics:
-    """Return `dppo_tv` with the binary KL p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) as distance.
+    """Return the loss of `dppo_tv` with another distance, the binary KL divergence.
 
-    Qi et al. 2026, with the bounds of the authors' recipe. 1 - p is at least 1e-8.
+    The distance is p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), with 1 - p at least 1e-8. Qi et al.
+    2026, with the bounds of the authors' recipe.
     """
     complement = _complement(batch.logprobs.detach())
     old_complement = _complement(batch.old_logprobs)
@@ -223,7 +231,7 @@ def dppo_kl(
 
 
 def _complement(logprobs: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
-    """Return 1 - p for log-probs log p, at least 1e-8."""
+    """Return 1 - p, at least 1e-8, from log-probs log p."""
     return -torch.expm1(logprobs).clamp(max=-PROBABILITY_FLOOR)
 
 
@@ -234,10 +242,10 @@ def _divergence_masked(
     eps_high: float,
     clip_c: float,
 ) -> LossAndMetrics:
-    """Return -A sg(min(r, clip_c)) log pi, without tokens whose divergence is beyond the bounds."""
+    """Return -A sg(min(r, clip_c)) log pi, set to 0 at tokens that would move further beyond a bound."""
     refuse(clip_c <= 0, f"clip_c bounds the importance weight from above; it is {clip_c}, not positive")
     ratio = batch.ratio.detach()
-    # An update is stopped only if it would increase the distance: r > 1 with A > 0, or r < 1 with A < 0
+    # The loss is set to 0 only if the update would increase the distance: r > 1 with A > 0, or r < 1 with A < 0
     too_high = (batch.advantages > 0) & (ratio > 1) & (divergence > eps_high)
     too_low = (batch.advantages < 0) & (ratio < 1) & (divergence > eps_low)
     loss = -batch.advantages * ratio.clamp(max=clip_c) * batch.logprobs
@@ -248,8 +256,9 @@ def _divergence_masked(
 def dro(batch: LossBatch, *, beta: float = 0.05) -> LossAndMetrics:
     """Return -(A log pi - beta / 2 (log pi - log pi_old)^2), a policy gradient with a quadratic pull to the old policy.
 
-    This is the policy's part of Richemond et al. 2024 ("Offline regularised RL for LLM alignment"), with A in place of
-    reward minus value. The log-ratio is not bounded, because a bound would end the pull where it is needed most.
+    This is the policy loss of Richemond et al. 2024 ("Offline regularised RL for LLM alignment"), with A in place of
+    reward minus value. The log-ratio is not clamped, because a clamp would remove the gradient where the pull is needed
+    most.
     """
     refuse(not beta > 0, f"beta of dro is {beta}; without a positive pull the loss is gpg: use that")
     pull = beta / 2 * (batch.logprobs - batch.old_logprobs).square()
@@ -257,11 +266,11 @@ def dro(batch: LossBatch, *, beta: float = 0.05) -> LossAndMetrics:
 
 
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndMetrics:
-    """Return PPO's clip of s_t = sg(s) pi / sg(pi), with s the geometric mean of r over the token's sequence.
+    """Return the `clipped_surrogate` of s_t = sg(s) pi / sg(pi), where s is the geometric mean of r over the sequence.
 
-    Zheng et al. 2025 ("GSPO"), the token form GSPO-token (eq. 13-14), with the clip bounds of the paper. It equals GSPO if
-    the advantage is the same over a sequence. The metrics `ratio_*` are of r; `sequence_ratio_*` and the clip fractions
-    are of s.
+    Zheng et al. 2025 ("GSPO"), in the per-token form GSPO-token (eq. 13-14), with the clip bounds of the paper. It
+    equals GSPO if all tokens of a sequence have the same advantage. The metrics `ratio_*` describe r. The metrics
+    `sequence_ratio_*` and the clip fractions describe s.
     """
     sequence_ratio = batch.sequence_mean(batch.log_ratio.detach()).exp()
     loss, metrics = clipped_surrogate(
@@ -271,10 +280,11 @@ def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
 
 
 def geo_mean(batch: LossBatch, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndMetrics:
-    """Return -A exp(mean of k over the sequence), with k = log r, bounded where PPO would clip.
+    """Return -A exp(mean of k over the sequence), where k is log r, clamped on the side on which PPO clips.
 
-    Zhao et al. 2025 ("Geometric-Mean Policy Optimization"), with the clip (e^-0.4, e^0.4): k is at most clip_high if A > 0,
-    at least -clip_low if A < 0, and 0 if A = 0. The ratio of a sequence keeps the gradient of all its tokens.
+    Zhao et al. 2025 ("Geometric-Mean Policy Optimization"), with the paper's clip range (e^-0.4, e^0.4) as default: k
+    is at most clip_high if A > 0, at least -clip_low if A < 0, and 0 if A = 0. The loss of each token contains the
+    ratio of its whole sequence, and so sends a gradient to all its tokens.
     """
     k = batch.log_ratio
     advantages = batch.advantages
@@ -289,11 +299,12 @@ def geo_mean(batch: LossBatch, *, clip_low: float = 0.4, clip_high: float = 0.4)
 
 
 def topr(batch: LossBatch) -> LossAndMetrics:
-    """Return -w A log pi, with w = 1 for a sequence whose advantages sum to at least 0, else w = min(sg(s), 1).
+    """Return -w A log pi, with a smaller weight w for bad sequences that the policy has moved away from.
 
-    s is the geometric mean of r over the sequence. Le Roux et al. 2025 ("Tapered Off-Policy REINFORCE"): good sequences
-    are reinforced unchanged, bad ones fade as the policy leaves them. The paper tapers the product of the ratios, which
-    vanishes with the length. The metrics `sequence_ratio_*` are of s; `clip_frac_high` counts tokens whose w is bounded.
+    w is 1 for a sequence whose advantages sum to at least 0, and min(sg(s), 1) for other sequences. s is the geometric
+    mean of r over the sequence. Le Roux et al. 2025 ("Tapered Off-Policy REINFORCE") use the product of r over the
+    sequence in place of s, but this product vanishes for long sequences. The metrics `sequence_ratio_*` describe s.
+    `clip_frac_high` counts the tokens whose s was limited to 1.
     """
     sequence_ratio = batch.sequence_mean(batch.log_ratio.detach()).exp()
     is_bad = batch.sequence_sum(batch.advantages) < 0

@@ -1,9 +1,10 @@
-"""Estimators that use the token at which a reward stands, and the loss of the critic that one of them needs.
+"""Estimators whose result depends on which token a reward is placed on, and the loss of the critic for `gae`.
 
-The arguments of an estimator's function are described in `outcome_advantages`.
+The arguments of an estimator's function are described in `outcome_advantages`. "Batch-coupled" estimators use
+statistics of the whole batch.
 
 Masked tokens inside a completion (a tool's answer, for example) are skipped: they add no reward and no discount, and
-rewards after them reach the tokens before them.
+the tokens before them still get credit for rewards after them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from torch.nn.functional import pad
 from async_grpo.algorithm.statistics import Groups, decay_on, returns_to_go, reverse_scan, whitened
 from async_grpo.types import Sample
 
-NO_VARIANCE = 1e-6  # share of the mean square below which a difference of two float32 sums is rounding
+# A variance below this share of the mean square is taken for a rounding error of float32 sums
+NO_VARIANCE = 1e-6
 
 
 def reinforce_plus_plus(
@@ -28,9 +30,9 @@ def reinforce_plus_plus(
     *,
     gamma: float = 1.0,
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return discounted returns-to-go, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++").
+    """Return discounted returns-to-go, whitened over all tokens of the batch. Batch-coupled.
 
-    Batch-coupled.
+    Hu et al. 2025, "REINFORCE++".
 
     >>> ADVANTAGE_ESTIMATORS["reinforce_plus_plus"](  # returns 1 2, 1 0: mean 1, variance 2/3
     ...     torch.tensor([[0., 2.], [1., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int), gamma=0.5)
@@ -47,9 +49,9 @@ def remax(
     *,
     baselines: Float64[Tensor, " batch"],
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return sum_{u>=t} r_iu - b_i, with the reward b of the greedy completion (Li et al. 2024, "ReMax").
+    """Return sum_{u>=t} r_iu - b_i, where b_i is the reward of the greedy completion (Li et al. 2024, "ReMax").
 
-    The estimator is unbiased.
+    The estimator is unbiased: its expected gradient is the true gradient.
 
     >>> rewards, baselines = torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([.25, .25])
     >>> ADVANTAGE_ESTIMATORS["remax"](rewards, torch.ones(2, 2), torch.zeros(2, dtype=int), baselines=baselines)
@@ -70,13 +72,14 @@ def gae_returns(
 ) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
     """Return (advantages before any whitening, returns = advantages + values), zero where masked.
 
-    Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row, after which the
-    value is 0. A critic is trained towards the returns. Neither result has a gradient, and masked inputs are not read.
+    Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row. The value after
+    the last unmasked token is 0. The returns are the targets of the critic. The results carry no gradient, and masked
+    inputs may hold anything.
     """
     used = mask.bool()
     used_rewards = torch.where(used, rewards, 0).double()
     used_values = torch.where(used, values, 0).double()
-    # The scan carries each value back over masked tokens, up to the unmasked token before them
+    # The scan copies each value back over the masked tokens before it, so that the unmasked token before those sees it
     carried_values = reverse_scan(used_values, (~used).double())
     next_values = pad(carried_values[:, 1:], (0, 1))
     deltas = torch.where(used, used_rewards + gamma * next_values - used_values, 0)
@@ -98,8 +101,8 @@ def gae(
 ) -> Float64[Tensor, "batch tokens"]:
     """Return generalized advantages (`gae_returns`), whitened over all tokens of the batch. Batch-coupled.
 
-    `values` are those of the critic. If the batch is spread over ranks, pass whiten=False, and whiten with the
-    merged moments of the ranks (`statistics.whitened`).
+    `values` are the critic's values. If the batch is spread over ranks, pass whiten=False, and whiten the result with
+    the merged moments of all ranks (`statistics.whitened`).
 
     >>> ADVANTAGE_ESTIMATORS["gae"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
     ...     values=torch.tensor([[.5, .75], [.5, .25]]), whiten=False)
@@ -120,10 +123,11 @@ def value_loss(
 ) -> tuple[Float[Tensor, "batch tokens"], dict[str, Float[Tensor, "batch tokens"]]]:
     """Return (per-token loss, metrics), with the loss 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
-    This is the value loss of PPO's reference implementation (OpenAI baselines, ppo2). With an infinite clip it is 1/2
-    (V - R)^2. Everything is 0 where the mask is False; masked inputs are not read. Only `values` gets a
-    gradient. A token counts as clipped if the clip makes its gradient zero: V is further from V_old than the clip, and
-    still nearer to R. The metrics are averaged over tokens; value_error is V - R.
+    V are the critic's values, R the returns. This is the value loss of PPO's reference implementation (OpenAI
+    baselines, ppo2). With an infinite clip it is 1/2 (V - R)^2. Loss and metrics are 0 where the mask is False, where
+    inputs may hold anything. Only `values` gets a gradient. A token counts as clipped if the clipped error is the
+    larger one, so that the token has no gradient: V has moved further than clip from V_old, in the direction of R. The
+    caller averages the metrics over tokens. `value_error` is V - R.
     """
     is_used = mask.bool()
     values = torch.where(is_used, values, 0)
@@ -145,10 +149,10 @@ def value_loss(
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """Return 1 - Var(R - V) / Var(R) over tokens, from the token means of the metrics of `value_loss`.
+    """Return 1 - Var(R - V) / Var(R) over tokens, from the means over tokens of the metrics of `value_loss`.
 
-    1 means that the critic predicts every return, up to a constant; 0, that it is no better than the mean return; a
-    negative value, that it is worse. The result is also 0 if all returns are equal.
+    At 1, the critic predicts every return up to a constant. At 0, it is no better than predicting the mean return.
+    Below 0, it is worse. The result is also 0 if all returns are equal.
     """
     variance = means["return_square"] - means["return_mean"] ** 2
     unexplained_variance = means["value_error_square"] - means["value_error"] ** 2
@@ -165,11 +169,12 @@ def grpo_process(
     eps: float = 1e-6,
     step_mask: Bool[Tensor, "batch tokens"] | None = None,
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return sum_{u>=t} z_iu, z = (r - mean) / (std + eps) over the step rewards of the whole group, std with ddof 1.
+    """Return sum_{u>=t} z_iu, with z = (r - mean) / (std + eps) over the step rewards of the whole group.
 
-    Shao et al. 2024, "DeepSeekMath", 4.1.3. `step_mask` is True at the tokens with a step reward; without it, at all
-    unmasked tokens. All other tokens have z = 0 and are not part of the statistics; otherwise each would get -mean / std. A
-    group with fewer than two step rewards gets zeros. If the mean is positive, additional steps lower the advantage.
+    Shao et al. 2024, "DeepSeekMath", 4.1.3. The std has ddof 1. `step_mask` is True at the tokens with a step reward.
+    If it is None, every unmasked token has one. Tokens without a step reward have z = 0 and are not part of the
+    statistics. (As rewards of 0, they would get -mean / std.) A group with fewer than two step rewards gets zeros. If
+    the mean is positive, additional steps with a reward of 0 lower the advantage.
 
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
@@ -190,19 +195,20 @@ def prime_rloo(
     weights: dict[str, float] | None = None,
     masks: dict[str, Bool[Tensor, "batch tokens"]] | None = None,
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return returns-to-go of leave-one-out step rewards, summed over sources, and whitened over the batch's tokens.
+    """Return returns-to-go of leave-one-out step rewards, summed over sources and whitened over the batch's tokens.
 
-    Cui et al. 2025, "Process Reinforcement through Implicit Rewards" (PRIME). x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1)
-    at the tokens with a reward of the source, where rbar_j is the mean of sample j's rewards, and n the number of
-    participants of the group that have any. (With fewer than two, the source is zero for the group. The sum of the means
-    is divided by n-1, so that is not their mean.) Batch-coupled.
+    Cui et al. 2025, "Process Reinforcement through Implicit Rewards" (PRIME). The leave-one-out reward of a source is
+    x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1) at the tokens with a reward of the source, and 0 at other tokens.
+    rbar_j is the mean of sample j's rewards, and n the number of samples of the group that have any. If n < 2, the
+    source gives 0 to the whole group. Note that the sum of the n means is divided by n-1. Batch-coupled.
 
     Args:
-        rewards: Those of each source (process, outcome, ...), by name.
+        rewards: The rewards of each source (process, outcome, ...), by name.
         used: As in every estimator.
         groups: As in every estimator.
-        weights: Weight of each source, by name; 1 for a source that is not named.
-        masks: That of each source, by name, True at the tokens with a reward; None takes all unmasked tokens.
+        weights: Weight of each source, by name. A source that is not named has the weight 1.
+        masks: A mask for each source, by name, which is True at the tokens with a reward. None means all unmasked
+            tokens.
 
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
@@ -235,20 +241,20 @@ def gigpo(
     omega: float = 1.0,
     eps: float = 1e-6,
 ) -> Float64[Tensor, "batch tokens"]:
-    """Return the advantage of the sample in its group (as `grpo`), plus omega times that of the token's turn.
+    """Return the advantage of the sample in its group (as `grpo`), plus omega times the advantage of the token's turn.
 
-    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. A turn is compared with the turns of the
-    same group that met the same state, if there are at least two. The return of a turn is the sum of its rewards and
-    those of the later turns of its sample, times gamma for each turn between.
+    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. The returns of turns are standardised
+    over the turns of the same group that began in the same state, if there are at least two. The return of a turn is
+    the sum of its rewards and of those of the later turns of its sample, discounted by gamma per turn.
 
     Args:
         rewards: As in every estimator.
         used: As in every estimator.
         groups: As in every estimator.
-        turns: The rank in time of each token's turn.
-        states: A number for the state that the turn met; 0 if the environment names none.
+        turns: Index in time of each token's turn, from 0.
+        states: A number that identifies the state in which the token's turn began; 0 if the environment names none.
         gamma: Discount per turn.
-        omega: Weight of the comparison of turns.
+        omega: Weight of the turns' advantages.
         eps: Added to the standard deviations.
 
     >>> ADVANTAGE_ESTIMATORS["gigpo"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
@@ -261,7 +267,7 @@ def gigpo(
     num_turns = int(turns.max()) + 1
 
     def by_turn(values: Tensor, reduction: str) -> Tensor:
-        """Return (B, turns), the values (B, T) of used tokens reduced over each turn."""
+        """Return the values (B, T) of used tokens, reduced over each turn to (B, turns)."""
         zeros = rewards.new_zeros((len(rewards), num_turns), dtype=torch.float64)
         return zeros.scatter_reduce(1, ranks, torch.where(used, values, 0).double(), reduction)
 
@@ -280,17 +286,17 @@ def gigpo(
 
 
 def _turn_lengths(sample: Sample) -> list[int]:
-    """Return the number of tokens of each turn, in the order of `turns`."""
+    """Return the number of tokens of each turn, in the order of `completion.turns`."""
     return [turn.tokens for turn in sample.completion.turns] or [len(sample.completion)]
 
 
 def turn_numbers(sample: Sample) -> Int[np.ndarray, " tokens"]:
-    """Return the rank in time of the turn that each token belongs to."""
+    """Return, for each token, the index in time of its turn, from 0."""
     return np.repeat(sample.completion.turn_ranks, _turn_lengths(sample))
 
 
 def turn_states(sample: Sample) -> Int[np.ndarray, " tokens"]:
-    """Return a number for the state that the token's turn met; 0 if the environment names none."""
+    """Return, for each token, a number that identifies the state in which its turn began; 0 if it has no name."""
     outcome = sample.completion.outcome
     if outcome is None or not outcome.states:
         return np.zeros(len(sample.completion), np.int64)
@@ -299,7 +305,7 @@ def turn_states(sample: Sample) -> Int[np.ndarray, " tokens"]:
 
 
 def _state_number(state: str) -> int:
-    """Return a positive number for a state, 0 for no name; small enough to be exact as a float."""
+    """Return a positive number for the name of a state, and 0 for "". It is small enough to be exact as a float64."""
     if not state:
         return 0
     digest = blake2b(state.encode(errors="surrogatepass"), digest_size=6).digest()

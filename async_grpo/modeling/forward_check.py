@@ -1,7 +1,7 @@
 """A forward of a few tokens at the start of a program, which detects models that the packed forward computes wrongly.
 
-The rules of `packable` cover the properties that caused wrong results so far. This check compares results, so that it needs
-no such rule.
+The rules of `packable` only cover model properties that are known to cause wrong results. This check compares the
+results themselves, so it also detects unknown causes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,15 @@ from torch import Tensor
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 
-LENGTHS = (13, 15)  # of the two sequences, in tokens
-# The second sequence repeats this many first tokens, so that prefix sharing is tested
+LENGTHS = (13, 15)  # lengths of the two sequences, in tokens
+# Number of tokens with which both sequences begin, so that the sharing of equal beginnings is tested
 SHARED_TOKENS = 6
-# Differences that are always accepted as rounding (root mean square over the tokens, in nats), by compute dtype. A larger
-# difference is accepted if two of transformers' own attention implementations differ as much
+# Differences that are always accepted as rounding (root mean square over the tokens, in nats), by compute dtype. A
+# larger difference is accepted if two of transformers' own attention implementations differ by a similar amount
 SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
-ROUNDINGS = 4.0  # accepted multiple of the difference of the two implementations
-UNMEASURED_ROUNDING = 0.1  # accepted in half precision for a model with a single implementation, in nats
+ROUNDINGS = 4.0  # accepted multiple of the difference between transformers' two implementations
+# Difference in nats that is accepted in half precision for a model with only one attention implementation
+UNMEASURED_ROUNDING = 0.1
 WAY_OUT = "use a model of another family (docs/models.md lists those that work)"
 
 _Result = TypeVar("_Result")
@@ -35,14 +36,14 @@ def check_forward(
 ) -> None:
     """Check that packed sequences give the same log-probs as each sequence alone.
 
-    Two sequences are computed packed, twice, and each alone as transformers does: 6 forwards of about 20 tokens. Call
-    it once the weights are loaded, in the mode (training or evaluation) in which the policy will be used. With a
-    sharded policy it is a collective.
+    Two sequences are computed twice in one packed row, and then each alone with transformers' own attention: at most 6
+    forwards of about 20 tokens. Call this function after the weights are loaded, in the mode (training or evaluation)
+    in which the policy will be used. With a sharded policy it is a collective.
 
     Args:
         policy: The policy.
         compute_dtype: The dtype of its computations.
-        max_over_ranks: Element-wise maximum over all ranks, by which the ranks decide alike after all forwards.
+        max_over_ranks: Returns the element-wise maximum over all ranks, so that all ranks raise an error if one must.
 
     Raises:
         ConfigurationError: Log-probs are random, or those of packed sequences differ from those of each sequence alone.
@@ -56,11 +57,11 @@ def check_forward(
             name, lambda: _error_of_packing(policy, sequences, packed, compute_dtype)
         )
     randomness = _rms(repeated - packed)
-    # Equal forwards may differ by rounding, because the sums of some GPU kernels have no fixed order. The state of torch's
-    # generators would not show randomness either: OPT draws a number for each layer even without layer drop
+    # Two forwards of the same input may differ by rounding, because some GPU kernels sum in no fixed order. Watching
+    # torch's random generators would not work: OPT draws a random number in each layer even if layer drop is off
     allowed_randomness = SMALL_DIFFERENCE[compute_dtype]
     is_random = randomness > allowed_randomness
-    is_wrong = not error <= allowed  # also for NaN
+    is_wrong = not error <= allowed  # unlike error > allowed, this is also True for NaN
     is_random_somewhere, is_wrong_somewhere = max_over_ranks([float(is_random), float(is_wrong)])
     if is_random_somewhere:
         mode = "training" if policy.training else "evaluation"
@@ -78,7 +79,7 @@ def check_forward(
 
 
 def _sequences(policy: PolicyModel) -> list[Int64[Tensor, " _tokens"]]:
-    """Return fixed random tokens; the second sequence begins as the first one does."""
+    """Return two sequences of random tokens, always the same ones. Both begin with the same tokens."""
     vocab_size = policy.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocab_size, (length,), generator=generator) for length in LENGTHS]
@@ -89,7 +90,7 @@ def _sequences(policy: PolicyModel) -> list[Int64[Tensor, " _tokens"]]:
 def _packed_logprobs(
     policy: PolicyModel, sequences: Sequence[Int64[Tensor, " _tokens"]]
 ) -> Float32[Tensor, " tokens"]:
-    """Return the log-probs of all tokens but each sequence's first, end to end, from one packed forward."""
+    """Return the log-probs from one packed forward, end to end, without the first token of each sequence."""
     lengths = [len(sequence) for sequence in sequences]
     input_ids = torch.cat(list(sequences))
     boundaries = torch.tensor([0, *lengths]).cumsum(0)
@@ -116,10 +117,12 @@ def _error_of_packing(
     packed: Float32[Tensor, " tokens"],
     compute_dtype: torch.dtype,
 ) -> tuple[float, float]:
-    """Compare packed log-probs with transformers' own forward of each sequence alone, in evaluation mode as in an engine.
+    """Compare packed log-probs with those of transformers' own forward of each sequence alone.
+
+    transformers' forward runs in evaluation mode, as an inference engine does.
 
     Returns:
-        The difference, and the difference that is allowed.
+        The root mean square of the differences, and its allowed maximum.
     """
     was_training = policy.training
     has_fused = policy.model._supports_sdpa
@@ -139,7 +142,7 @@ def _error_of_packing(
 def _plain_logprobs(
     policy: PolicyModel, sequences: Sequence[Int64[Tensor, " _tokens"]], attention: str
 ) -> Float32[Tensor, " tokens"]:
-    """Return the log-probs that transformers computes for each sequence alone, end to end."""
+    """Return the log-probs that transformers computes for each sequence alone, concatenated."""
     return torch.cat([policy.plain_logprobs(sequence, attention) for sequence in sequences])
 
 

@@ -15,7 +15,7 @@ from async_grpo.modeling.model_files import check_model_folder, refuse_more_para
 from async_grpo.processes.untrusted_files import read_json
 
 disable_progress_bar()  # the bars would appear between the run's own lines in logs and on the console
-# Fields that must be equal for the weights of one folder to fit a model that is built from another folder
+# If these fields are equal in two folders, the weights of one folder fit a model that is built from the other
 ARCHITECTURE_FIELDS = (
     "model_type",
     "vocab_size",
@@ -36,13 +36,14 @@ ARCHITECTURE_FIELDS = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MAX_TOKENIZER_BYTES = 256 << 20
-# Passed in every call: otherwise transformers asks on the terminal whether to run the code of a folder
+# Passed to every call of transformers. Without trust_remote_code=False, transformers asks on the terminal whether to
+# run the code of a folder
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the path of a folder with a config.json, or raise ConfigurationError."""
+    """Return the folder as a Path, or raise ConfigurationError if it has no config.json."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         missing = "has no config.json" if folder.is_dir() else "is not a folder"
@@ -62,7 +63,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
     if hasattr(config, "auto_map"):
-        # Models that the run writes do not contain the code that it names, and do not need it
+        # Exports of the run contain no code files, so their configuration must not name any. They do not need the code
         del config.auto_map
     return config
 
@@ -82,7 +83,7 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
     """Return the folder's causal LM on the CPU, with every weight in `dtype`.
 
     Raises:
-        ConfigurationError: The folder has no causal LM, or not all of its weights.
+        ConfigurationError: The folder contains no causal LM, or only a part of its weights.
     """
     folder = model_folder(path)
     config = load_config(path)
@@ -107,9 +108,9 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
 
 
 def empty_causal_lm(path: str | Path) -> PreTrainedModel:
-    """Return the folder's causal LM in float32 without its weights.
+    """Return the folder's causal LM in float32, without loading its weights.
 
-    The weights take no memory ("meta") until they are assigned.
+    The parameters are on the "meta" device, where they take no memory, until weights are assigned to them.
 
     Raises:
         ConfigurationError: The configuration is not that of a causal LM, or needs more weights than the folder has.
@@ -123,15 +124,15 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
         raise
     except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"no causal language model can be made of {path}: {error}") from error
-    model.tie_weights()  # every use of a tied weight has a parameter of its own so far
+    model.tie_weights()  # until this call, the head and the embedding are separate parameters even if they are tied
     return model
 
 
 def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -> None:
     """Raise ConfigurationError if the configuration describes far more parameters than the folder's files contain.
 
-    It is found without any memory. `init_empty_weights` would not do: it allocates each weight before it drops it, and
-    with `torch.use_deterministic_algorithms` PyTorch fills what it allocates.
+    The parameters are counted on the "meta" device, which takes no memory. `init_empty_weights` first allocates each
+    weight and then drops it, and with `torch.use_deterministic_algorithms` PyTorch even fills that memory.
     """
     with torch.device("meta"):
         described = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -140,7 +141,7 @@ def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of a name of DTYPES, or raise ConfigurationError."""
+    """Return the torch dtype with a name of DTYPES, or raise ConfigurationError for another name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -149,7 +150,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """Return the sha256 (hex) of architecture and vocabulary, which is equal for a model and its checkpoints."""
+    """Return the sha256 (hex) of architecture and vocabulary. A model and its checkpoints have the same one."""
     text_config = load_config(path).get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE_FIELDS}
     description = {"architecture": architecture, "vocabulary": _vocabulary(model_folder(path))}
@@ -157,7 +158,10 @@ def model_fingerprint(path: str | Path) -> str:
 
 
 def _vocabulary(folder: Path) -> Any:
-    """Return tokens and ids; other contents of tokenizer.json depend on the library version that wrote it."""
+    """Return the tokens and their ids, or the digest of another vocabulary file; None if there is no such file.
+
+    Other contents of tokenizer.json depend on the version of the library that wrote it.
+    """
     if (folder / "tokenizer.json").is_file():
         try:
             tokenizer = read_json(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, follow_links=True)
@@ -172,9 +176,10 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Return every id that ends a sequence, ascending.
+    """Return the ids of all tokens that end a sequence, in ascending order.
 
-    Chat models name several ids in different files. A finished answer whose end id is missing here would look truncated.
+    Chat models name several such ids in different files. If one were missing here, answers that end with it would look
+    truncated.
 
     Raises:
         ConfigurationError: No file of the folder names an end token.
@@ -203,7 +208,7 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def context_length(path: str | Path) -> int:
-    """Return the highest number of tokens, prompt and completion together, that the model's positions allow."""
+    """Return the highest number of tokens, prompt and completion together, for which the model has positions."""
     length = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
     if type(length) is not int:
         raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")

@@ -1,7 +1,7 @@
-"""Log-probs of sampled tokens from hidden states, without the logits of all tokens at once.
+"""Log-probs of sampled tokens from hidden states, without storing the logits of all tokens at once.
 
-The logits of 36,000 tokens over a vocabulary of 152,000 would take 20 GiB. So the head is applied to one chunk of tokens at
-a time, in the forward and again in the backward, and only a few numbers per token are kept.
+The logits of 36,000 tokens over a vocabulary of 152,000 would take 20 GiB. So the head is applied to one chunk of
+tokens at a time, in the forward and again in the backward. Only a few numbers per token are kept.
 """
 
 from typing import Any
@@ -22,15 +22,16 @@ def chunked_logprobs(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Return log softmax((hidden @ weight.T + bias) / temperature)[targets], and the softmax's entropy.
 
-    A result that the loss does not use has no cost in the backward.
+    If the loss does not use the entropy, the backward skips its gradient. The logits are float32, or float64 for
+    float64 input.
 
     Args:
-        hidden: The state in which each token is chosen.
-        weight: Of the head.
-        bias: Of the head, if it has one.
-        targets: Token ids.
-        temperature: Divisor of the logits, which are float32 (float64 for float64 input).
-        chunk_tokens: Number of tokens whose logits exist at once.
+        hidden: The hidden state from which each target token is predicted.
+        weight: The weight of the head.
+        bias: The bias of the head, if it has one.
+        targets: The token ids whose log-probs are computed.
+        temperature: Divisor of the logits.
+        chunk_tokens: Number of tokens whose logits are in memory at once.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
@@ -41,9 +42,10 @@ def chunked_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Log-probs and entropies with gradients that recompute the logits.
+    """Log-probs and entropies, with a backward that computes the logits again.
 
-    With logits z / T and p their softmax, d logprob / dz = (onehot - p) / T and dH / dz = -p (log p + H) / T.
+    With logits z / T, their softmax p and its entropy H, the gradients are d logprob / dz = (onehot - p) / T and
+    dH / dz = -p (log p + H) / T.
     """
 
     @staticmethod
@@ -69,7 +71,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
-        # Zeros in place of the gradient of an unused entropy would cost as much as a real gradient
+        # Pass None, and not zeros, as the gradient of an unused entropy: zeros would cost as much as a real gradient
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -84,7 +86,7 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
-        # The sum over chunks is float32: in bfloat16 every further chunk would round it again
+        # The chunks are summed in float32, because in bfloat16 each chunk would round the sum again
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
@@ -102,7 +104,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_logits.is_cuda and grad_logits.dtype != grad_weight.dtype:
                 grad_weight += _product(grad_logits.T, hidden[rows])
             else:
-                # Adds in place, without a second tensor of the head's size
+                # addmm_ adds in place, so no second tensor of the head's size is allocated
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
@@ -110,7 +112,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _chunks(total: int, size: int) -> list[slice]:
-    """Split `total` rows into slices of at most `size`."""
+    """Return slices of at most `size` rows that cover `total` rows."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
@@ -128,7 +130,10 @@ def _logits(
 
 
 def _product(left: Float[Tensor, "m k"], right: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
-    """Return left @ right as float32; bfloat16 logits near 20 would be rounded to steps of 0.125."""
+    """Return left @ right with a result in float32 (float64 for float64 input).
+
+    In bfloat16, logits near 20 would be rounded to multiples of 0.125.
+    """
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.is_cuda:

@@ -1,9 +1,9 @@
 """Check the files of a model's folder, which may come from anybody: no file may run code, and the weights must be readable.
 
-No code of a folder is run, and nothing is unpickled. Without these checks transformers would ask on the terminal whether to
-run code that a configuration names (`auto_map`), would load the base model that an adapter names, and would read weights
-from pickles. Many models that transformers knows by now still name their old code; they are loaded by transformers' own
-class.
+No code of a folder is run, and nothing is unpickled. Without these checks, transformers would ask on the terminal
+whether to run code that a configuration names (`auto_map`), would load the base model that an adapter names, and would
+read weights from pickles. Many models still name their own code (`auto_map`) although transformers now has a class for
+them. This class is used, and their code is ignored.
 """
 
 import stat
@@ -20,7 +20,7 @@ from async_grpo.processes.untrusted_files import plain_parts, read_json
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Files besides the weights that transformers and vLLM open if they exist
+# Files that transformers and vLLM open if they exist, in addition to the weights
 NEEDED_FILES = (
     "config.json",
     "generation_config.json",
@@ -43,7 +43,8 @@ NEEDED_FILES = (
 )
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
-# No model has larger numbers; transformers would build layers until the memory is full
+# Largest accepted numbers in a config.json. No real model exceeds them, and with a huge number transformers would build
+# layers until the memory is full
 LARGEST = {
     "num_hidden_layers": 2_000,
     "hidden_size": 1 << 18,
@@ -57,10 +58,11 @@ LARGEST = {
     "n_routed_experts": 1 << 14,
 }
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names in the headers of safetensors files
-# Files of older versions of transformers also contain masks and positions, which are no weights
+# Ends of the names of masks and positions, which older versions of transformers stored among the weights. Their dtype
+# is not checked
 BUFFER_NAMES = ("attn.bias", "attention.bias", "position_ids")
 UNQUANTISED = "train the unquantised model, from which this one was made"
-MOST_PARAMETERS_PER_BYTE = 8  # in the weights' files: at least one bit per parameter
+MOST_PARAMETERS_PER_BYTE = 8  # plausible maximum for the weights' files: at least one bit per parameter
 FETCH = "fetch the whole model (hf download NAME --local-dir FOLDER)"
 CONVERT = (
     "where you trust the folder, convert them: "
@@ -69,7 +71,7 @@ CONVERT = (
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ConfigurationError for a folder that names code, or whose configuration is implausible."""
+    """Raise ConfigurationError if a folder needs its own code, is an adapter, or has an implausible configuration."""
     needed_names = {*NEEDED_FILES, *(file.name for file in folder.glob("*.safetensors"))}
     for entry in sorted(folder.iterdir()):
         _refuse_special(entry, is_needed=entry.name in needed_names)
@@ -87,9 +89,9 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _refuse_special(entry: Path, *, is_needed: bool) -> None:
-    """Raise ConfigurationError for a pipe, a device, or a broken link in place of a file that a reader opens.
+    """Raise ConfigurationError if an entry of the folder is a pipe or a device, or if a needed file is a broken link.
 
-    A partial download leaves broken links for other files, for example README.md, which do no harm.
+    A partial download may leave broken links for files that are not needed, such as README.md. They are accepted.
     """
     try:
         mode = entry.stat().st_mode
@@ -104,7 +106,7 @@ def _refuse_special(entry: Path, *, is_needed: bool) -> None:
 
 
 def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the table in a JSON file, or raise ConfigurationError."""
+    """Return the object in a JSON file, or raise ConfigurationError if the file cannot be read or holds no object."""
     try:
         content = read_json(path, max_bytes, follow_links=True)
     except OSError as error:
@@ -117,7 +119,7 @@ def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a table and all tables inside it."""
+    """Yield a JSON object and all objects nested in it."""
     yield content
     for value in content.values():
         if isinstance(value, dict):
@@ -125,7 +127,7 @@ def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_code(path: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigurationError for a configuration that needs code, or that names another model."""
+    """Raise ConfigurationError if a configuration needs code of its own, or names another model."""
     for table in _tables(content):
         if table.get("auto_map") and not _is_known(path, table):
             raise ConfigurationError(
@@ -145,13 +147,13 @@ def _refuse_code(path: Path, content: dict[str, Any]) -> None:
 
 
 def _kind_of(path: Path, table: dict[str, Any]) -> str:
-    """Return the kind of model or tokenizer that a table of a configuration names, for a message."""
+    """Return the `model_type` or `tokenizer_class` that a configuration names, for an error message."""
     key = "tokenizer_class" if path.name == TOKENIZER_CONFIG_FILE else "model_type"
     return f"its {key} {table.get(key)!r:.80}"
 
 
 def _is_known(path: Path, table: dict[str, Any]) -> bool:
-    """Return whether transformers itself has a class for the model or tokenizer of a table of a configuration."""
+    """Return whether transformers itself has a class for the model or tokenizer that a configuration names."""
     # Imported here because it is slow, and needed only for a folder that names code
     from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -165,7 +167,7 @@ def _is_known(path: Path, table: dict[str, Any]) -> bool:
 
 
 def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigurationError for a configuration with larger numbers than any model has."""
+    """Raise ConfigurationError if a number in the configuration exceeds its maximum in LARGEST."""
     for table in _tables(content):
         for name, largest in LARGEST.items():
             value = table.get(name)
@@ -176,9 +178,9 @@ def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
 
 
 def _refuse_quantised(folder: Path) -> None:
-    """Raise ConfigurationError for a model whose configuration says that its weights are quantised.
+    """Raise ConfigurationError if the configuration says that the weights are quantised.
 
-    The files then contain codes under the weights' names, which mean nothing without their scales.
+    Files of a quantised model contain integer codes under the names of the weights. They cannot be read as weights.
     """
     path = folder / "config.json"
     content = _table(path) if path.exists() else {}
@@ -194,13 +196,13 @@ def _refuse_quantised(folder: Path) -> None:
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of the weights in a folder's safetensors files, by name; none if it has no such files.
+    """Return the shapes of the weights in a folder's safetensors files, by name; {} if there are no such files.
 
-    Every safetensors file counts, because torch's reader reads all of them, whatever an index says.
+    Every safetensors file counts, because torch's reader ignores the index and reads all of them.
 
     Raises:
-        ConfigurationError: A file cannot be read, or the index names a missing file, or two files contain the same weight,
-            or the weights are quantised.
+        ConfigurationError: A file cannot be read, the index names a missing file, two files contain the same weight, or
+            the weights are quantised.
     """
     _refuse_quantised(folder)
     shapes: dict[str, list[int]] = {}
@@ -226,7 +228,10 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _refuse_codes(file: Path, name: str, dtype: str) -> None:
-    """Raise ConfigurationError for a weight whose dtype is that of quantised codes."""
+    """Raise ConfigurationError if the dtype of a weight is not one of WEIGHT_DTYPES.
+
+    The integer codes of quantised weights have other dtypes, for example.
+    """
     if dtype not in WEIGHT_DTYPES and not name.endswith(BUFFER_NAMES):
         raise ConfigurationError(
             f"{name} in {file} is stored as {dtype}, and weights are read as {', '.join(WEIGHT_DTYPES)}: {UNQUANTISED}"
@@ -234,7 +239,7 @@ def _refuse_codes(file: Path, name: str, dtype: str) -> None:
 
 
 def _indexed(folder: Path) -> list[Path]:
-    """Return the files that the folder's index names, or raise ConfigurationError if one lies outside the folder."""
+    """Return the files that the folder's index names; raise ConfigurationError if one lies outside the folder."""
     path = folder / INDEX_FILE
     if not path.exists():
         return []
@@ -248,7 +253,7 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise ConfigurationError for a folder without weights, or whose weights are pickles, which could run any code."""
+    """Raise ConfigurationError if a folder has no weights, or only pickled weights, which could run any code."""
     if weight_shapes(folder):
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -264,7 +269,7 @@ def refuse_pickles(folder: Path) -> None:
 def refuse_more_parameters(folder: Path, num_parameters: int) -> None:
     """Raise ConfigurationError if the configuration describes far more parameters than the files can contain.
 
-    transformers would allocate memory for all of them, and fill it with random numbers.
+    transformers would allocate memory for all described parameters, and fill it with random numbers.
     """
     files = {*folder.glob("*.safetensors"), *_indexed(folder)}
     num_bytes = sum(file.stat().st_size for file in files)

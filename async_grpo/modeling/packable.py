@@ -1,6 +1,6 @@
-"""The rules for packable models that can be checked by configuration and modules.
+"""Checks of a model's configuration and modules for properties that the packed forward does not support.
 
-All other problems are found by `forward_check`, which computes a few tokens with the loaded model.
+`forward_check` finds all other problems: it computes a few tokens with the loaded model.
 """
 
 import re
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
 
-# Factors and caps that a model applies to its logits, after the linear head
+# Names of configuration values by which a model scales or caps its logits, after the linear head
 SCALED_HEAD = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -30,7 +30,7 @@ def check_packable(model: PreTrainedModel) -> None:
     """Check that the packed forward supports a model's attention, positions and head.
 
     Raises:
-        ConfigurationError: Names the property of the model, its value, and the way out.
+        ConfigurationError: A property is not supported. The message names it, its value, and a way out.
     """
     config = model.config.get_text_config()
     if not model._supports_attention_backend:
@@ -45,7 +45,7 @@ def check_packable(model: PreTrainedModel) -> None:
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
-    """Refuse layers that do not attend to all tokens before a token."""
+    """Raise ConfigurationError if a layer does not attend to all earlier tokens, for example with a sliding window."""
     window = getattr(config, "sliding_window", None)
     implied_layers = ["full_attention" if window is None else "sliding"]
     layers = set(getattr(config, "layer_types", None) or implied_layers)
@@ -57,7 +57,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def _check_rope(config: PreTrainedConfig) -> None:
-    """Refuse rotary positions whose frequencies depend on the length of the input.
+    """Raise ConfigurationError if the rotary positions' frequencies depend on the length of the input.
 
     In a packed row, the longest sequence would determine the frequencies of all sequences.
     """
@@ -72,7 +72,7 @@ def _check_rope(config: PreTrainedConfig) -> None:
 
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
-    """Return every `rope_type` of the configuration; some models have one per type of layer."""
+    """Return every `rope_type` of the configuration. Some models have a different one for each type of layer."""
     types: set[str] = set()
 
     def collect(parameters: Any) -> None:
@@ -89,7 +89,7 @@ def rope_types(config: PreTrainedConfig) -> list[str]:
 
 
 def depends_on_length(rope_type: str) -> bool:
-    """Return whether transformers computes other frequencies of this type for longer sequences.
+    """Return whether this rope type's frequencies in transformers depend on the length of the sequence.
 
     >>> [name for name in ("default", "linear", "dynamic", "yarn", "longrope", "llama3") if depends_on_length(name)]
     ['dynamic', 'longrope']
@@ -98,7 +98,7 @@ def depends_on_length(rope_type: str) -> bool:
 
 
 def _check_head(config: PreTrainedConfig) -> None:
-    """Refuse factors and caps on the logits."""
+    """Raise ConfigurationError if the model scales or caps its logits."""
     factors = {name: getattr(config, name, None) for name in SCALED_HEAD}
     changed = {name: value for name, value in factors.items() if value not in (None, 1)}
     if changed:
@@ -108,7 +108,7 @@ def _check_head(config: PreTrainedConfig) -> None:
 
 
 def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Refuse values that make a training forward random: each forward would compute another policy."""
+    """Raise ConfigurationError for dropout and similar settings: each forward would compute a different policy."""
     random_values = dict(random_settings(config))
     if random_values:
         settings = ", ".join(f"{name} {value}" for name, value in random_values.items())
@@ -124,7 +124,7 @@ def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> No
 
 
 def random_settings(config: PreTrainedConfig | Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of each setting above 0 that makes a training forward random, also in nested configurations."""
+    """Yield (name, value) of each setting that makes a training forward random, including nested configurations."""
     values = config if isinstance(config, Mapping) else vars(config)
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig | Mapping):

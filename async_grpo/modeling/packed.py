@@ -1,7 +1,8 @@
 """Packed attention without padding: S sequences end to end in one row of N tokens, which do not attend to each other.
 
-It is registered as an attention implementation of transformers, which builds no mask for it: the block-diagonal structure
-comes from the `Packing` among the model's keyword arguments. The cost grows with the sum of the squared lengths.
+It is registered as an attention implementation of transformers. transformers builds no mask for it: the model is called
+with a `Packing` as keyword argument, which tells where each sequence begins. The cost grows with the sum of the squared
+lengths of the sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,12 @@ from async_grpo.errors import ConfigurationError
 
 try:
     from flash_attn import flash_attn_varlen_func
-except ImportError:  # optional: its build needs a GPU tool-chain; otherwise torch's own kernel is used
+except ImportError:  # flash-attn is optional; without it, torch's own kernel is used
     flash_attn_varlen_func = None
 
 PACKED_ATTENTION = "async_grpo_packed"
-# Arguments of an attention call that do not change its result, or that packed attention reads itself. All others change
-# it: a window, a cap, sinks, the indices of a sparse attention, and arguments of future models
+# Arguments of an attention call that do not change its result, or that packed attention handles. All other arguments
+# are refused, because they may change the result: a window, a cap, sinks, indices of a sparse attention, and so on
 HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position",
@@ -42,16 +43,18 @@ HARMLESS_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-MOST_ROWS = 0.9  # if a larger share of the tokens is distinct, beginnings are not shared
+# Equal beginnings of sequences are shared only if at most this share of the inputs has distinct states
+MOST_ROWS = 0.9
 
 
 class Packing:
     """The layout of one packed row, in which equal beginnings of sequences are computed only once.
 
-    F of the N tokens are inputs: all except the last one of each sequence, which no token follows (unless it is the only
-    one). In a causal model the states of a token depend only on the tokens up to it. So the inputs share M rows of states,
-    one for every distinct beginning of a sequence: the members of a group share the rows of their prompt. Attention is
-    computed over all F inputs.
+    F of the N tokens are inputs of the model: all except the last token of each sequence, which predicts nothing. (The
+    only token of a sequence of length 1 is also an input.) In a causal model, the hidden state of a token depends only
+    on the tokens up to it. So tokens with equal beginnings have equal states. Only the M distinct states are computed;
+    they are called rows. For example, the members of a group share the rows of their prompt. Attention is computed over
+    all F inputs.
 
     Args:
         input_ids: The N tokens.
@@ -65,7 +68,7 @@ class Packing:
         offsets = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
         inputs = np.repeat(bounds[:-1], lengths) + offsets
         rows = rows_of_beginnings(input_ids.cpu().numpy()[inputs], boundaries)
-        # With few equal beginnings, the gathering of states in every layer costs more than it saves
+        # With few equal beginnings, gathering the states in every layer costs more than it saves
         self.shares = bool(rows.max() < MOST_ROWS * len(rows))
         if not self.shares:
             rows = np.arange(len(rows))
@@ -74,25 +77,25 @@ class Packing:
         rows_of_tokens[inputs] = rows
 
         device = input_ids.device
-        indices = partial(torch.tensor, device=device)  # int64
+        indices = partial(torch.tensor, device=device)  # makes an int64 tensor from an int64 array
         self.longest = int(lengths.max())
         self.boundaries = torch.tensor(boundaries, dtype=torch.int32, device=device)
         self.starts = self.boundaries[:-1]
         self.lengths = self.boundaries.diff()
         self.rows = indices(rows)  # (F,): row of each input
-        self.rows_of_tokens = indices(
-            rows_of_tokens
-        )  # (N,): row of each token; 0 for a token that is no input
-        self.firsts = indices(firsts)  # (M,): first input of each row, among the F inputs
-        self.tokens = indices(inputs[firsts])  # (M,): first input of each row, among the N tokens
-        self.position_ids = indices(offsets[firsts])  # (M,): position in the sequence, from 0
+        # (N,): row of each token; 0 for a token that is no input
+        self.rows_of_tokens = indices(rows_of_tokens)
+        self.firsts = indices(firsts)  # (M,): index of each row's first input among the F inputs
+        self.tokens = indices(inputs[firsts])  # (M,): index of each row's first input among the N tokens
+        self.position_ids = indices(offsets[firsts])  # (M,): position of each row in its sequence, from 0
 
     @cached_property
     def buckets(self) -> list[Int64[Tensor, "_sequences _width"]]:
-        """Return the rows of states for each set of sequences that share one attention call without the kernel.
+        """Return buckets of sequences of similar length, for attention without a GPU kernel: one call for each bucket.
 
-        The width is the length rounded up to eighths of the next power of two, and at least 16: this needs few calls and
-        little padding. The padding repeats the last token; no real token attends to it, because attention is causal.
+        A bucket holds the rows of its sequences' tokens, one line for each sequence, padded to the width of the bucket.
+        Widths are multiples of 1/8 of the next power of two, and of at least 16, which gives few calls and little
+        padding. The padding repeats the last token. No real token attends to it, because attention is causal.
         """
         eighth = (2 ** (self.lengths.log2().ceil() - 3)).clamp(min=16).int()
         widths = (self.lengths + eighth - 1) // eighth * eighth
@@ -106,7 +109,7 @@ class Packing:
 
     @cached_property
     def places(self) -> Int64[Tensor, " rows"]:
-        """Return the first place of each row in the concatenated outputs of the buckets."""
+        """Return the index at which each row first occurs in the concatenated outputs of all buckets."""
         rows = torch.cat([index.flatten() for index in self.buckets])
         places = torch.arange(len(rows), device=rows.device)
         return torch.empty_like(self.firsts).scatter_reduce(0, rows, places, "amin", include_self=False)
@@ -115,9 +118,9 @@ class Packing:
 def rows_of_beginnings(
     input_ids: Int[np.ndarray, " tokens"], cu_seqlens: Int[np.ndarray, " boundaries"]
 ) -> Int64[np.ndarray, " tokens"]:
-    """Return the row of each token, from 0 without gaps.
+    """Return the row number of each token, from 0 without gaps.
 
-    Tokens share a row if they and all tokens before them in their sequences are equal.
+    Two tokens share a row if they are equal, and if all tokens before them in their sequences are equal.
 
     >>> rows_of_beginnings(np.array([5, 6, 7, 5, 6, 8, 6, 7]), np.array([0, 3, 6, 8])).tolist()
     [0, 1, 2, 0, 1, 3, 4, 5]
@@ -126,7 +129,7 @@ def rows_of_beginnings(
     rows = np.split(np.empty(len(input_ids), np.int64), cu_seqlens[1:-1])
     previous = rows_of_previous = input_ids[:0]
     num_rows = 0
-    # In any lexicographic order, a sequence shares its longest beginning among the earlier ones with its predecessor
+    # In lexicographic order, no earlier sequence shares a longer beginning with a sequence than its direct predecessor
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes()):
         sequence = sequences[i]
         shortest = min(len(previous), len(sequence))
@@ -152,23 +155,23 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Float[Tensor, "1 rows heads head_dim"], None]:
-    """Compute causal attention within sequences.
+    """Compute causal attention within the sequences of a packed row.
 
     Args:
         module: The attention layer.
         query: The queries of all rows.
-        key: The keys of all rows; a head of them may serve several heads of queries.
+        key: The keys of all rows. Several heads of queries may share one head of keys and values.
         value: The values of all rows.
         attention_mask: Must be None.
-        packing: The layout of the row.
-        scaling: Factor of the products of queries and keys.
-        kwargs: Further arguments of the model.
+        packing: The layout of the packed row.
+        scaling: Factor by which the products of queries and keys are multiplied.
+        kwargs: Further arguments that the model passes to its attention.
 
     Returns:
         The output, and None in place of attention weights.
 
     Raises:
-        ConfigurationError: The model requests anything else, which would otherwise be ignored silently.
+        ConfigurationError: The model requests something that packed attention does not support.
     """
     unsupported = _unsupported_requests(module, attention_mask, kwargs)
     if packing is None:
@@ -197,14 +200,14 @@ def packed_attention(
 def _states_of_rows(
     states: Float[Tensor, "heads rows head_dim"], rows: Int64[Tensor, "sequences width"]
 ) -> Float[Tensor, "sequences heads width head_dim"]:
-    """Return the states of the rows of each sequence."""
+    """Return the states of each sequence, selected by the sequence's rows."""
     return states.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
 
 
 def _unsupported_requests(
     module: nn.Module, attention_mask: Tensor | None, arguments: Mapping[str, object]
 ) -> list[str]:
-    """Return the names of everything that a model requests of its attention and that packed attention lacks."""
+    """Return descriptions of the features that the model requests and that packed attention does not support."""
     unknown = arguments.keys() - HARMLESS_ARGUMENTS
     unsupported = [name for name in sorted(unknown) if arguments[name] is not None]
     if attention_mask is not None:
@@ -223,7 +226,7 @@ def _attend_with_kernel(
     packing: Packing,
     scaling: float | None,
 ) -> Float[Tensor, "inputs heads head_dim"]:
-    """Return the attention of states in half precision on a GPU."""
+    """Return the output of attention, computed by a GPU kernel for half precision."""
     boundaries = packing.boundaries
     longest = packing.longest
     inputs = (query, key, value, boundaries, boundaries, longest, longest)
@@ -231,7 +234,7 @@ def _attend_with_kernel(
         return flash_attn_varlen_func(*inputs, softmax_scale=scaling, causal=True)
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": (-1, 0)}  # causal
     output = varlen_attn(*inputs, **options)
-    assert isinstance(output, Tensor)  # it is a pair only if normalisers are requested
+    assert isinstance(output, Tensor)  # varlen_attn returns a pair only if softmax normalisers are requested
     return output
 
 
@@ -239,9 +242,12 @@ ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
 
 
 def compile_around_attention(layers: Sequence[nn.Module]) -> None:
-    """Compile the forward of each layer, once for all layers of one kind and any number of tokens."""
-    # The layout of sequences differs in every batch; if it were traced, every batch would be compiled anew
+    """Compile the forward of each layer, except its attention.
+
+    Layers of the same kind share the compiled code, which is valid for any number of tokens.
+    """
+    # The layout of sequences differs in every batch. If it were traced, every batch would be compiled again
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     for layer in layers:
-        # layer.compile() would trace the hooks of FSDP as well
+        # Compile layer.forward, because layer.compile() would also trace the hooks of FSDP
         layer.forward = torch.compile(layer.forward, dynamic=True)

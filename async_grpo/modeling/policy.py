@@ -13,13 +13,15 @@ from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 
-DEFAULT_CHUNK_TOKENS = 1024  # tokens whose logits exist at once: with 152,000 logits in float32, 0.6 GB
+# Number of tokens whose logits are in memory at once: with a vocabulary of 152,000 in float32, 0.6 GB
+DEFAULT_CHUNK_TOKENS = 1024
 
 
 class ValueHead(nn.Linear):
-    """The critic: hidden states -> values, float32 (float64 for float64 input), initially zero.
+    """The critic: maps hidden states to values. Its weights are initially zero.
 
-    The product is not computed in bfloat16, where values near 1 have steps of 0.008.
+    The values are float32, or float64 for float64 input. In bfloat16, values near 1 would be rounded to multiples of
+    0.008.
     """
 
     def reset_parameters(self) -> None:
@@ -28,20 +30,22 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
-        """Return the values of hidden states."""
+        """Return the critic's value of each hidden state."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         values = linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
         return values[:, 0]
 
 
 class PolicyModel(nn.Module):
-    """Body and heads of the policy in one forward, so that FSDP's root hooks gather the weights of the heads as well.
+    """The policy's transformer body and its heads, computed in one forward.
+
+    The heads are applied inside this forward, because FSDP gathers their weights only while it runs.
 
     Args:
-        model: A causal LM; its attention is changed to one for packed sequences.
-        chunk_tokens: Number of tokens whose logits exist at once.
-        value_head: Add a critic, as the attribute `value_head`.
-        value_trunk_gradient: Let the gradient of the values reach the model; otherwise it stops at the value head.
+        model: A causal LM. Its attention is replaced by packed attention.
+        chunk_tokens: Number of tokens whose logits are in memory at once.
+        value_head: Whether to add a critic, as the attribute `value_head`.
+        value_trunk_gradient: Whether the value loss trains the whole model. If False, it trains only the value head.
 
     Raises:
         ConfigurationError: The model's attention or head does not work on packed sequences.
@@ -59,7 +63,8 @@ class PolicyModel(nn.Module):
         check_packable(model)
         model.set_attn_implementation(PACKED_ATTENTION)
         for config in (model.config, model.config.get_text_config()):
-            # Outputs are read by name, and an argument of the call would not reach the body inside the model
+            # Outputs are read by name. It is set in the configs because not every model passes the argument return_dict
+            # on to its body
             config.return_dict = True
         self.model = model
         self.chunk_tokens = chunk_tokens
@@ -87,17 +92,18 @@ class PolicyModel(nn.Module):
 
         Returns:
             (log-probs, entropies), and with a value head also the values; 0 where the mask is False.
-            Entry i belongs to token i given the tokens before it in its own sequence, so the first token of a sequence
-            has 0. The value of a token is that of the state in which it is chosen. With an empty mask the results still
-            depend on the weights: a rank that has nothing to train on must run the same backward as the others.
+            Entry i describes token i given the tokens before it in its own sequence, so the first token of a sequence
+            has 0. The value of a token is that of the state from which it is predicted. With an empty mask the results
+            still depend on the weights: a rank that has nothing to train on must run the same backward as the others.
         """
+        # Equal beginnings of sequences are computed once: packing.tokens selects the inputs, rows_of_tokens maps back
         packing = Packing(input_ids, cu_seqlens)
         rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
         hidden = self.model.base_model(**rows, use_cache=False, packing=packing).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
-        # The state in which a token is chosen is that of the token before it
+        # A token is predicted from the hidden state of the token before it
         states = hidden.index_select(0, packing.rows_of_tokens[positions - 1])
         results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
@@ -110,12 +116,12 @@ class PolicyModel(nn.Module):
     def plain_logprobs(
         self, input_ids: Int64[Tensor, " tokens"], attention: str
     ) -> Float32[Tensor, " tokens-1"]:
-        """Compute log-probs as transformers does, without packing: the reference of `forward_check`.
+        """Compute the log-probs of one sequence with transformers' own attention, as the reference of `forward_check`.
 
         Args:
             input_ids: One sequence.
-            attention: One of transformers' own implementations, such as "eager". The attention for packed sequences is
-                restored afterwards.
+            attention: One of transformers' own implementations, such as "eager". Packed attention is restored
+                afterwards.
 
         Returns:
             The log-probs of the tokens after the first.
@@ -137,10 +143,10 @@ class PolicyModel(nn.Module):
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, weight) of every weight except the value head's, in the model's order.
 
-    A tied head appears once. The weights are not copies; those of a sharded policy are its shards (DTensors).
+    Tied weights are yielded once. The weights are not copies. If the policy is sharded, they are its shards (DTensors).
     """
     yielded_ids: set[int] = set()
-    # The hooks of state_dict reshard weights that a forward left gathered; named_parameters would not
+    # A forward may leave weights gathered. state_dict has hooks that shard them again, and named_parameters has not
     for name, tensor in policy.model.state_dict(keep_vars=True).items():
         if id(tensor) not in yielded_ids:
             yielded_ids.add(id(tensor))
@@ -150,13 +156,13 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 def named_full_tensors(policy: PolicyModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over `named_weights` that gathers one weight at a time.
 
-    With a sharded policy every rank must exhaust the iterator in lockstep.
+    If the policy is sharded, each step of the iterator is a collective, so every rank must iterate to the end.
     """
     return ((name, full_tensor(weight, dtype)) for name, weight in named_weights(policy))
 
 
 def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
-    """Return `weight` (1, hidden) and `bias` (1,) of the value head, gathered (a collective); {} without a value head."""
+    """Return the gathered `weight` (1, hidden) and `bias` (1,) of the value head; {} if there is none. A collective."""
     if policy.value_head is None:
         return {}
     weights = policy.value_head.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""One optimizer step from many micro-batches: their gradients are summed and divided once, whatever the packing."""
+"""One optimizer step from many micro-batches. Their gradients are summed, and divided once at the end of the step."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.whole_step import add_step_terms
 
 log = logging.getLogger(__name__)
-# Reported by every step, also where the loss in use does not compute them
+# Metrics that every step reports, even if the loss does not compute them (as 0)
 ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
 
 
@@ -32,7 +32,7 @@ ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "
 class GradientAccumulator:
     """Adds up the gradient of many micro-batches and takes one optimizer step.
 
-    Both `add` and `finish` are collectives: every rank calls `add` equally often, then `finish`.
+    Both `add` and `finish` are collectives: every rank calls `add` the same number of times, and then `finish`.
     """
 
     policy: PolicyModel
@@ -41,19 +41,21 @@ class GradientAccumulator:
     objective: Objective
     ranks: Ranks
     config: OptimizerConfig
-    steps: int = 0  # steps finished
-    # Called with the log-probs of each micro-batch
+    steps: int = 0  # number of finished steps
+    # Called with the log-probs of each micro-batch after its backward pass
     on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
 
     def __post_init__(self) -> None:
-        self._nonfinite_in_a_row = 0  # steps left out because their gradient was not finite
+        self._nonfinite_in_a_row = 0  # latest steps in a row without a finite gradient, which were skipped
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        self._num_copies = copies(self._parameters[0])  # ranks that hold the same shard; their squares add up
-        self._waiting: list[BatchTensors] = []  # for the end of their step
-        self._totals: dict[str, Tensor] = {}  # of this step, on the device
+        # Number of ranks that hold the same shard; a sum over all ranks counts each square this many times
+        self._num_copies = copies(self._parameters[0])
+        self._waiting: list[BatchTensors] = []  # micro-batches that are kept until the end of their step
+        # Sums and maxima over the micro-batches of this step, on the device
+        self._totals: dict[str, Tensor] = {}
 
     def add(self, micro_batch: MicroBatch) -> None:
-        """Run forward and backward of a micro-batch, or keep it for the end of its step."""
+        """Run forward and backward of a micro-batch, or keep it until `finish` if the loss needs the whole step."""
         self.objective.check_inputs(micro_batch)
         batch = BatchTensors(micro_batch, self.policy.device)
         if self.objective.needs_whole_step:
@@ -76,16 +78,16 @@ class GradientAccumulator:
     def finish(self) -> dict[str, float]:
         """Scale, clip and apply the summed gradient.
 
-        Nothing changes in a step without a loss token, or whose gradient is not finite (`update_skipped` is 1 then).
+        If no token is trained on, or the gradient is not finite, the weights stay unchanged and `update_skipped` is 1.
 
         Returns:
             The metrics of the step, the same on every rank.
 
         Raises:
-            NonFiniteGradient: More than `--nonfinite-steps` steps in a row had no finite gradient; on all ranks.
+            NonFiniteGradient: More than `--nonfinite-steps` steps in a row had no finite gradient. Raised on all ranks.
         """
         if not self._waiting and not self._totals:
-            # Every sample of the step was left out; the collectives need a micro-batch all the same
+            # Every sample of the step was left out. The collectives of a forward and a backward still have to run
             self.add(dummy_micro_batch(token_id=0))
         if self._waiting:
             add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
@@ -112,15 +114,15 @@ class GradientAccumulator:
         return report
 
     def _loss_count(self, totals: dict[str, float]) -> float:
-        """Return what the loss of the step is divided by; 0 if no token is trained on."""
+        """Return the count that divides the loss of the step, or 0 if no token is trained on."""
         if self.objective.unit:
             return totals[self.objective.unit]
         return 1.0 if totals["tokens"] > 0 else 0.0
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Float64[Tensor, " bins"]]:
-        """Return this step's totals and the histogram of ratios over all ranks, and start anew.
+        """Return the totals and the ratio histogram of the step, reduced over all ranks, and reset them.
 
-        Among the totals are the gradient's square and the peak memory.
+        The totals include the gradient's squared norm and the peak memory.
         """
         totals = self._totals
         self._totals = {}
@@ -141,11 +143,11 @@ class GradientAccumulator:
     def _update(
         self, gradients: list[Tensor], count: float, loss_sum: float, gradient_square: float
     ) -> dict[str, float]:
-        """Take the optimizer step unless loss or gradient is not finite, and return its metrics."""
-        # FSDP averages gradients over ranks, where the sum is needed
+        """Take the optimizer step if loss and gradient are finite, and return the metrics of the update."""
+        # FSDP has averaged the gradients over the ranks, but their sum is needed
         scale = self.ranks.world_size / count
         grad_norm = scale * math.sqrt(gradient_square)
-        # The loss as well: a NaN log-ratio lies outside every clip, where the gradient is 0, and would go unseen
+        # Check the loss as well, because a NaN log-ratio counts as clipped and leaves the gradient finite (0)
         if not (math.isfinite(grad_norm) and math.isfinite(loss_sum)):
             self._leave_out(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
@@ -165,10 +167,10 @@ class GradientAccumulator:
         return metrics | self._change_of_weights(shards_before, shards)
 
     def _leave_out(self, grad_norm: float, count: float, loss_sum: float) -> None:
-        """Log a step that is not taken.
+        """Log that the step is skipped, because its loss or gradient is not finite.
 
         Raises:
-            NonFiniteGradient: Too many such steps came in a row.
+            NonFiniteGradient: More than `--nonfinite-steps` steps in a row were skipped.
         """
         self._nonfinite_in_a_row += 1
         error = NonFiniteGradient(
@@ -186,16 +188,16 @@ class GradientAccumulator:
         )
 
     def _change_of_weights(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """Return model_norm (before the step), model_delta_norm, and quantiles over tensors of |delta| / |weight|.
+        """Return the norms of the old weights and of their change, and quantiles over tensors of the ratio of both.
 
-        `before` becomes the difference, so that memory holds no third copy.
+        The difference is computed in place in `before`, which saves the memory of a third copy.
         """
         squares_before = _squares(before)
         torch._foreach_sub_(before, after)
         squares = torch.cat([squares_before, _squares(before)]) / self._num_copies
         summed_squares, _ = self.ranks.sum_and_max(squares, squares[:0])
         model_norms, delta_norms = summed_squares.sqrt().chunk(2)
-        # A value head begins at zero, and its first update cannot be compared with anything
+        # A value head begins at zero, so that no ratio can be computed for its first update
         has_size = model_norms > 0
         probabilities = torch.linspace(0, 1, 5, dtype=torch.float64)
         ratios = torch.quantile((delta_norms / model_norms)[has_size], probabilities).tolist()
@@ -208,7 +210,7 @@ class GradientAccumulator:
         return metrics
 
     def _peak_memory_GB(self) -> float:
-        """Return this rank's peak memory: of the GPU's allocator since the last step, or of the process on a CPU."""
+        """Return this rank's peak memory: of the GPU allocator since the last step, or of the process on a CPU."""
         device = self.ranks.device
         if device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(device)
@@ -225,7 +227,7 @@ def _squares(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:
 
 
 def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], count: float) -> dict[str, float]:
-    """Turn token sums into token means; the losses are divided by `count`, as their gradient is."""
+    """Return the metrics of a step from its totals: losses divided by `count`, means over tokens, and maxima."""
     totals = dict(totals)
     mismatch_totals = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
     num_tokens = totals.pop("tokens")

@@ -8,25 +8,25 @@ from async_grpo.metrics.writer import EVAL_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.training.checkpoint_folder import checkpoints_of
 
-MOST_EVALUATIONS = 1_000_000  # number of lines that are read, from the end of the file
+MOST_EVALUATIONS = 1_000_000  # most lines that are read, counted from the end of the file of evaluations
 
 
 def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) -> set[str]:
     """Return the names of checkpoints that must be kept, and let `checkpoints/best` point to the best one.
 
-    The best checkpoint has the highest mean reward on an evaluation file; of equal ones it is the newest. Checkpoints whose
-    evaluation is still to come are kept too. The evaluation that began after step n is that of the checkpoint of step n.
+    The best checkpoint has the highest mean reward on an evaluation file. Of several with the same reward, the newest
+    is the best. Checkpoints that are not yet evaluated are also kept. The evaluation that began after step n belongs to
+    the checkpoint of step n.
 
     Args:
         output_dir: The folder of the run.
         file: Name of the evaluation file.
-        is_evaluated: Whether an evaluation follows a step.
+        is_evaluated: Returns whether an evaluation follows a step.
     """
-    folders = reversed(
-        checkpoints_of(output_dir)
-    )  # so that the newer one of a step that was names_by_step twice remains
+    # Oldest first: if a step was saved twice, the dict keeps the newer folder
+    folders = reversed(checkpoints_of(output_dir))
     names_by_step = {int(folder.stem.removeprefix("step_")): folder.name for folder in folders}
-    rewards: dict[int, float | None] = {}  # by step; None if no completion could be scores
+    rewards: dict[int, float | None] = {}  # mean reward by step; None if no completion could be scored
     for line in metrics_lines(output_dir / EVAL_FILE, MOST_EVALUATIONS):
         if line.get("file", "") != file or "eval_avg_reward" not in line:
             continue

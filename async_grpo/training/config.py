@@ -24,7 +24,7 @@ class OptimizerConfig(Section):
     )
     num_warmup_steps: int = _optimizer(10, "Optimizer steps of linear warm-up.", range=NOT_NEGATIVE)
     max_grad_norm: float = _optimizer(
-        1.0, "Maximum norm of the gradient, to which it is clipped.", range=POSITIVE
+        1.0, "Maximum norm of the gradient. A larger gradient is scaled down to it.", range=POSITIVE
     )
     nonfinite_steps: int = _optimizer(
         3,
@@ -50,8 +50,8 @@ class OptimizerConfig(Section):
     )
     optimizer: str = _optimizer(
         "adamw",
-        "Optimizer. adamw_8bit keeps AdamW's moments in 8 bits, in a quarter of the memory, and needs the extra "
-        "adamw-8bit.",
+        "Optimizer. adamw_8bit keeps AdamW's moments in 8 bits, which takes a quarter of their memory. It needs the "
+        "package extra adamw-8bit.",
         choices=("adamw", "adamw_8bit"),
     )
     gradient_checkpointing: bool = _optimizer(
@@ -66,8 +66,8 @@ class OptimizerConfig(Section):
     )
     fsdp_size: int = _optimizer(
         0,
-        "Ranks that share one copy of the weights, such as those of one node, so that only gradients cross nodes; 0 "
-        "shares it among all ranks.",
+        "Number of ranks that share one copy of the weights. With the ranks per node, only gradients are sent between "
+        "nodes. 0 shares one copy among all ranks.",
         range=NOT_NEGATIVE,
     )
     torch_compile: bool = _optimizer(
@@ -75,11 +75,12 @@ class OptimizerConfig(Section):
         "Compile the layers, which makes steps faster and the first step slower. On CPUs it needs a C++ compiler.",
     )
     logprob_chunk_size: int = _optimizer(
-        1024, "Tokens for which the trainer computes logits at once.", range=POSITIVE
+        1024, "Number of tokens for which the trainer computes logits at once.", range=POSITIVE
     )
     update_stats: bool = option(
         True,
-        "Log norms and ratios of each weight update, which takes memory for one more copy of the shards.",
+        "Log the norm of each weight update, absolute and relative to the weights. This takes memory for one more "
+        "copy of the weight shards.",
         "Output",
         portable=True,
     )

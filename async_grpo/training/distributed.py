@@ -1,4 +1,4 @@
-"""The ranks of one training run, started by torchrun or alone, and their reductions."""
+"""The ranks (processes) of one training run, and the reductions over them."""
 
 import hashlib
 import logging
@@ -19,7 +19,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import die_with
 
 Numbers = Float[Tensor, " _numbers"] | list[float]
-# Environment variable that names a file, new for each start, through which the ranks of one machine meet
+# Environment variable with the path of a file through which the ranks of one machine find each other. Each start of the
+# trainer needs a new file
 RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 
 
@@ -27,9 +28,9 @@ RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 class Ranks:
     """This process among the trainer's processes. All methods except `synchronize` are collectives."""
 
-    rank: int
-    world_size: int
-    device: torch.device
+    rank: int  # index of this process, from 0
+    world_size: int  # number of processes
+    device: torch.device  # device on which this process computes
 
     @property
     def is_main(self) -> bool:
@@ -37,7 +38,7 @@ class Ranks:
         return self.rank == 0
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work, so that a clock measures more than the launch of kernels."""
+        """Wait until the device has finished its work. Otherwise a clock would only measure the launch of kernels."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -52,9 +53,9 @@ class Ranks:
     def sum_and_max(
         self, sums: Numbers, maxima: Numbers
     ) -> tuple[Float64[Tensor, " sums"], Float64[Tensor, " maxima"]]:
-        """Return the element-wise sums and maxima over all ranks, on the CPU.
+        """Return the element-wise sums of `sums` and maxima of `maxima` over all ranks, on the CPU.
 
-        The device is synchronized only once.
+        One call for both is cheaper than two, because the device is synchronized only once.
         """
         summed = torch.as_tensor(sums, dtype=torch.float64, device=self.device)
         highest = torch.as_tensor(maxima, dtype=torch.float64, device=self.device)
@@ -66,16 +67,15 @@ class Ranks:
         return summed, highest
 
     def gathered(self, tensor: Num[Tensor, "*shape"]) -> Float64[Tensor, " ranks *shape"]:
-        """Return the tensor of each rank, on the CPU; all must have one shape."""
+        """Return the tensors of all ranks, stacked, on the CPU. All must have the same shape."""
         table = torch.zeros(self.world_size, *tensor.shape, dtype=torch.float64)
         table[self.rank] = tensor.cpu()
         return self.sum_and_max(table.flatten(), [])[0].view_as(table)
 
     def must_agree(self, subject: str, text: str) -> None:
         """Raise ConfigurationError on every rank if the ranks' texts differ."""
-        number = float(
-            int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
-        )  # 48 bits, which are exact in float64
+        # The first 48 bits of the digest, which float64 represents exactly
+        number = float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))
         highest, negated_lowest = self.max([number, -number])
         if highest != -negated_lowest:
             raise ConfigurationError(
@@ -87,20 +87,21 @@ class Ranks:
 def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     """Join the process group for the duration of the `with` block.
 
-    Rank and world size come from torchrun's environment. The ranks meet through the file that ASYNC_GRPO_RANKS_STORE names,
-    or at the address of MASTER_ADDR and MASTER_PORT. The kernel kills a rank when its torchrun dies (Linux only).
+    Rank and world size come from torchrun's environment variables. The ranks find each other through the file that
+    ASYNC_GRPO_RANKS_STORE names, or else at MASTER_ADDR and MASTER_PORT. If torchrun dies, the kernel kills its ranks
+    (Linux only).
 
     Args:
         device: "cpu" (gloo), "cuda" (nccl), or "auto", which is cuda if there is a GPU.
         timeout_s: Longest duration of a collective.
 
     Raises:
-        ConfigurationError: There is no such device.
+        ConfigurationError: The process has no GPU of its own although it should use one.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" in os.environ:
-        die_with(os.getppid())  # by SIGKILL, because a rank inside a collective cannot run signal handlers
+        die_with(os.getppid())  # with SIGKILL, because a rank inside a collective cannot run signal handlers
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu and chosen.index >= torch.cuda.device_count():
@@ -129,9 +130,9 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
 
 
 def _store(world_size: int) -> Any:
-    """Return the `Store` through which the ranks meet; None for torch's server at MASTER_ADDR and MASTER_PORT.
+    """Return the `Store` through which the ranks find each other. None means torch's server at MASTER_ADDR:MASTER_PORT.
 
-    That server needs no key, and listens on all interfaces. Ranks of one machine do not need it.
+    torch's server listens on all interfaces without authentication, so ranks of one machine use a file.
     """
     if world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]  # torch names it in no __all__
@@ -142,10 +143,10 @@ def _store(world_size: int) -> Any:
 
 
 def leave(code: int = 0) -> None:
-    """Flush the output and end this process at once, without finalising the interpreter.
+    """Flush the output and end this process at once, without shutting down the Python interpreter.
 
-    Gloo's threads may still hold tensors when Python is finalised, and would then abort the process: torchrun would
-    report a failed run.
+    During a shutdown, Gloo's threads may still hold tensors and then abort the process, which torchrun reports as a
+    failed run.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -19,7 +19,7 @@ from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_he
 from async_grpo.training.distributed import Ranks
 
 log = logging.getLogger(__name__)
-# Copied unchanged, so that an exported model has exactly the tokens that the run was trained on
+# Files that are copied unchanged, so that an exported model has the same tokenizer as the training
 COPIED_FILES = (
     *TOKENIZER_FILES,
     "merges.txt",
@@ -28,21 +28,21 @@ COPIED_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# In a separate folder, because vLLM loads every *.safetensors next to config.json as weights of the model
+# The value head is in a subfolder, because vLLM loads every *.safetensors next to config.json as weights of the model
 VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 
 @dataclass
 class ModelExporter:
-    """Writes models that other libraries can load, and removes old ones. To save is a collective; rank 0 writes."""
+    """Writes models that other libraries can load, and removes old ones. Saving is a collective; rank 0 writes."""
 
-    output_dir: Path
+    output_dir: Path  # folder of the run
     model_path: str | Path  # folder of the run's initial model, with its tokenizer and generation settings
     ranks: Ranks
-    dtype: str = "bfloat16"  # of the saved weights
-    min_samples_between: int = 30_000  # number of samples after which the next export is due
-    keep_last: int | None = None  # number of exports that are kept; None keeps all
-    resumed_at: int = 0  # number of samples that a resumed run was trained on
+    dtype: str = "bfloat16"  # dtype of the exported weights
+    min_samples_between: int = 30_000  # number of trained samples between two exports
+    keep_last: int | None = None  # number of newest exports that are kept; None keeps all
+    resumed_at: int = 0  # samples trained before the run was resumed; 0 for a new run
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / "hf_format"
@@ -51,7 +51,7 @@ class ModelExporter:
         older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= self.resumed_at]
         self._written = sorted(older, key=_samples)  # exports of this run, the oldest first
         last_saved = _samples(self._written[-1]) if self.ranks.is_main and older else 0
-        # Ranks on other nodes may not see the folder
+        # Only rank 0 looks for exports, because ranks on other nodes may not see the folder
         self._last_saved = int(self.ranks.max([float(last_saved)])[0])
 
     def is_due(self, samples: int) -> bool:
@@ -59,7 +59,7 @@ class ModelExporter:
         return samples - self._last_saved >= self.min_samples_between
 
     def save_if_due(self, policy: PolicyModel, samples: int) -> None:
-        """Save an export if it is due, as a collective; an error to write it is logged, and does not end the run."""
+        """Save an export if it is due. A collective. If writing fails, the error is logged and the run continues."""
         if not self.is_due(samples):
             return
         previous = self._last_saved
@@ -74,15 +74,18 @@ class ModelExporter:
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
         """Save an export, unless the last one already has these weights."""
-        # Whether the folder exists does not decide, because ranks on other nodes may not see it
+        # Compare numbers, and do not look for the folder, because ranks on other nodes may not see it
         if samples != self._last_saved:
             self.save(policy, samples)
 
     def save(self, policy: PolicyModel, samples: int) -> Path:
-        """Write the weights after a number of samples. A collective; rank 0 returns when the export is complete."""
+        """Export the current weights as those after `samples` samples. A collective.
+
+        On rank 0 the export is complete when this method returns.
+        """
         target = self._folder / f"samples_{samples}"
         state: dict[str, Tensor] = {}
-        # Every rank gathers the tensors, and rank 0 keeps them
+        # All ranks must take part in gathering each tensor, but only rank 0 keeps it
         for name, tensor in named_full_tensors(policy, self._dtype):
             if self.ranks.is_main:
                 state[name] = tensor.to("cpu", self._dtype, copy=True)
@@ -90,7 +93,7 @@ class ModelExporter:
         self._last_saved = samples
         if self.ranks.is_main:
             write_model(policy.model, state, value_head, target, source=self._source, dtype=self._dtype)
-            # Only exports of this run are removed
+            # Only exports of this run are removed: `_written` lists no others
             self._written.append(target)
             while self.keep_last and len(self._written) > self.keep_last:
                 shutil.rmtree(self._written.pop(0))
@@ -106,12 +109,12 @@ def write_model(
     source: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write a model folder under a hidden name, and rename it, so that a folder with the target's name is always complete.
+    """Write a model folder under a hidden name and rename it, so that the folder `target` is always complete.
 
     Args:
-        model: A model of the architecture; its weights are not used.
+        model: A model with the right configuration; its weights are not used.
         state: The weights by name.
-        value_head: The weights of a value head by name; {} writes none.
+        value_head: The weights of a value head by name; {} writes no value head.
         target: The folder to write.
         source: A model folder whose tokenizer and generation settings are copied.
         dtype: The dtype of the weights.
@@ -122,8 +125,9 @@ def write_model(
     partial = target.with_name(f".{target.name}.partial")
     replaced = target.with_name(f".{target.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
-    # save_pretrained needs class, dtype and tied names of a model, for which one without memory suffices. Its generation
-    # settings are defaults, because transformers refuses to save some settings; those of the source are copied
+    # save_pretrained reads the class, the dtype and the tied names of a model, so a model on the "meta" device
+    # suffices. It has default generation settings, because transformers refuses to save some others. The source's file
+    # is copied later
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
@@ -136,7 +140,7 @@ def write_model(
         (partial / VALUE_HEAD_FILE).parent.mkdir()
         tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
         save_file(tensors, partial / VALUE_HEAD_FILE)
-    # safetensors creates files that only their owner can read
+    # safetensors creates files that only their owner can read: give them the permissions of config.json
     for path in partial.rglob("*.safetensors"):
         shutil.copymode(partial / "config.json", path)
     # An earlier run with the same output_dir may have left a folder of this name
@@ -147,19 +151,19 @@ def write_model(
 
 
 def _samples(path: Path) -> int:
-    """Return the number of samples in the name of a folder; 0 for a folder that is no export."""
+    """Return the number n in the name samples_<n> of an export's folder, and 0 for any other folder."""
     number = path.name.removeprefix("samples_")
     return int(number) if number.isdigit() else 0
 
 
 def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
-    """Load the value head in a folder into a policy that is not sharded yet.
+    """Load the value head from a model folder into a policy that is not sharded yet.
 
     Returns:
-        Whether both the policy and the folder have a value head.
+        Whether a value head was loaded: both the policy and the folder must have one.
 
     Raises:
-        ConfigurationError: The file does not fit the policy.
+        ConfigurationError: The file cannot be read or does not fit the policy.
     """
     path = Path(folder) / VALUE_HEAD_FILE
     if policy.value_head is None or not path.is_file():

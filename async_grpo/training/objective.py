@@ -1,7 +1,7 @@
 """The objective of one micro-batch: its loss before normalisation, the counts that divide it, and sums for the metrics.
 
-Everything is additive over micro-batches and ranks, so that a step does not depend on the packing. What can only be known
-of the whole step is written into `BatchTensors` beforehand (`whole_step`).
+All results are sums over tokens that add up over micro-batches and ranks, so that a step does not depend on the
+packing. Terms that depend on the whole step are computed first, and written into `BatchTensors` (see `whole_step`).
 """
 
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ from async_grpo.modeling.policy import PolicyModel
 class BatchTensors:
     """A micro-batch on the trainer's device, as one packed row.
 
-    Where the objective needs the whole step (`whole_step`), the trainer fills the first four fields before the backward
-    pass, and may replace `advantages` and `group_tokens`.
+    If the objective has terms that depend on the whole step, `whole_step` sets the first four fields before the
+    backward pass, and may replace `advantages` and `group_tokens`.
     """
 
-    returns: Float[Tensor, "1 packed"] | None = None
-    old_values: Float[Tensor, "1 packed"] | None = None
-    selected: Bool[Tensor, "1 packed"] | None = None  # the tokens that the losses clip_cov and kl_cov choose
-    weight_mean: float | None = None  # mean of the importance weights
+    returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
+    old_values: Float[Tensor, "1 packed"] | None = None  # the critic's values before the step
+    selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the losses clip_cov and kl_cov select
+    weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
 
-    # Without gradient, under the weights that the step starts from
+    # Log-probs under the weights before the step, without gradient
     logprobs: Float[Tensor, "1 packed"]
-    kept: Bool[Tensor, "1 packed"]  # the mask without rejected tokens
+    kept: Bool[Tensor, "1 packed"]  # `mask` without rejected tokens
 
     input_ids: Int64[Tensor, " packed"]
     cu_seqlens: Int[Tensor, " boundaries"]
@@ -60,7 +60,7 @@ class BatchTensors:
             return None if values is None else row(values)
 
         is_trained = batch.loss_mask.copy()
-        # Nothing predicts the first token of a sequence
+        # The first token of a sequence cannot be trained on, because no token before it predicts it
         first_tokens = batch.cu_seqlens[:-1]
         is_trained[first_tokens] = False
         sequence_ids = batch.sequence_ids()
@@ -75,7 +75,7 @@ class BatchTensors:
         self.behaviour_logprobs = row(batch.behaviour_logprobs)
         self.ref_logprobs = optional_row(batch.ref_logprobs)
         self.proximal_logprobs = optional_row(batch.proximal_logprobs)
-        # Each token's member of its group, and its place in the time of its trajectory
+        # For each token, the index of its sample in the group, and its index in time within its trajectory
         self.members = None if batch.members is None else row(batch.members[sequence_ids])
         self.times = optional_row(batch.times)
 
@@ -83,17 +83,17 @@ class BatchTensors:
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
-    The policy's log-probs are taken at the sampling temperature, as the engine's were. The importance ratio is taken
-    against `config.old_policy`. "current" means the policy itself: each step trains on its minibatch once, so the ratio
-    is 1 and only its gradient counts.
+    The policy's log-probs are computed at the sampling temperature, as the engine's were. The denominator of the policy
+    ratio is the policy that `config.old_policy` names. "current" means the trained policy itself: each step trains on
+    its minibatch once, so the value of the ratio is 1, and only its gradient matters.
 
     Args:
         config: The algorithm's options.
-        max_completion_tokens: Tokens for which even the longest prompt leaves room; the scale of the aggregation
-            `constant_length`. 0 stands for `--max-generation-tokens`.
+        max_completion_tokens: Completion tokens that fit in the context even after the longest prompt. The aggregation
+            `constant_length` divides by this number. 0 means `--max-generation-tokens`.
 
     Raises:
-        ConfigurationError: An option that the loss or the estimator does not have.
+        ConfigurationError: The loss or the estimator does not have an option that is set.
     """
 
     def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
@@ -102,15 +102,16 @@ class Objective:
         self.loss_settings = config.loss_settings
         length_scale = float(max_completion_tokens or config.max_generation_tokens)
         self._aggregation = get_aggregation(config.loss_aggregation, length_scale)
-        # What the loss is divided by: the number of "tokens", "sequences" or "groups", or nothing
+        # The sum of losses is divided by the number of these: "tokens", "sequences" or "groups"; by 1 if None
         self.unit = self._aggregation.unit
 
         estimator_settings = dict(config.estimator_settings)
         whitens_by_default = config.estimator.options.get("whiten", False)
-        # Whether a critic's advantages are whitened over the step, an option of the estimator
+        # Whether the advantages of an estimator with a critic are whitened over the step
         self.whitens = bool(estimator_settings.pop("whiten", whitens_by_default))
         self.has_critic = config.estimator.critic_returns is not None
-        # (rewards, values, mask), (S, T) each, -> (advantages before any whitening, returns); None without a critic
+        # Function (rewards, values, mask) -> (advantages before any whitening, returns), all (S, T); None without a
+        # critic
         self.critic_returns = None
         if config.estimator.critic_returns is not None:
             self.critic_returns = partial(config.estimator.critic_returns, **estimator_settings)
@@ -128,18 +129,18 @@ class Objective:
         }
         self.has_importance_weights = config.importance_level != "none"
         self.averages_weights = self.has_importance_weights and config.importance_normalize
-        # The tokens of a group weigh its loss, so they must be counted again after rejection
+        # A group's loss is divided by its number of tokens, which must be counted again after tokens are rejected
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
-        # Whether micro-batches wait for the end of their step, to be looked at together first
+        # Whether all micro-batches of a step must be there before the loss of the first one can be computed
         self.needs_whole_step = (
             self.has_critic or self.loss.needs_selection or self.averages_weights or self.rejects_from_groups
         )
 
     def check_inputs(self, batch: MicroBatch) -> None:
-        """Refuse a batch that lacks log-probs which the loss or the KL term needs.
+        """Check that a batch has the reference and proximal log-probs that the objective needs.
 
         Raises:
-            ConfigurationError: Names the worker that is missing.
+            ConfigurationError: Log-probs are missing. The message names the missing worker.
         """
         if batch.is_dummy:
             return
@@ -155,7 +156,7 @@ class Objective:
             )
 
     def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
-        """Return (log-probs, entropies) and, with a critic, values."""
+        """Return (log-probs, entropies) of the trained tokens, and with a critic also the values."""
         outputs = policy(batch.input_ids, batch.cu_seqlens, batch.mask[0], self.config.temperature)
         return tuple(output[None] for output in outputs)
 
@@ -165,8 +166,8 @@ class Objective:
         """Compute the loss of a micro-batch by one forward pass.
 
         Returns:
-            The loss, and totals for the metrics. All are sums that are still to be divided by the counts among the totals;
-            names that end in `_max` are maxima.
+            The loss, and totals for the metrics by name. Loss and totals are sums over tokens, which the caller divides
+            by the counts among the totals. Totals whose name ends in `_max` are maxima.
         """
         logprobs, entropy, *values = self.forward(policy, batch)
         batch.logprobs = logprobs.detach()
@@ -179,7 +180,7 @@ class Objective:
         if self.config.loss_kl_coef:
             token_losses = token_losses + self.config.loss_kl_coef * kl
         if self.config.entropy_coef:
-            # Only then is there a gradient through the whole vocabulary
+            # With a coefficient of 0 this line is skipped, because a gradient of the entropy costs time in the backward
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
         if self.has_critic:
             value_losses, value_metrics = self._value_loss(values[0], batch, mask)
@@ -194,7 +195,7 @@ class Objective:
         totals["avg_loss"] = policy_loss.detach()
         totals["backward_loss"] = loss.detach()
         totals |= count_units(mask, batch.sequence_ids, group_tokens=batch.group_tokens)
-        # The distance to the engine counts rejected tokens too
+        # The metrics of the mismatch with the engine include rejected tokens
         totals |= mismatch_sums(
             logprobs,
             batch.behaviour_logprobs,
@@ -207,7 +208,7 @@ class Objective:
     def _policy_loss(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> tuple[Float[Tensor, "1 packed"], dict[str, Float[Tensor, "1 packed"]]]:
-        """Return the policy loss of each token, and the loss's own metrics."""
+        """Return the policy loss of each token, and the metrics that the loss reports."""
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:
             options["proximal_logprobs"] = _or_zeros(batch.proximal_logprobs, logprobs)
@@ -230,7 +231,7 @@ class Objective:
     def _kl_to_reference(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, "1 packed"]:
-        """Return the KL penalty of each token, 0 without a reference and where the mask is False."""
+        """Return the KL penalty of each token; 0 if there is no reference, or where the mask is False."""
         if batch.ref_logprobs is None:
             return torch.zeros_like(logprobs)
         return kl_penalty(
@@ -250,11 +251,11 @@ class Objective:
     def _aggregate(
         self, token_losses: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, ""]:
-        """Return the sum of the micro-batch's losses, still to be divided by the count of the step's units."""
+        """Return the sum of the micro-batch's losses, which is later divided by the number of units of the step."""
         return self._aggregation.total(token_losses, mask, batch.sequence_ids, batch.group_tokens)
 
     def keep(self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors) -> Bool[Tensor, "1 packed"]:
-        """Return the mask without the tokens that are rejected for their distance to the engine."""
+        """Return the mask without tokens that are rejected because trainer and engine disagree on their probability."""
         if self.config.rejection_statistic is None:
             return batch.mask
         return rejection_mask(
@@ -268,7 +269,7 @@ class Objective:
     def weights(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, "1 packed"]:
-        """Return importance weights for the engine's policy, divided by `batch.weight_mean` if it is known."""
+        """Return the importance weights for the engine's policy, divided by `batch.weight_mean` if it is set."""
         return importance_weights(
             _corrected_logprobs(logprobs, batch),
             batch.behaviour_logprobs,
@@ -281,9 +282,9 @@ class Objective:
     def ratio_denominator_logprobs(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
     ) -> Float[Tensor, "1 packed"]:
-        """Return the log-probs of the old policy of the importance ratio.
+        """Return the log-probs of the policy in the denominator of the policy ratio.
 
-        A loss with a proximal policy of its own takes the ratio against the engine's policy.
+        A loss that reads `proximal_logprobs` itself gets those of the engine's policy.
         """
         if self.config.old_policy == "current":
             return logprobs.detach()
@@ -305,12 +306,12 @@ def _totals(metrics: Mapping[str, Float[Tensor, "1 packed"]]) -> dict[str, Float
 def _or_zeros(
     values: Float[Tensor, "1 packed"] | None, like: Float[Tensor, "1 packed"]
 ) -> Float[Tensor, "1 packed"]:
-    """Return the values, or zeros for a dummy micro-batch, which carries none."""
+    """Return the values, or zeros if they are None, as in a dummy micro-batch."""
     return torch.zeros_like(like) if values is None else values
 
 
 def _corrected_logprobs(
     logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
 ) -> Float[Tensor, "1 packed"]:
-    """Return the log-probs of the policy whose distance to the engine is corrected: the proximal one if there is one."""
+    """Return the log-probs to compare with the engine's: the proximal ones if there are any, else the trainer's."""
     return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs

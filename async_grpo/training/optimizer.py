@@ -1,4 +1,4 @@
-"""AdamW and the learning-rate schedules. A step is an optimizer step; step 0 is the first."""
+"""AdamW and the learning-rate schedules. Steps are optimizer steps, counted from 0."""
 
 import importlib
 import math
@@ -17,7 +17,7 @@ from async_grpo.training.config import OptimizerConfig
 
 
 def _warmup(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Return (step + 1) / warmup_steps, at most 1; a ramp that began at 0 would waste the first step."""
+    """Return (step + 1) / warmup_steps, at most 1. With step / warmup_steps, the first step would have no effect."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
@@ -27,7 +27,10 @@ def _decay_progress(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def _inverse_sqrt(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Return sqrt(warmup_steps / step) after the warm-up (Vaswani et al. 2017, 5.3), or 1 / sqrt(step + 1) without one."""
+    """Return sqrt(warmup_steps / step) after the warm-up (Vaswani et al. 2017, 5.3).
+
+    Without a warm-up, return 1 / sqrt(step + 1).
+    """
     if not warmup_steps:
         return 1 / math.sqrt(step + 1)
     return min(_warmup(step, warmup_steps, total_steps), math.sqrt(warmup_steps / max(1, step)))
@@ -54,10 +57,10 @@ def _adamw_8bit() -> Callable[..., Optimizer]:
 
 
 def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return the `step`, `exp_avg` and `exp_avg_sq` of a parameter; before the first step, AdamW's initial state."""
+    """Return `step`, `exp_avg` and `exp_avg_sq` of a parameter. Before the first step, create AdamW's initial ones."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
-        # torchao's optimizer creates buffers of its own type
+        # The 8-bit optimizer of torchao stores moments in a tensor type of its own, which `_new_buffer` creates
         new_buffer: Any = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"] = new_buffer(parameter, True)
@@ -75,7 +78,7 @@ def build_policy_optimizer(
     Args:
         policy: The policy, sharded or not.
         config: The options of the optimizer.
-        total_steps: Number of steps of the run, to whose end some schedules decay.
+        total_steps: Number of steps of the run. Some schedules decay to 0 at this step.
     """
     groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
     if policy.value_head is not None:

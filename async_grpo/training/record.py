@@ -1,8 +1,8 @@
 """`Recorder` writes the training data of every step to files, and `Recording` replays a run from them.
 
-<output_dir>/record/step_<k>/rank_<r>.safetensors     the micro-batches of step k (0 is the first) in their order, with
-                                                       the trainer's log-probs under the weights before the step
-                             rank_<r>.json            the end of the step, with the metrics of the rollout side
+<output_dir>/record/step_<k>/rank_<r>.safetensors     the micro-batches of step k (from 0) in their order, with the
+                                                       trainer's log-probs under the weights before the step
+                             rank_<r>.json            the `StepEnd`, with the metrics of generation and rewards
 """
 
 import dataclasses
@@ -26,12 +26,11 @@ from async_grpo.types import PROMPT_TOKEN
 
 log = logging.getLogger(__name__)
 ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name != "is_dummy")
-MAX_STEP_BYTES = 64 << 20  # largest file with the end of a step
-MAX_ARRAYS_BYTES = (
-    4 << 30
-)  # largest file with micro-batches, about 100 million tokens; a sparse file may claim any size
-MOST_RANKS = 1 << 20
-# Errors of JSON and safetensors for files with arbitrary contents
+MAX_STEP_BYTES = 64 << 20  # largest accepted rank_<r>.json
+# Largest accepted rank_<r>.safetensors, about 100 million tokens. A sparse file may claim any size
+MAX_ARRAYS_BYTES = 4 << 30
+MOST_RANKS = 1 << 20  # largest accepted number of ranks
+# Errors that reading JSON or safetensors with arbitrary contents may raise
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError)
 
 
@@ -41,7 +40,7 @@ def record_folder(output_dir: Path, step: int) -> Path:
 
 
 class Recorder:
-    """An `ExperienceSource` that passes on the messages of another one, and writes them to the run's folder."""
+    """An `ExperienceSource` that passes on the messages of another source, and writes them to the run's folder."""
 
     def __init__(
         self, source: ExperienceSource, output_dir: Path, world_size: int, options: Mapping[str, Any]
@@ -49,17 +48,19 @@ class Recorder:
         self._source = source
         self._output_dir = output_dir
         self._run_facts = {"world_size": world_size, "options": dict(options)}
-        self._batches: list[MicroBatch] = []  # of the current step
-        self._logprobs: list[np.ndarray] = []  # the trainer's log-probs of the first of these micro-batches
-        self._end: tuple[int, StepEnd] | None = None  # rank and end of a step that lacks log-probs
+        self._batches: list[MicroBatch] = []  # micro-batches of the current step
+        # The trainer's log-probs for the first of `_batches`, in the same order
+        self._logprobs: list[np.ndarray] = []
+        # Rank and end of the current step, if it has ended but log-probs are missing
+        self._end: tuple[int, StepEnd] | None = None
         self.start = source.start
 
     def next_message(self, rank: int) -> Message:
-        """Return the next message of the other source, and record it."""
+        """Return the next message of the recorded source, and record it."""
         message = self._source.next_message(rank)
         if isinstance(message, MicroBatch):
             if not self._batches:
-                # Log-probs of a dummy may be left over: the trainer computes one in a step without micro-batches
+                # In a step without micro-batches, the trainer computes log-probs of a dummy, which may be left here
                 self._logprobs = []
             self._batches.append(message)
         elif isinstance(message, StepEnd):
@@ -68,15 +69,15 @@ class Recorder:
         return message
 
     def keep_logprobs(self, logprobs: Any) -> None:
-        """Record the trainer's log-probs (1, N) of the next micro-batch.
+        """Record the trainer's log-probs (1, N) of the next micro-batch that has none yet.
 
-        With a loss that needs whole steps they are computed after the end of the step.
+        If the loss needs the whole step, they are computed only after the last micro-batch of the step.
         """
         self._logprobs.append(logprobs[0].float().cpu().numpy())
         self._write_if_complete()
 
     def _write_if_complete(self) -> None:
-        """Write the step once its end and all its log-probs are there."""
+        """Write the step if its end and the log-probs of all its micro-batches have arrived."""
         if self._end is None or len(self._logprobs) < len(self._batches):
             return
         rank, end = self._end
@@ -88,7 +89,7 @@ class Recorder:
         self._batches = []
 
     def _write(self, rank: int, end: StepEnd) -> None:
-        """Write the files of this rank's step."""
+        """Write the two files of this rank for the current step."""
         folder = record_folder(self._output_dir, end.step)
         folder.mkdir(parents=True, exist_ok=True)
         arrays: dict[str, np.ndarray] = {}
@@ -103,29 +104,30 @@ class Recorder:
         content = dataclasses.asdict(end)
         content["dummies"] = [batch.is_dummy for batch in self._batches]
         content |= self._run_facts
-        content["stats"].pop("spans", None)  # they belong to this run and not to a replay
-        # Written last, because its existence means that the step is recorded
+        content["stats"].pop("spans", None)  # time spans of this run have no meaning in a replay
+        # This file is written last, because its existence means that the step is recorded
         (folder / f"rank_{rank}.json").write_text(as_json(content), encoding="utf-8")
 
 
 class Recording:
-    """`ExperienceSource` of one rank that replays recorded messages.
+    """An `ExperienceSource` of one rank that replays recorded messages.
 
     Args:
         output_dir: The folder of the recorded run.
-        world_size: Number of ranks.
+        world_size: Number of ranks of the replay.
         first: The first step to replay.
 
     Raises:
-        ConfigurationError: The first step was not recorded, or was recorded by another number of ranks.
+        ConfigurationError: The first step was not recorded, or was recorded by a different number of ranks.
     """
 
     def __init__(self, output_dir: Path, world_size: int, first: int = 0) -> None:
         self._output_dir = output_dir
         self._step = first
-        self._remaining: Iterator[Message] = iter(())  # of the current step
-        self.options: list[dict[str, Any]] = []  # distinct options of the recorded steps
-        self.num_steps = first  # end of the record, up to its first gap
+        self._remaining: Iterator[Message] = iter(())  # messages of the current step, not replayed yet
+        # Options with which the steps were recorded, without duplicates: a resumed run may have changed them
+        self.options: list[dict[str, Any]] = []
+        self.num_steps = first  # number of the first step that is missing in the record
         num_ranks = self._num_recorded_ranks(first)
         if num_ranks != world_size:
             reason = f"by {num_ranks} ranks, not {world_size}" if num_ranks else "not at all"
@@ -135,7 +137,7 @@ class Recording:
             num_ranks = self._num_recorded_ranks(self.num_steps)
 
     def _num_recorded_ranks(self, step: int) -> int:
-        """Return the number of ranks that recorded a step; 0 if it was not recorded by all of them."""
+        """Return the number of ranks that recorded a step, or 0 if the files of any rank are missing."""
         folder = record_folder(self._output_dir, step)
         if not (folder / "rank_0.json").exists():
             return 0
@@ -153,7 +155,7 @@ class Recording:
         return world_size if is_complete else 0
 
     def start(self) -> None:
-        """Do nothing, because nothing is generated."""
+        """Do nothing, because a replay generates no completions."""
 
     def next_message(self, rank: int) -> Message:
         """Return the next recorded message of a rank."""
@@ -165,7 +167,7 @@ class Recording:
         return message
 
     def _messages(self, rank: int) -> Iterator[Message]:
-        """Yield the messages of the current step."""
+        """Yield the recorded messages of a rank for the current step."""
         folder = record_folder(self._output_dir, self._step)
         try:
             messages = self._read(folder, rank)
@@ -175,7 +177,7 @@ class Recording:
 
     @staticmethod
     def _read(folder: Path, rank: int) -> list[Message]:
-        """Return the messages of a rank in the folder of a step."""
+        """Return the messages of a rank that are recorded in the folder of a step."""
         content: dict[str, Any] = read_json(folder / f"rank_{rank}.json", MAX_STEP_BYTES)
         file = folder / f"rank_{rank}.safetensors"
         if not is_regular(file):
@@ -200,9 +202,10 @@ def _load_arrays(file: Path) -> dict[str, np.ndarray]:
 
 
 def recorded_completions(folder: Path) -> Iterator[tuple[int, list[int], dict[str, list[Any]]]]:
-    """Yield (group, token ids, numbers of each token by name) for every completion in the folder of a step.
+    """Yield (group id, token ids, values per token by name) for every completion in the folder of a step.
 
-    `ratios` are the natural logarithms of the trainer's probability over the engine's; NaN where a token was not trained.
+    The value `ratios` is the natural logarithm of (the trainer's probability / the engine's), or NaN at tokens that are
+    not trained on.
     """
     for path in files_inside(folder, "rank_*.safetensors"):
         arrays = _load_arrays(path)

@@ -1,7 +1,7 @@
 """Shard the policy with FSDP2: every decoder layer is a unit; embedding, final norm and head belong to the root unit.
 
-Master weights, gradients and optimizer state are float32, whatever the compute dtype: at learning rates near 1e-6 an update
-is far below the resolution of bfloat16 and would vanish.
+Master weights, gradients and optimizer state are always float32. In bfloat16, updates at learning rates near 1e-6 would
+be rounded away.
 """
 
 from collections.abc import Collection
@@ -40,15 +40,15 @@ def shard_policy(
 ) -> PolicyModel:
     """Shard the policy in place over the ranks, and return it in training mode.
 
-    A single rank that computes in float32 has nothing to shard or cast, so its policy stays as it is.
+    The policy of a single rank that computes in float32 is not sharded, unless its weights are offloaded.
 
     Args:
-        policy: Its weights are float32.
+        policy: The policy, with float32 weights.
         ranks: The ranks of the training.
         config: `torch_compile` compiles the layers, except their attention. `cpu_offload` keeps weights in main memory
             while they are not needed. `fsdp_size` ranks share one copy of the weights, and further ranks hold further
-            copies (HSDP, Zhao et al. 2023, 3.2.2); 0 shares one copy among all ranks.
-        dtype: The compute dtype, float32 or bfloat16; gradients are reduced in float32 in either case.
+            copies (HSDP, Zhao et al. 2023, 3.2.2). 0 shares one copy among all ranks.
+        dtype: The compute dtype, float32 or bfloat16. Gradients are always reduced in float32.
 
     Raises:
         ConfigurationError: `fsdp_size` does not divide the number of ranks, or the model does not declare its decoder
@@ -61,7 +61,7 @@ def shard_policy(
         compile_around_attention(layers)
     compute = torch_dtype(dtype)
     if ranks.world_size == 1 and compute is torch.float32 and not config.cpu_offload:
-        # FSDP's hooks and copies would cost a small model a tenth of its step
+        # FSDP is not needed, and its hooks and copies would make the steps of a small model 10 % slower
         return policy.train()
 
     offload_policy = OffloadPolicy()
@@ -74,16 +74,16 @@ def shard_policy(
     }
     for module in (*layers, policy):
         fully_shard(module, **options)
-    # Otherwise the root's weights (embedding, head) would not be gathered for `plain_logprobs`
+    # Makes FSDP gather the root's weights (embedding, head) when `plain_logprobs` is called in place of `forward`
     register_fsdp_forward_method(policy, "plain_logprobs")
     return policy.train()
 
 
 def _decoder_layers(policy: PolicyModel) -> list[Any]:
-    """Return the modules that the model declares as its decoder layers.
+    """Return the modules that the model declares as its decoder layers (`_no_split_modules`).
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: The model declares none.
     """
     class_names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.model.modules() if type(module).__name__ in class_names]
@@ -111,15 +111,15 @@ def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
 
 
 def weight_names(path: str | Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors files; none if the weights have another format."""
+    """Return the names of the weights in a folder's safetensors files; none if it has no such files."""
     return weight_shapes(model_folder(path))
 
 
 @torch.no_grad()
 def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> None:
-    """Load the weights in a folder, on `device`, into a policy that was made of an empty model.
+    """Load the weights from a model folder into a policy whose model is empty ("meta"), and place them on `device`.
 
-    Of a sharded policy each rank reads only its own rows of each weight.
+    If the policy is sharded, each rank reads only its own rows of each weight.
     """
     weights: dict[str, Any] = {}
     for name, weight in named_weights(policy):
@@ -128,11 +128,11 @@ def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> 
     policy.model.load_state_dict(weights, strict=False, assign=True)
     policy.model.tie_weights()
     if not isinstance(policy, FSDPModule):
-        policy.to(device)  # moves the buffers
+        policy.to(device)  # the weights are there already; this moves the buffers
 
 
 def release_gathered(policy: PolicyModel) -> None:
-    """Reshard the root weights, which a forward without a backward leaves gathered."""
+    """Shard the root weights again. A forward leaves them gathered for the backward, which may not follow."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
 
@@ -141,9 +141,10 @@ def release_gathered(policy: PolicyModel) -> None:
 def canary_logprobs(
     policy: PolicyModel, *texts: Int[np.ndarray, " _tokens"], temperature: float = 1.0
 ) -> Float32[np.ndarray, " packed"]:
-    """Return the log-probs of the tokens of all texts, end to end; the first token of each text has 0.
+    """Return the log-probs of the tokens of the canary texts, end to end. The first token of each text has 0.
 
-    A collective if the policy is sharded.
+    The trainer and an engine compute these log-probs with the same weights, so a difference shows weights that were not
+    transferred correctly. A collective if the policy is sharded.
 
     Args:
         policy: The policy.

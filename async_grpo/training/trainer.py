@@ -1,4 +1,4 @@
-"""The training loop: take experience, step, publish the weights, write the metrics."""
+"""The training loop: take experience, do an optimizer step, publish the weights, write the metrics."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +21,10 @@ TRAINED_NOTHING = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
     "reward counts; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance leave tokens out)"
 )
+# Activities within a step, whose times are part of `time_per_batch`
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
-AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; some ranks have no share in it
+# Activities after a step, which are not part of `time_per_batch`. Some ranks take no part in them
+AFTER_STEP = ("evaluating", "checkpointing")
 SPAN_KINDS = {
     "waiting_for_experience": "wait",
     "computing": "train",
@@ -31,10 +33,9 @@ SPAN_KINDS = {
     "checkpointing": "save",
 }
 WriteLine = Callable[[dict[str, Any]], None]
-StepCondition = Callable[[int], bool]  # steps done -> bool
-AfterStep = Callable[
-    [int], dict[str, float]
-]  # steps done -> metrics; called on every rank when new weights are live
+StepCondition = Callable[[int], bool]  # number of completed steps -> bool
+# Number of completed steps -> metrics. Called on every rank after the weights of a step are published
+AfterStep = Callable[[int], dict[str, float]]
 
 
 @dataclass
@@ -49,19 +50,22 @@ class Trainer:
     ranks: Ranks
     num_steps: int
     after_step: AfterStep = lambda step: {}
-    overlaps: StepCondition = lambda step: False  # accumulate the next step while the weights travel
-    saves_after: StepCondition = lambda step: False  # save a checkpoint after that step
+    # Whether the next step may begin while the weights of this step are still transferred
+    overlaps: StepCondition = lambda step: False
+    saves_after: StepCondition = lambda step: False  # whether a checkpoint is saved after this step
     checkpointer: Checkpointer | None = None
-    write: WriteLine = lambda line: None  # only rank 0 writes
-    version: int = 0  # optimizer steps completed, which is the policy version
-    samples: int = 0  # samples of the completed steps
-    end_reason: str = ""  # why the run ended early
-    _proof: Proof = (
-        dict  # waits for the proof that the last published weights landed, and returns its metrics
-    )
+    write: WriteLine = lambda line: None  # writes a metrics line; called only on rank 0
+    version: int = 0  # number of completed optimizer steps, which is also the policy version
+    samples: int = 0  # number of samples in the completed steps
+    end_reason: str = ""  # why the run ended early; "" if it did not
+    # Waits for the proof of the last published weights, returns its metrics. Before any publish: dict, which returns {}
+    _proof: Proof = dict
 
     def run(self) -> None:
-        """Train `num_steps` steps, or until the run is asked to end, and leave a checkpoint and a model."""
+        """Train until `num_steps` steps are completed, and save a last checkpoint and the model.
+
+        If the run is asked to end early, only a checkpoint is saved.
+        """
         self._proof = self.publisher.publish(self.policy, self.version, self_test=True)
         self._proof()
         self.source.start()
@@ -81,18 +85,23 @@ class Trainer:
         self._finish()
 
     def _accumulate_until_step_end(self, clock: "StepClock") -> StepEnd | None:
-        """Accumulate gradients up to the end of the step; None if the run ends before, with a checkpoint saved."""
+        """Accumulate gradients until the step ends, and return its end.
+
+        Returns:
+            The end of the step, or None if the run ended before it. A checkpoint is then saved.
+        """
         while True:
             with clock.measure("waiting_for_experience"):
                 message = self.source.next_message(self.ranks.rank)
             if isinstance(message, StepEnd):
                 return message
             if isinstance(message, WorkersJoined):
-                # Throughout a step the weights are the same, so the gradients stay valid
+                # The weights do not change within a step, so the gradients accumulated so far stay valid
                 with clock.measure("publishing_weights"):
                     self.publisher.publish(self.policy, self.version, self_test=True)()
             elif isinstance(message, SaveRequested):
-                # Also within a step: its groups are alive until their weights are, and will be trained on again
+                # A save may come in mid-step: groups stay in the state until weights trained on them are live, so a
+                # resumed run trains on them again
                 with clock.measure("checkpointing"):
                     self._save(message.end_reason)
                 if message.end_reason:
@@ -105,7 +114,7 @@ class Trainer:
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
         """Apply the accumulated gradient, and return the metrics of the step."""
         with clock.measure("publishing_weights"):
-            # No step is taken on top of weights that did not land
+            # Wait until the previous weights are proven, so that training does not continue if they did not arrive
             metrics: dict[str, Any] = dict(self._proof())
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
@@ -114,16 +123,19 @@ class Trainer:
         return metrics
 
     def _publish(self, clock: "StepClock") -> dict[str, Any]:
-        """Send the new weights; wait for their proof unless it may overlap with the next step, and return its metrics."""
+        """Send the new weights to the engines, and return the metrics of the transfer.
+
+        If the transfer may overlap with the next step, do not wait for it, and return {}.
+        """
         with clock.measure("publishing_weights"):
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
-            # An exported model is one whose weights are proven
+            # Before an export, always wait for the proof, so that only weights that work are exported
             may_wait = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
             return {} if may_wait else dict(self._proof())
 
     def _finish(self) -> None:
-        """Leave the last checkpoint and the final model."""
-        # While an earlier checkpoint is being written, the last one would be left out
+        """Save the last checkpoint and the final model."""
+        # Wait for an earlier checkpoint first: while one is being written, `save` skips the next
         self._wait_for_checkpoint()
         self._save()
         self.exporter.save_final(self.policy, self.samples)
@@ -134,20 +146,21 @@ class Trainer:
             self.checkpointer.wait()
 
     def _save_if_due(self) -> None:
-        # `_finish` saves the last step
+        # Not after the last step, which `_finish` saves
         if self.saves_after(self.version) and self.version < self.num_steps:
             self._save()
         self.exporter.save_if_due(self.policy, self.samples)
 
     def _save(self, end_reason: str = "") -> None:
-        """Save a checkpoint; with a reason to end, wait until it is written.
+        """Save a checkpoint. If there is a reason to end the run, wait until it is written.
 
         Raises:
             RunFailed: The run is to end, and its last checkpoint could not be written.
         """
         if self.checkpointer is None:
             return
-        # The groups that are alive belong to a live policy
+        # The groups that are not trained yet are saved with this version number, so engines must already have its
+        # weights
         self._proof()
         self.checkpointer.save(self.version, self.samples, end_reason)
         if end_reason and not self.checkpointer.wait():
@@ -178,7 +191,10 @@ class Trainer:
 
 
 class StepClock:
-    """Measures where the seconds of a step go on this rank. Spans are in Unix time, as those of other processes are."""
+    """Measures how long this rank spends on each activity of a step.
+
+    Spans are in Unix time, so that they can be compared with those of other processes.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -189,7 +205,7 @@ class StepClock:
 
     @contextmanager
     def measure(self, cause: str) -> Iterator[None]:
-        """Add the time of the `with` block, including the device's work in it, to `cause`."""
+        """Add the duration of the `with` block to the activity `cause`, including the GPU work that it starts."""
         begin_unix = time.time()
         begin = time.perf_counter()
         with waiting("rank", f"rank {self._ranks.rank}", cause):
@@ -201,11 +217,14 @@ class StepClock:
         self._spans.append((track, SPAN_KINDS[cause], begin_unix, begin_unix + elapsed))
 
     def stop(self) -> None:
-        """End `time_per_batch`: the new weights are live, or on their way. What follows is measured separately."""
+        """End the time that counts as `time_per_batch`. Call it once the new weights are sent to the engines."""
         self._time_per_batch = time.perf_counter() - self._started
 
     def report(self) -> dict[str, Any]:
-        """Return seconds by cause: the mean over ranks within the step, the longest of any rank after it. A collective."""
+        """Return the seconds of each activity: for those within the step the mean over ranks, else the maximum.
+
+        A collective.
+        """
         during_step = [self._seconds[cause] for cause in DURING_STEP]
         after_step = [self._seconds[cause] for cause in AFTER_STEP]
         sums, maxima = self._ranks.sum_and_max(during_step, after_step)

@@ -1,8 +1,9 @@
-"""Trajectories with rewritten history, whose sequences lie in different micro-batches, possibly on different ranks.
+"""Trajectories of several sequences, which may lie in different micro-batches and on different ranks.
 
-A critic's advantages are computed along a trajectory in time: a reward of a later sequence must reach the tokens of the
-earlier ones, and the last token of a sequence is followed by the value of the first token of the next one. So the rewards
-and values of these trajectories, and of no others, are gathered on every rank.
+A trajectory has several sequences if its history was rewritten. Advantages with a critic are computed along the
+trajectory in time: a reward in a later sequence must reach the tokens of earlier sequences, and the last token of a
+sequence needs the value of the first token of the next one. So the rewards and values of these trajectories, and of no
+others, are gathered on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +20,21 @@ from async_grpo.training.objective import BatchTensors
 
 @dataclass(frozen=True)
 class Part:
-    """Places of the tokens of one row in `JoinedTrajectories.columns`."""
+    """The tokens of one row that belong to `JoinedTrajectories`, and their indices in `columns`."""
 
     row: BatchTensors
-    tokens: Int64[Tensor, " tokens"]  # places in the row
-    places: Int64[Tensor, " tokens"]  # places in the columns
+    tokens: Int64[Tensor, " tokens"]  # indices of the tokens in the row
+    places: Int64[Tensor, " tokens"]  # indices of the same tokens in `JoinedTrajectories.columns`
 
 
 @dataclass(frozen=True)
 class JoinedTrajectories:
-    """All trajectories with several sequences of a step, end to end, each in the order of time."""
+    """The trajectories of a step that have several sequences, end to end. Each is in the order of time."""
 
-    parts: list[Part]  # of this rank
+    parts: list[Part]  # the tokens that this rank holds, by row
     lengths: list[int]  # number of tokens of each trajectory
-    columns: Float64[Tensor, "3 packed"]  # on the CPU: rewards, values, and 1 where a token is trained on
+    # Rewards, values, and 1 where a token is trained on, for the tokens of all ranks; on the CPU
+    columns: Float64[Tensor, "3 packed"]
 
     def estimate(
         self,
@@ -41,7 +43,10 @@ class JoinedTrajectories:
             tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]],
         ],
     ) -> None:
-        """Write advantages and returns into the rows; they replace those that were computed for each sequence alone."""
+        """Write advantages and returns along whole trajectories into the rows.
+
+        They replace those that were computed for each sequence alone.
+        """
         rewards, values, is_trained = (self._by_trajectory(column) for column in self.columns)
         is_token = self._by_trajectory(torch.ones(sum(self.lengths), dtype=torch.bool))  # False at padding
         advantages, returns = critic_returns(rewards, values, is_trained.bool())
@@ -52,14 +57,14 @@ class JoinedTrajectories:
             row.returns[0, part.tokens] = returns[is_token][part.places].to(row.returns)
 
     def _by_trajectory(self, column: Shaped[Tensor, " packed"]) -> Shaped[Tensor, "trajectories tokens"]:
-        """Return a row for each trajectory, padded, from a column."""
+        """Return a column as a padded table with one row for each trajectory."""
         return pad_sequence(list(column.split(self.lengths)), batch_first=True)
 
 
 def joined_trajectories(rows: Sequence[BatchTensors], ranks: Ranks) -> JoinedTrajectories | None:
-    """Gather the trajectories with several sequences of all ranks; None if there are none. A collective.
+    """Return the trajectories of all ranks that have several sequences, or None if there are none. A collective.
 
-    `advantages` of the rows must still be rewards, and `old_values` must be set.
+    `advantages` of the rows must still hold rewards, and `old_values` must be set.
     """
     pieces = [_piece(row) for row in rows if row.times is not None]
     num_tokens = sum(len(piece.times) for piece in pieces)
@@ -84,13 +89,13 @@ def joined_trajectories(rows: Sequence[BatchTensors], ranks: Ranks) -> JoinedTra
 
 @dataclass(frozen=True)
 class _Piece:
-    """The tokens of one row that belong to trajectories with several sequences; on the CPU."""
+    """The tokens of one row that belong to trajectories with several sequences. Its tensors are on the CPU."""
 
     row: BatchTensors
-    tokens: Int64[Tensor, " tokens"]  # places in the row
-    names: Int64[Tensor, "sequences 2"]  # group and member of each sequence
-    sequences: Int64[Tensor, " tokens"]  # index of each token's sequence among `names`
-    times: Int64[Tensor, " tokens"]  # ranks in time in the trajectory
+    tokens: Int64[Tensor, " tokens"]  # indices of the tokens in the row
+    names: Int64[Tensor, "sequences 2"]  # (group, member) of each sequence, which identifies its trajectory
+    sequences: Int64[Tensor, " tokens"]  # index of each token's sequence in `names`
+    times: Int64[Tensor, " tokens"]  # index of each token in its trajectory, in the order of time
 
 
 def _piece(row: BatchTensors) -> _Piece:
@@ -106,7 +111,7 @@ def _piece(row: BatchTensors) -> _Piece:
 def _all_trajectories(
     pieces: Sequence[_Piece], ranks: Ranks
 ) -> tuple[Int64[Tensor, "trajectories 2"], Int64[Tensor, " trajectories"]]:
-    """Return the names and the lengths in tokens of all ranks' trajectories, sorted."""
+    """Return the (group, member) and the number of tokens of each trajectory of all ranks, sorted."""
     parts = [torch.zeros(0, 3, dtype=torch.int64)]
     for piece in pieces:
         ends = torch.zeros(len(piece.names), dtype=torch.int64)
@@ -126,7 +131,7 @@ def _all_trajectories(
 def _lengths(
     names: Int64[Tensor, "entries 2"], ends: Int64[Tensor, " entries"]
 ) -> tuple[Int64[Tensor, "trajectories 2"], Int64[Tensor, " trajectories"]]:
-    """Return the distinct names, and the length of each, which is its largest end."""
+    """Return the distinct names of trajectories, and the length of each: the largest of its ends."""
     distinct_names, indices = torch.unique(names, dim=0, return_inverse=True)
     lengths = torch.zeros(len(distinct_names), dtype=torch.int64)
     return distinct_names, lengths.scatter_reduce(0, indices, ends, "amax")

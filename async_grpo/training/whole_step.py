@@ -1,8 +1,9 @@
-"""Terms of a loss that depend on a whole step: one forward over all its micro-batches, before any gradient.
+"""Terms of a loss that depend on all micro-batches of a step, and are computed before any gradient.
 
-Some terms are no sums over tokens: advantages whitened with the critic's values (GAE), importance weights divided by their
-mean, the few tokens with the largest covariance (clip_cov, kl_cov), and the number of tokens that remain of a group after
-rejection (prompt_mean). This module computes them independently of the packing, at the cost of one more forward.
+Some terms are not sums over tokens: whitened advantages with a critic (GAE), importance weights divided by their mean,
+the few tokens with the largest covariance (clip_cov, kl_cov), and the number of tokens of a group that are not rejected
+(prompt_mean). This module computes them independently of the packing. It costs an additional forward of every
+micro-batch.
 """
 
 import math
@@ -24,20 +25,22 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.trajectories import joined_trajectories
 
-MIXER = 1_000_003  # keeps sums of different numbers distinct; int64 may wrap around
+# Prime number by which the parts of a token's key are multiplied, so that sums of different parts differ. Products may
+# wrap around in int64
+MIXER = 1_000_003
 
 
 def add_step_terms(
     policy: PolicyModel, objective: Objective, rows: Sequence[BatchTensors], ranks: Ranks, step: int
 ) -> None:
-    """Write the terms that the objective needs into the rows. A collective, with equally many rows on every rank.
+    """Write the terms that the objective needs into the rows. A collective.
 
     Args:
         policy: The policy.
         objective: The objective of the training.
-        rows: The micro-batches of this rank.
+        rows: The micro-batches of this rank. Every rank must pass the same number.
         ranks: The ranks of the training.
-        step: Seeds the random selection of clip_cov.
+        step: Number of the step, with which the seed of clip_cov's random selection changes.
     """
     with torch.no_grad():
         for row in rows:
@@ -56,9 +59,12 @@ def add_step_terms(
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
-    """Estimate advantages along each trajectory in time, and whiten them over the step; rejected tokens count too."""
+    """Set `advantages` and `returns`: estimated along each trajectory in time, and whitened over the step if required.
+
+    Rejected tokens are included in both.
+    """
     assert objective.critic_returns is not None
-    # Must come first: the loop replaces the rewards, which `row.advantages` still holds
+    # This must come before the loop, which overwrites the rewards in `row.advantages`
     trajectories = joined_trajectories(rows, ranks)
     for row in rows:
         assert row.old_values is not None
@@ -84,18 +90,18 @@ def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ran
 def _by_sequence(
     values: Shaped[Tensor, "1 packed"], lengths: list[int]
 ) -> Shaped[Tensor, "sequences tokens"]:
-    """Return a row for each sequence, padded, from the values of sequences end to end."""
+    """Return the values of packed sequences as a padded table with one row for each sequence."""
     return pad_sequence(list(values[0].split(lengths)), batch_first=True)
 
 
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
-    """Set `group_tokens` of every token to the number of tokens of its group that are not rejected, over all ranks."""
+    """Set `group_tokens` of every kept token to the number of kept tokens of its group on all ranks."""
     kept_ids = torch.cat([row.group_ids[row.kept] for row in rows])
-    # The groups of a step are neighbours, so a table from the first to the last is short
+    # The group ids of a step are close together, so a table from the lowest to the highest id is short
     bounds = [float(-kept_ids.min()), float(kept_ids.max())] if len(kept_ids) else [-math.inf, -math.inf]
     lowest, highest = ranks.max(bounds)
     if highest == -math.inf:
-        # Every token of the step was rejected
+        # All tokens of the step were rejected
         return
     first = int(-lowest)
     num_groups = int(highest) - first + 1
@@ -120,7 +126,7 @@ def _average_weights(rows: Sequence[BatchTensors], objective: Objective, ranks: 
 
 
 def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, step: int) -> None:
-    """Set `selected` to the tokens with the highest scores, over the micro-batches of all ranks."""
+    """Set `selected` to True at the tokens with the highest scores among those of all ranks."""
     loss = objective.loss
     options: dict[str, Any] = loss.options | objective.loss_settings
     assert loss.scores is not None
@@ -144,11 +150,15 @@ def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, st
 
 
 def _token_keys(row: BatchTensors) -> Int64[Tensor, "1 packed"]:
-    """Return a distinct number for each token, made of its group, its position and its engine log-prob."""
-    ids = row.sequence_ids[0]  # ascending
+    """Return a distinct number for each token, which does not depend on the packing.
+
+    It is a hash of the token's group, its position, and the engine's log-probs of its sequence.
+    """
+    ids = row.sequence_ids[0]  # in ascending order
     position = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
-    # Members of a group may begin with the same tokens, but the log-probs of whole sequences differ
+    # Hash the log-probs of the whole sequence into its keys. Group and position are the same for all members of a
+    # group, and even the first tokens and their log-probs may be the same
     contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
     contents = contents.index_add(0, ids, bits * (2 * position + 1))
     return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + position)[None]
