@@ -48,8 +48,8 @@ def claim(folder: Path, mark: str | None = None, *, may_hold_run: bool = False) 
         may_hold_run: The folder may hold a run, which continues.
 
     Raises:
-        ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must not
-            be replaced.
+        ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must
+            not be replaced.
     """
     flag = f"--output-dir {folder}"
 
