@@ -99,7 +99,7 @@ class RemoteExperience:
         return dict(answer(self.controller.situation.remote(), SITUATION_TIMEOUT_S))
 
     def after_step(self, step: int) -> dict[str, Any]:
-        """Begin an evaluation if one is due, and return the metrics of evaluations that have ended since the last step."""
+        """Begin an evaluation if one is due, and return the metrics of evaluations that have ended."""
         is_due = self.config.evaluation_is_due(step, self.config.num_steps)
         is_last = step == self.config.num_steps
         is_training_waiting = is_due and (is_last or self.config.eval_pinned)

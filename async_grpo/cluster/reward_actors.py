@@ -120,7 +120,7 @@ class RunVerification:
         self.close = self._resources.aclose
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return the statistics since the last call: `verifiers` by adapter, and numbers of the cache and the budget."""
+        """Return the statistics since the last call: `verifiers` by adapter, and numbers of cache and budget."""
         return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:

@@ -1,4 +1,4 @@
-"""The program of one trainer rank. Rank 0 opens the run on the cluster, and every rank trains its shard of the policy."""
+"""The program of one trainer rank. Rank 0 opens the run on the cluster, and every rank trains a shard of the policy."""
 
 import dataclasses
 import logging

@@ -158,7 +158,7 @@ def _worker_class(config: WorkerConfig) -> Any:
 
 
 def check_library(settings: SharedRunSettings) -> None:
-    """Refuse a run whose trainer has another version of this library, because messages could be misunderstood silently."""
+    """Refuse a run whose trainer has another version of this library, which might silently misread messages."""
     if library_version() != settings.library:
         raise ConfigurationError(
             f"this node ({socket.gethostname()}) has version {library_version()} of async-grpo, the trainer of run "
