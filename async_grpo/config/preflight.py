@@ -55,8 +55,7 @@ class Prepared:
         return replace(facts, hidden_size=model.hidden_size)
 
     def with_rewards(self, names: str) -> "Prepared":
-        """Return these inputs with the rewards that the workers name. This is used if the trainer has no `--reward-fns`.
-
+        """Return these inputs with the rewards that the workers name, because the trainer has no `--reward-fns`.
         Args:
             names: Comma-separated names of the rewards.
 

@@ -36,7 +36,7 @@ _cluster = partial(option, panel="Cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunOptions):
-    """All options of a training run. Sizes are in tokens, samples (completions) or questions (prompts); times in seconds."""
+    """All options of a training run. Sizes are in tokens, samples (completions) or questions (prompts)."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], explicit_names: Collection[str]) -> Self:
@@ -89,8 +89,8 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
     )
     rejoin_s: float = _cluster(
         300.0,
-        "Seconds that a worker keeps its model loaded after the trainer died and waits for it to be restarted; 0 does not "
-        "wait.",
+        "Seconds that a worker keeps its model loaded after the trainer died and waits for it to be restarted; 0 does "
+        "not wait.",
         range=NOT_NEGATIVE,
     )
     node: str = _cluster(

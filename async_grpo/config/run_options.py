@@ -46,8 +46,8 @@ class RunOptions(
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = required(
-        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. The "
-        "word environment: the environment makes the rows.",
+        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. "
+        "The word environment: the environment makes the rows.",
         everyday=True,
     )
     output_dir: str = option(
@@ -73,8 +73,8 @@ class RunOptions(
     keep_checkpoints: int = _output(2, "Number of newest checkpoints to keep.", range=POSITIVE)
     keep_best: str | None = _output(
         None,
-        "NAME of a file in --eval-data-path. The checkpoint with the best evaluation on that file is also kept, and every "
-        "evaluated step is saved.",
+        "NAME of a file in --eval-data-path. The checkpoint with the best evaluation on that file is also kept, and "
+        "every evaluated step is saved.",
     )
     checkpoint_timeout_s: float = _output(
         1800.0, "Maximum number of seconds that writing a checkpoint may take.", range=POSITIVE
@@ -89,8 +89,8 @@ class RunOptions(
     )
     stall_s: float | None = _output(
         None,
-        "Seconds without a finished step after which the run writes a report of what it waits for. The default is three "
-        "times the median duration of a step, but at least 120.",
+        "Seconds without a finished step after which the run writes a report of what it waits for. The default is "
+        "three times the median duration of a step, but at least 120.",
         range=POSITIVE,
     )
     min_samples_per_checkpoint: int = _output(
