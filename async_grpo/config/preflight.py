@@ -56,6 +56,7 @@ class Prepared:
 
     def with_rewards(self, names: str) -> "Prepared":
         """Return these inputs with the rewards that the workers name, because the trainer has no `--reward-fns`.
+
         Args:
             names: Comma-separated names of the rewards.
 

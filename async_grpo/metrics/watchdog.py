@@ -1,4 +1,4 @@
-"""`Watchdog`: if a run makes no progress, it writes a report with the cause to `<output_dir>/stalls/<time>_step<n>/`."""
+"""`Watchdog`: if a run makes no progress, it writes a report to `<output_dir>/stalls/<time>_step<n>/`."""
 
 import logging
 import os

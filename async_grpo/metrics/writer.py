@@ -277,7 +277,7 @@ class MetricsWriter:
         }
 
     def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
-        """Return the alarms of kinds that the previous step did not have, and a text with the number of other alarms."""
+        """Return the alarms whose kind is new in this step, and a text with the number of all other alarms."""
         kind_by_alarm = {alarm: alarm_kind(alarm) for alarm in alarms}
         new_alarms = [alarm for alarm, kind in kind_by_alarm.items() if kind not in self._alarm_kinds]
         self._alarm_kinds = set(kind_by_alarm.values())
