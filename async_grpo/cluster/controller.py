@@ -39,14 +39,14 @@ from async_grpo.weights.package import SELF_TEST
 
 @dataclass(frozen=True)
 class MissingParts:
-    """What a run still waits for before it can start."""
+    """The workers that a run still waits for before it can start, and the rewards that its workers name."""
 
     description: str  # missing workers and the commands that start them; "" if none is missing
     rewards: str  # `--reward-fns` of the generation workers; "" if they name none
 
 
 class RunController:
-    """The state of a run. Every public method may be called from another process.
+    """Controls a run and holds its state. All public methods may be called from other processes.
 
     Args:
         settings: Settings that all workers of the run must agree on.
@@ -258,7 +258,7 @@ class RunController:
         await self._resources.aclose()
 
     async def close(self, reason: str) -> None:
-        """Tell the dispatchers that the run is over, and wait until their workers have signed off."""
+        """Tell the dispatchers that the run is over, and wait until all workers are deregistered."""
         self._end_reason = self._end_reason or reason
         self._is_over.set()
         while any(workers.by_id for workers in self._workers_by_kind.values()):

@@ -23,7 +23,7 @@ from async_grpo.protocols import Connect, WeightPackage, WorkerLink
 from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session, Tokens
 from async_grpo.weights.package import SELF_TEST
 
-# Time limit for statistics at the end of a step. It is short because all ranks wait meanwhile
+# Time limit for statistics at the end of a step. It is short because all ranks wait for the statistics
 PROGRESS_TIMEOUT_S = 1.0
 # Number of worker losses in a row without progress after which the group itself is probably the cause. Losses with
 # progress do not count, because long groups have many of them and would be set aside too often
@@ -130,7 +130,7 @@ class RegisteredWorkers:
         return messages
 
     async def until_gone(self, worker_id: str) -> str:
-        """Wait until a worker is no longer a member, and return the reason."""
+        """Wait until a worker is removed, and return the reason."""
         worker = self.by_id.get(worker_id)
         return await asyncio.shield(worker.gone) if worker else "it is no member"
 
@@ -205,7 +205,7 @@ def _ignore_error(task: asyncio.Future[Any]) -> None:
 
 
 class _UnfinishedCompletions:
-    """The completions of one prompt that are still to be generated.
+    """The completions of one prompt that are not finished yet.
 
     Args:
         seeds: Seed of each completion, by its index in the group.
@@ -261,7 +261,7 @@ class GenerationWorkers(RegisteredWorkers):
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions as they finish. If a worker is lost, another one continues its completions.
+        """Yield `count` completions, each as soon as it is finished. If a worker is lost, another one continues its completions.
 
         Args:
             prompt: The prompt.

@@ -111,7 +111,7 @@ class RayEngines:
         return receipts
 
     def fence(self, worker_id: str, error: Exception) -> None:
-        """End a worker that did not prove its weights; see `Engines`."""
+        """Kill and remove a worker that could not prove its weights; see `Engines`."""
         info, handle = self._members.pop(worker_id)
         # The kill makes the worker's open requests fail at once, and its dispatcher notices it
         ray.kill(handle)

@@ -41,7 +41,7 @@ def idle(config: Any, flags: str, reason: str) -> Broken:
 
 
 def _changed(config: Any, names: Iterable[str]) -> list[str]:
-    """Return the options that differ from their defaults."""
+    """Return those of the options whose values differ from their defaults."""
     fields = type(config).__dataclass_fields__
     return [name for name in names if getattr(config, name) != fields[name].default]
 

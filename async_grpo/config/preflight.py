@@ -44,7 +44,7 @@ class Prepared:
     eval_questions: dict[str, list[Question]]  # held-out questions, by name of their file
     # None if the rewards are to be named by the workers, which has not happened yet
     rewards: ResolvedRewards | None
-    resumed: Manifest | None = None  # manifest of the checkpoint that the run continues from
+    resumed: Manifest | None = None  # manifest of the checkpoint from which the run continues
 
     @property
     def facts(self) -> RunFacts:

@@ -130,7 +130,7 @@ class RunOptions(
 
     @property
     def samples_between_models(self) -> int:
-        """Return the number of samples after which the model is saved again in the Hugging Face format."""
+        """Return the number of samples between two saves of the model in the Hugging Face format."""
         if self.save_every is None:
             return self.min_samples_per_checkpoint
         return self.save_every * self.samples_per_step

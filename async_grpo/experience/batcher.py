@@ -200,7 +200,7 @@ class ExperienceBatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def rollout_loop(self) -> None:
-        """Admit every group of the run, each as soon as the staleness budget allows."""
+        """Admit all groups of the run one by one, each as soon as the staleness budget has a free slot."""
         num_groups = self.config.num_steps * self.config.groups_per_step
         while self._admitted < num_groups:
             with waiting("slot", "the rollout loop", "a slot of the staleness budget"):

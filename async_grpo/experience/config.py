@@ -123,13 +123,14 @@ class BatchConfig(AlgorithmConfig):
     )
     max_resamples: int = on_groups(
         8,
-        "Maximum number of times that one group is replaced by another prompt. The last replacement is trained even if "
-        "it is unfit, too.",
+        "Maximum number of times that one group is replaced by a group of another prompt. The last replacement is "
+        "always trained.",
         range=NOT_NEGATIVE,
     )
     retire_solved_above: float | None = on_groups(
         None,
-        "Mean reward of a group from which on its question is no longer drawn. By default questions never retire.",
+        "Stop drawing a question once the mean reward of its group reaches this value. By default questions never "
+        "retire.",
     )
     curriculum: str | None = on_groups(
         None,

@@ -21,7 +21,7 @@ from async_grpo.processes.untrusted_files import (
 )
 from async_grpo.types import Prompt
 
-TEMPLATE_S = 30.0  # longest time that a chat template may take for one row, in seconds
+TEMPLATE_S = 30.0  # maximum number of seconds that a chat template may take for one row
 PROMPT_COLUMNS = ("input", "prompt", "messages")
 # A prompt with more characters per allowed token than this is refused, because tokenizing it would take minutes and
 # gigabytes of memory

@@ -1,4 +1,4 @@
-"""From verdicts to advantages: what each sample of a group is worth, and which of its tokens are trained on.
+"""Turn the verdicts of a group into advantages, and decide which tokens are trained on.
 
 A failed reward never becomes a zero silently. The option `--on-reward-failure` of the failed adapter decides. By
 default, its sample is masked. `group_mean` gives the sample the mean reward of its group. `refill` replaces the group
@@ -22,7 +22,7 @@ from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
 class GroupAdvantages:
-    """Turns the verdicts of groups into advantages, as the run's options say.
+    """Turns the verdicts of groups into advantages, according to the run's options.
 
     A truncated completion that is left out of the loss still counts in its group's baseline. A filtered group counts in
     no statistic and no denominator.

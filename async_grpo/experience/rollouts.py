@@ -104,7 +104,7 @@ class Rollouts:
             self._recomputed.append(RecomputedLogprobs("proximal", proximal, "proximal_logprobs"))
 
     async def group(self, prompt: Prompt, number: int, version: int) -> Group:
-        """Generate and score the group of a prompt.
+        """Generate the completions of a prompt, score them, and return them as a group.
 
         Args:
             prompt: The question.

@@ -1,4 +1,4 @@
-"""How the age of every token is bounded: permission before generating, and a last step for every group.
+"""Bound the age of all tokens: groups need permission before they are generated, and have a last step to be trained in.
 
 A group is alive from its admission until the weights trained on it are live in the engines (`StalenessBudget`). With P
 groups per optimizer step and at most S steps of staleness, at most `capacity` groups are alive, by default (S + 1) * P.
@@ -149,7 +149,7 @@ class StepAssembler:
                 self._early_groups_due.append(due)
 
     def offer(self, group: Group) -> list[Event]:
-        """Take a finished group.
+        """Accept a finished group, and return the micro-batches and step ends that it completes.
 
         Returns:
             The micro-batches and step ends that this group completes. The list is empty while the step is incomplete.

@@ -188,7 +188,7 @@ class StepAlarms:
         self._constant_steps: Counter[str] = Counter()
 
     def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return the alarms of the next step.
+        """Return the alarms of a step. Call this once per step, in order.
 
         Args:
             groups: The groups of the step.

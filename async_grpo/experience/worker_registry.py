@@ -78,7 +78,7 @@ class Lease:
 
 
 class WorkerRegistry:
-    """The workers of one kind ("generation", ...). All methods except `acquire` are synchronous; use one event loop.
+    """The registered workers of one kind, such as "generation". Use it in one event loop.
 
     Args:
         kind: The kind of the workers.
@@ -156,7 +156,7 @@ class WorkerRegistry:
         self._expected_until = time.monotonic() + for_s
 
     def members(self) -> list[WorkerInfo]:
-        """Return the description of every registered worker."""
+        """Return the descriptions of all registered workers."""
         return [member.info for member in self._members.values()]
 
     async def acquire(self, sequences: int, tokens_each: int, prefers: str = "") -> Lease:

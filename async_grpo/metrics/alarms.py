@@ -26,7 +26,7 @@ Line = Mapping[str, Any]
 
 
 def hacking_alarms(lines: Sequence[Line]) -> list[str]:
-    """Return the alarms of the last step.
+    """Return the alarms for the last step of a run.
 
     There are four kinds of alarms: the length changes more than the reward justifies, endings repeat, one of several
     rewards no longer varies, and evaluation results fall while the training reward rises.
