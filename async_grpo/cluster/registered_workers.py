@@ -261,7 +261,9 @@ class GenerationWorkers(RegisteredWorkers):
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, each as soon as it is finished. If a worker is lost, another one continues its completions.
+        """Yield `count` completions, each as soon as it is finished.
+
+        If a worker is lost, another worker continues its unfinished completions.
 
         Args:
             prompt: The prompt.

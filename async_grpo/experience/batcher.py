@@ -102,7 +102,8 @@ class ExperienceBatcher:
 
         self._sequences = 0  # number of sequences that are admitted and still generating
         self._admitted = 0  # number of groups admitted since the start of the run
-        # Groups whose trained weights are not live yet, by sequence number. A checkpoint saves them
+        # Admitted groups for which the weights trained on them are not live yet, by sequence number. Checkpoints save
+        # them
         self._alive: dict[int, Group | UnfinishedGroup] = {}
         # Sequence numbers of each step's groups, by step, until the weights trained on them are live
         self._trained_groups: dict[int, list[int]] = {}

@@ -45,7 +45,7 @@ class Curriculum:
             levels.setdefault(_task(row), set()).add(level)
         self._levels = {task: sorted(task_levels) for task, task_levels in levels.items()}
         self._at = dict.fromkeys(levels, 0)  # task -> index of its current level
-        # mean rewards of the last groups
+        # mean rewards of the last groups at the current level, by task
         self._recent: dict[str, list[float]] = {task: [] for task in levels}
 
     def metrics(self) -> dict[str, int]:

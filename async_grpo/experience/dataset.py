@@ -173,7 +173,7 @@ def _chat_tokens(messages: list[Any], tokenizer: Any) -> list[int]:
                 tokenize=True,
                 return_dict=False,
             )
-    # a template is a program from the model's folder, which may raise any exception
+    # A template is a program from the model's folder, which may raise any exception
     except Exception as error:
         raise ConfigurationError(f"the model's chat template cannot be applied: {error}") from error
 

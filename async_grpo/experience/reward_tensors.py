@@ -15,7 +15,7 @@ from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
 from async_grpo.types import Group, Sample
 
-# inputs of an estimator that are properties of `RewardTensors`
+# Inputs that an estimator may declare and that are properties of `RewardTensors`
 LAID_OUT = (
     "baselines",
     "step_mask",
@@ -41,7 +41,7 @@ class RewardTensors:
         self._by_token = by_token
         self._samples = [sample for group in groups for sample in group.samples]
         self._lengths = [len(sample.completion) for sample in self._samples]
-        # None: already in the order of time
+        # Position in time order of each token of a sample, or None if the tokens already are in time order
         self._times = [sample.completion.times for sample in self._samples]
         # The number of tokens in each column: `_runs` has one array (K,) per sample, `tokens` is padded (B, K)
         self._runs = [self._runs_of(row, sample) for row, sample in enumerate(self._samples)]
