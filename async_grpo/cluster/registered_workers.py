@@ -261,9 +261,7 @@ class GenerationWorkers(RegisteredWorkers):
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, each as soon as it is finished.
-
-        If a worker is lost, another worker continues its unfinished completions.
+        """Yield `count` completions as they finish. If a worker is lost, another one continues its completions.
 
         Args:
             prompt: The prompt.
