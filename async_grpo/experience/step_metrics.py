@@ -262,7 +262,7 @@ class EngineUtilization:
         self._is_allowed = bool(sequences or free_slots)
 
     def take(self, busy: Sequence[Interval] = ()) -> dict[str, float]:
-        """Return the seconds since the last call, divided by what the engines did or could do.
+        """Return for how many seconds since the last call the engines were busy, allowed to work, and not allowed to.
 
         Args:
             busy: The intervals in which any engine had an unfinished request.
