@@ -157,7 +157,7 @@ def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
 def _rewind_file(path: Path, step: int) -> None:
     kept_lines = []
     undone_lines = []
-    # `newline` is set because the text of a sample may contain other line separators
+    # `newline`, because the text of a sample may hold other ends of lines
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:
             # The last line may be incomplete
