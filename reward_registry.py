@@ -1,7 +1,8 @@
-"""The registry file of rewards: this is the file to edit.
+"""The registry of rewards. Edit this file, or a copy of it, to add rewards.
 
-Every worker of a run imports the run's own copy of it, so it may import any installed package but no file
-beside it. Choose with `--reward_fns mathd,sympy`; with several, the best reward wins, unless the run says otherwise.
+The processes of a run use the run's own copy of this file. So it may import any installed package, but no other file
+from its folder. Choose rewards with `--reward-fns mathd,sympy`. Of several rewards, the highest counts, unless
+`--reward-combine` is set.
 
 A reward of your own takes ten lines, here or in a copy of this file:
 
@@ -14,15 +15,15 @@ A reward of your own takes ten lines, here or in a copy of this file:
 
     REWARD_ADAPTERS = {RewardType.SHORT: short}
 
-`sample` holds every column of the data row, and `completion`, `sample_text` (input + completion),
-`completion_token_ids`, `truncated` and `group_id`. Return `reward` and any further numbers, which are logged.
-Raise when a sample cannot be scored: it is then left out of training, while a reward of 0 says that the
-completion is bad. Return {"abstain": "why"} to leave the judgement to the other rewards. Options arrive as
-the keywords that you name.
+`sample` has every column of the data row, and `completion`, `sample_text` (input + completion),
+`completion_token_ids`, `truncated` and `group_id`. Return `reward` and any other numbers, which are logged.
+Raise an exception if a sample cannot be scored. It is then left out of training, whereas a reward of 0 means that the
+completion is bad. Return {"abstain": "why"} to leave the judgement to the other rewards. The run's reward options are
+passed as the keyword arguments that your function names.
 
-A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards`
-or `token_rewards` (`async_grpo.rewards.adapter.result`). One that needs the whole group takes `@post_process`, one
-that takes many samples at a time `@batch`.
+A process reward rewards single steps of a completion. Decorate it with `@process_reward`, and return `step_rewards`
+or `token_rewards` (see `async_grpo.rewards.adapter.result`). Use `@post_process` for a reward that needs the whole
+group, and `@batch` for a function that scores many samples at a time.
 """
 
 from enum import Enum
@@ -68,14 +69,14 @@ class RewardType(str, Enum):
 @cacheable
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
 def math_verify(sample: dict) -> dict:
-    """Check that the answer equals `answer` for the library math-verify: the most lenient of the three."""
+    """Check with math-verify that the answer equals `answer`. This is more lenient than `mathd` and `sympy`."""
     from async_grpo.rewards.builtin.math_verify import score
 
     return score(sample)
 
 
 def mathd(sample: dict) -> dict:
-    r"""Check that the last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
+    r"""Check that the last \boxed{} equals `answer` after the text normalization of the MATH data set."""
     return mathd_rules.score(sample)
 
 
@@ -90,7 +91,7 @@ def sympy(sample: dict) -> dict:
 
 @process_reward
 def countdown_steps(sample: dict) -> dict:
-    """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
+    """Reward `countdown` step by step: little for each allowed number in <answer>, and 1 for a correct answer."""
     return countdown_rules.score_steps(sample)
 
 
@@ -103,7 +104,7 @@ def code(
     all_or_nothing: bool = False,
     allow_unsandboxed: bool = False,
 ) -> dict:
-    """Return the share of the row's `tests` that the Python code passes, in a sandbox."""
+    """Run the Python code in a sandbox, and return the share of the row's `tests` that it passes."""
     from async_grpo.rewards.builtin.code import score
 
     return score(
@@ -117,12 +118,12 @@ def code(
 
 
 def regex(sample: dict, pattern: str | None = None, search: bool = False) -> dict:
-    """1 if the completion matches `pattern`, of the row or the option."""
+    """Return 1 if the completion matches `pattern`, which is a column of the row or an option."""
     return text.regex(sample, pattern, search)
 
 
 def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
-    """1 if the answer is literally `answer`, or one of the list `answers`."""
+    """Return 1 if the answer equals the text in `answer`, or one of the texts in the list `answers`."""
     return text.exact(sample, strip, case)
 
 
@@ -134,19 +135,19 @@ def length(
     cache_tokens: int = 1024,
     judge: str = "math_verify",
 ) -> dict:
-    """By the number of tokens: DAPO's slope before `max_tokens` (with `--reward-combine sum`), or the cosine reward."""
+    """Reward by length: DAPO's penalty before `max_tokens`, for `--reward-combine sum`, or the cosine reward."""
     return text.length(sample, schedule, max_tokens, cache_tokens, judge)
 
 
 @post_process(mathd_rules.post_process_scores)
 def majority(sample: dict) -> dict:
-    """1 if the answer is the one that most completions of the prompt give: training without answers."""
+    """Return 1 if most completions of the prompt give the same answer. This allows training without known answers."""
     return mathd_rules.score_vote(sample)
 
 
 @warmed_by({"completion": "1", "schema": {"type": "integer"}})
 def json_schema(sample: dict, schema: str | None = None) -> dict:
-    """1 if the completion is JSON that fits `schema`, of the row or the option."""
+    """Return 1 if the completion is JSON that fits `schema`, which is a column of the row or an option."""
     from async_grpo.rewards.builtin.json_schema import score
 
     return score(sample, schema)
@@ -156,7 +157,9 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.MATH_VERIFY: math_verify,
     RewardType.MATHD: mathd,
     RewardType.SYMPY: sympy,
-    RewardType.COUNTDOWN: countdown_rules.score,  # as it is: known to be bounded in time, it needs no process
+    # Used directly and not wrapped, because the library then knows that its time is bounded and that it needs no
+    # process
+    RewardType.COUNTDOWN: countdown_rules.score,
     RewardType.COUNTDOWN_STEPS: countdown_steps,
     RewardType.FORMAT: text.format,
     RewardType.CODE: code,
@@ -165,10 +168,11 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.LENGTH: length,
     RewardType.MAJORITY: majority,
     RewardType.JSON_SCHEMA: json_schema,
-    RewardType.ENVIRONMENT: played.environment,  # what an --environment gives itself
+    RewardType.ENVIRONMENT: played.environment,  # the reward that the run's environment itself gives
     RewardType.ENVIRONMENT_TURNS: played.environment_turns,
-    # Remote judges: settings, not functions. Without a `url` they are asked where the run says: the first three by
-    # --judge-urls or at the servers of --judge-model, the last one, which speaks another protocol, by --http-scorer-urls.
+    # Remote judges are settings and not functions. Without a `url`, the run's options name the servers. For the first
+    # three these are --judge-urls, or the servers of --judge-model. The last one has another protocol and uses
+    # --http-scorer-urls.
     RewardType.LLM_JUDGE: LLMJudge(model="judge"),
     RewardType.GENERATIVE_RM: GenerativeRM(model="judge", yes_no=True),
     RewardType.REWARD_MODEL: RewardModelJudge(model="judge"),

@@ -1,6 +1,6 @@
-"""What is shipped with the package: a tiny model, countdown tasks and the default reward registry.
+"""Data that are shipped with the package: tiny models, tasks and the default reward registry.
 
-`async_grpo/data` is a link to the folder `sample-data` of the checkout, so that there is one copy of everything.
+`async_grpo/data` is a symbolic link to the folder `sample-data` of the repository, so that every file exists only once.
 """
 
 from pathlib import Path

@@ -1,13 +1,15 @@
-"""Make countdown tasks: reach a target with a few numbers, each used exactly once.
+"""Make countdown tasks, in which a target must be reached with a few numbers, each used exactly once.
 
     python sample-data/create_count_down.py --tokenizer Qwen/Qwen2-1.5B-Instruct --num-heldout 512
 
-The problems come from the hub (Jiayi-Pan/Countdown-Tasks-3to4) or are generated here from a seed. The two
-files share no problem: a problem is its numbers in any order plus its target, however a row orders them.
+The problems come from the Hugging Face hub (Jiayi-Pan/Countdown-Tasks-3to4) or are generated here from a seed.
+The training file and the held-out file share no problem. Two problems are the same if they have the same target
+and the same numbers, in any order.
 
-A row holds `input` (the prompt as a string, assistant prefill included), `input_token_ids`, `answer` (the
-target), `nums`, `target`, `messages` (the chat without the prefill) and `end_token`. The response to be
-scored is "<think>" plus the completion; it must look like `<think>...</think>\\n<answer>3*(4+5)</answer>`.
+The columns of a row are `input` (the prompt as a string, including the beginning of the answer), `input_token_ids`,
+`answer` (the target), `nums`, `target`, `messages` (the chat without the beginning of the answer) and `end_token`.
+The response to be scored is "<think>" plus the completion. It must look like
+`<think>...</think>\\n<answer>3*(4+5)</answer>`.
 """
 
 import importlib.util
@@ -49,7 +51,7 @@ PromptStyle = Literal["full", "short"]
 
 
 class Problem(NamedTuple):
-    """The numbers in the order in which the prompt shows them, and the value to reach.
+    """A countdown problem: the numbers in the order of the prompt, and the target to reach with them.
 
     >>> Problem((7, 2, 3), 13).key == Problem((3, 7, 2), 13).key
     True
@@ -60,13 +62,13 @@ class Problem(NamedTuple):
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
-        """What makes two rows the same problem: the sorted numbers and the target."""
+        """Return the sorted numbers and the target. Two rows with the same key are the same problem."""
         return tuple(sorted(self.nums)), self.target
 
 
 @dataclass(frozen=True)
 class ProblemSpace:
-    """Which problems are wanted; every bound is inclusive. Raises ValueError where no problem can exist."""
+    """The range of problems to make. All bounds are inclusive. Raises ValueError if no problem can be in the range."""
 
     min_nums: int = 3
     max_nums: int = 4
@@ -86,7 +88,7 @@ class ProblemSpace:
             raise ValueError(f"operators must be some of {ALL_OPERATORS!r}, got {self.operators!r}")
 
     def holds(self, problem: Problem) -> bool:
-        """Whether the counts and ranges fit; says nothing about which operators a solution needs."""
+        """Return whether the numbers and the target are in range. The operators of a solution are not checked."""
         return (
             self.min_nums <= len(problem.nums) <= self.max_nums
             and all(self.min_number <= number <= self.max_number for number in problem.nums)
@@ -95,7 +97,7 @@ class ProblemSpace:
 
 
 def draw_problem(space: ProblemSpace, rng: random.Random) -> Problem | None:
-    """A problem solved by the random expression that made it; None where its value is no allowed target."""
+    """Return a problem made from a random expression, which solves it, or None if its value is not a valid target."""
     count = rng.randint(space.min_nums, space.max_nums)
     nums = tuple(rng.randint(space.min_number, space.max_number) for _ in range(count))
     values = [Fraction(number) for number in nums]
@@ -112,7 +114,7 @@ def draw_problem(space: ProblemSpace, rng: random.Random) -> Problem | None:
 
 
 def generate_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct solvable problems, in the seed's random order. Raises ValueError where there are not so many."""
+    """Return `count` distinct solvable problems in random order. Raises ValueError if too few problems are found."""
     rng = random.Random(seed)
     problems: dict[Any, Problem] = {}
     for found in track(range(count), description="generating"):
@@ -124,15 +126,15 @@ def generate_problems(space: ProblemSpace, count: int, seed: int) -> list[Proble
         else:
             why = f"{STALLED_AFTER_DRAWS} more draws gave nothing new: ask for fewer or widen {space}"
             raise ValueError(f"{count} distinct problems asked for, but {found} were found and {why}")
-    # Early draws favour problems with many solutions: unshuffled, the held-out file would be the harder one.
+    # Problems with many solutions are drawn early. Without shuffling, the held-out file would have harder ones.
     shuffled = list(problems.values())
     rng.shuffle(shuffled)
     return shuffled
 
 
 def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct problems of the hub that fit. Raises ValueError where the data set holds fewer."""
-    from datasets import load_dataset  # an optional dependency: generated problems do not need it
+    """Return `count` distinct problems from the hub that are in range. Raises ValueError if the hub has fewer."""
+    from datasets import load_dataset  # an optional dependency, which generated problems do not need
 
     problems: dict[Any, Problem] = {}
     for row in load_dataset(HUB_DATASET, split="train").shuffle(seed=seed):
@@ -146,7 +148,7 @@ def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
 
 
 def why_not_hub(space: ProblemSpace) -> str | None:
-    """Why the hub's problems cannot be had, None when they can."""
+    """Return why the problems of the hub cannot be used, or None if they can."""
     if set(space.operators) != set(OPERATORS):
         return f"the hub's problems need all of {ALL_OPERATORS!r}, not only {space.operators!r}"
     if importlib.util.find_spec("datasets") is None:
@@ -160,7 +162,7 @@ def why_not_hub(space: ProblemSpace) -> str | None:
 
 
 def find_problems(source: Source, space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct problems; says where from, and why. Raises ValueError where there are not so many."""
+    """Return `count` distinct problems, and print their source. Raises ValueError if there are too few problems."""
     obstacle = "asked for" if source == "generate" else why_not_hub(space)
     if source == "hub" and obstacle:
         raise ValueError(f"--source hub is impossible: {obstacle}; use --source generate")
@@ -172,7 +174,7 @@ def find_problems(source: Source, space: ProblemSpace, count: int, seed: int) ->
 
 
 def chat_messages(problem: Problem, style: PromptStyle) -> list[dict[str, str]]:
-    """The chat that asks for `problem`, without the assistant's prefill.
+    """Return the chat that asks for a solution, without the beginning of the answer.
 
     >>> chat_messages(Problem((7, 2, 3), 13), "short")
     [{'role': 'user', 'content': '7 2 3=13'}]
@@ -184,7 +186,7 @@ def chat_messages(problem: Problem, style: PromptStyle) -> list[dict[str, str]]:
 
 
 def to_record(problem: Problem, tokenizer: Any, style: PromptStyle) -> dict[str, Any]:
-    """The JSONL row of a problem, its prompt made by the tokenizer's chat template."""
+    """Return the JSONL row of a problem, with a prompt from the tokenizer's chat template."""
     messages = chat_messages(problem, style)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt += SHORT_PREFILL if style == "short" else FULL_PREFILL
@@ -200,7 +202,7 @@ def to_record(problem: Problem, tokenizer: Any, style: PromptStyle) -> dict[str,
 
 
 def load_tokenizer(path: str) -> Any:
-    """Any tokenizer of transformers. Raises ValueError where there is none."""
+    """Load a tokenizer with transformers. Raises ValueError if there is none at the path."""
     from transformers import AutoTokenizer
 
     try:
@@ -210,7 +212,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """One object per line. Raises ValueError where the file cannot be written."""
+    """Write one JSON object per line. Raises ValueError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -241,7 +243,7 @@ def main(
     ] = ALL_OPERATORS,
     seed: int = 0,
 ) -> None:
-    """Write countdown tasks as JSONL, the held-out problems disjoint from the training problems."""
+    """Write countdown tasks as JSONL files. No held-out problem is also a training problem."""
     try:
         space = ProblemSpace(min_nums, max_nums, min_number, max_number, min_target, max_target, operators)
         chat_tokenizer = load_tokenizer(tokenizer)

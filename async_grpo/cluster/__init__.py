@@ -1,1 +1,1 @@
-"""The only room that imports ray: thin actors around plain classes, their names, and how they find each other."""
+"""The only package of the library that imports Ray: thin actors around plain classes, and how they find each other."""

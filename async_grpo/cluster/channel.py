@@ -1,13 +1,13 @@
-"""`Channel`: many small calls to one actor in few messages, in both directions, with deadlines and cancellation.
+"""`Channel`: sends many small calls to one actor in few messages, with deadlines and cancellation.
 
-Ray moves some 2,500 small actor calls per second on two cores, and a run makes several calls per sample. So a message
+Ray handles some 2,500 small actor calls per second on two cores, and a run makes several calls per sample. So a message
 carries all calls that were made since the last message, and its reply carries all answers that are ready:
 
-    call("score", x) --- exchange [calls] -->   waits in the actor for the next answers, and `poll_s` at most
-    call("score", y) --- exchange [calls] -->   does not wait: brings the calls that are made meanwhile
+    call("score", x) --- exchange [calls] -->   waits in the actor for the next answers, at most `poll_s`
+    call("score", y) --- exchange [calls] -->   does not wait: brings calls that are made while the first message waits
     ...              <-- [(id, ANSWER, value), (id, ERROR, error), ...]
 
-An actor that is silent is stuck or gone. A caller that is silent is forgotten, and its calls are cancelled.
+If the actor is silent, the caller treats it as lost. If a caller is silent, the actor forgets it and cancels its calls.
 """
 
 import asyncio
@@ -25,15 +25,16 @@ from ray.exceptions import RayError
 from async_grpo.cluster.ray_session import cause_of
 from async_grpo.errors import AsyncGrpoError, RunFailed, WorkerLost
 
-# Seconds that answers and calls wait for others to share their message. A message costs 3 to 5 ms of CPU on both sides
-# together (`docs/log.md`), a sample takes seconds, and the last answers of a burst do not wait
+# Seconds that answers and calls wait so that others can share their message. A message costs 3 to 5 ms of CPU in total
+# on both sides (`docs/log.md`). The wait is short compared to a sample, which takes seconds, and the last answers do
+# not wait
 ANSWER_DELAY_S = 0.1
 CALL_DELAY_S = 0.02
-POLL_S = 10.0  # longest silence of a healthy actor
-GRACE_S = 30.0  # further silence that is allowed, for an actor that loads weights or is short of CPU
-FORGET_S = 120.0  # silence after which a caller counts as gone
+POLL_S = 10.0  # longest time in seconds after which an idle actor answers
+GRACE_S = 30.0  # additional seconds of silence allowed for an actor that loads weights or is short of CPU
+FORGET_S = 120.0  # seconds of silence after which a caller is forgotten
 # Kinds of answers
-ITEM = 0  # a value of a stream
+ITEM = 0  # one value of a stream
 ANSWER = 1  # the only value of a call
 END = 2  # the end of a stream
 ERROR = 3  # an exception
@@ -43,43 +44,43 @@ Answer = tuple[int, int, Any]  # id, kind, value
 
 
 class ChannelServer:
-    """The actor's half of a channel: a mixin of an actor class, which must be async and call `serve` once."""
+    """The actor's side of a channel: a mixin for an async actor class, which must call `serve` once."""
 
     poll_s = POLL_S
     forget_s = FORGET_S
     answer_delay_s = ANSWER_DELAY_S
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Offer handlers to callers.
+        """Make handlers available to callers.
 
         Args:
             handlers: Functions, coroutine functions, and async generator functions (for `Channel.stream`), by name.
         """
         self._handlers = handlers
-        self._callers: dict[str, _Caller | None] = {}  # None for a caller that is forgotten
-        # Otherwise every full collection looks through torch and vLLM again
+        self._callers: dict[str, _Caller | None] = {}  # by id; None for a caller that is forgotten
+        # Keeps garbage collections short: the objects of torch and vLLM are no longer examined
         gc.freeze()
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:
-        """Take calls, and answer earlier ones.
+        """Begin new calls, and return the answers to earlier calls that are ready.
 
         Args:
             caller_id: Id of the caller's channel.
             calls: New calls, and cancellations of earlier calls.
-            waits: Wait for answers, `poll_s` at most; otherwise return at once, without answers.
+            waits: Whether to wait for answers, at most `poll_s`. If False, return at once without answers.
 
         Returns:
-            The answers that are ready.
+            The answers that are ready, or [] if `waits` is False.
 
         Raises:
-            WorkerLost: The caller was silent for so long that it is forgotten.
+            WorkerLost: The caller was silent too long and has been forgotten.
         """
         now = asyncio.get_running_loop().time()
         if caller_id not in self._callers:
             self._callers[caller_id] = _Caller(now)
         caller = self._callers[caller_id]
         if caller is None:
-            # Its calls were cancelled, so it would wait for their answers for ever
+            # The calls of a forgotten caller were cancelled. Without this error it would wait for their answers forever
             raise WorkerLost(f"a caller that was silent for {self.forget_s:g} s is forgotten with its calls")
         self._begin_calls(caller, calls)
         if not waits:
@@ -92,7 +93,7 @@ class ChannelServer:
         return answers
 
     def _begin_calls(self, caller: "_Caller", calls: list[Call]) -> None:
-        """Begin the calls, and cancel those that the caller no longer wants."""
+        """Begin the new calls, and cancel the calls whose cancellation is requested."""
         for call_id, method, args in calls:
             if method is not None:
                 caller.tasks[call_id] = asyncio.create_task(self._answer(caller, call_id, method, args))
@@ -108,7 +109,7 @@ class ChannelServer:
                 caller.cancel()
 
     async def _wait_for_answers(self, caller: "_Caller") -> None:
-        """Wait until there is an answer, `poll_s` at most, and then a little for the other calls of the caller."""
+        """Wait at most `poll_s` for an answer, then at most `answer_delay_s` for the caller's other answers."""
         if caller.answers:
             return
         caller.has_answers.clear()
@@ -126,7 +127,7 @@ class ChannelServer:
             caller.cancel()
 
     def forget_callers(self) -> None:
-        """Cancel the calls of all callers, which are gone."""
+        """Cancel the calls of all callers, and forget the callers."""
         for caller in self._callers.values():
             if caller is not None:
                 caller.cancel()
@@ -146,7 +147,7 @@ class ChannelServer:
         except AsyncGrpoError as error:
             caller.answer(call_id, ERROR, error)
         except Exception as error:
-            # Another library's exception may not be picklable
+            # Exceptions of other libraries may not be picklable, so only their text is sent
             caller.answer(call_id, ERROR, RunFailed(f"{type(error).__name__}: {error}"))
         finally:
             caller.tasks.pop(call_id, None)
@@ -158,14 +159,14 @@ class ChannelServer:
 class _Caller:
     """The state that the actor keeps for one caller."""
 
-    heard_at: float  # the event loop's time of its last message that waited
+    heard_at: float  # event loop time of the caller's last message that waited for answers
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # unfinished calls, by id
-    answers: list[Answer] = field(default_factory=list)  # not sent yet
+    answers: list[Answer] = field(default_factory=list)  # answers that are not sent yet
     has_answers: asyncio.Event = field(default_factory=asyncio.Event)
-    is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # no call is unfinished
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)  # set when all calls are finished
 
     def answer(self, call_id: int, kind: int, value: Any) -> None:
-        """Keep an answer for the next reply."""
+        """Store an answer for the next reply."""
         self.answers.append((call_id, kind, value))
         self.has_answers.set()
 
@@ -176,12 +177,13 @@ class _Caller:
 
 
 class Channel:
-    """The caller's half of a channel, made and used in one event loop.
+    """The caller's side of a channel. Create and use it in one event loop.
 
     Args:
         actor: Handle of an actor that is a `ChannelServer`.
         name: Name of the actor in error messages.
-        on_lost: Called once when the actor is lost, even if no call is under way; not called when the channel is closed.
+        on_lost: Called when the actor is lost, even if no call is in flight. It is not called when the channel is
+            closed.
     """
 
     def __init__(self, actor: Any, name: str, on_lost: Callable[[WorkerLost], None] | None = None) -> None:
@@ -190,23 +192,24 @@ class Channel:
         self._on_lost = on_lost
         self._caller_id = uuid.uuid4().hex
         self._call_ids = itertools.count()
-        self._pending: dict[int, asyncio.Queue[tuple[int, Any]]] = {}  # answers of each call
-        self._outbox: list[Call] = []
-        self._is_waiting = False  # a message waits in the actor
+        # answers of each unfinished call, by id
+        self._pending: dict[int, asyncio.Queue[tuple[int, Any]]] = {}
+        self._outbox: list[Call] = []  # calls that are not sent yet
+        self._is_waiting = False  # whether a message waits for answers in the actor
         self.lost: WorkerLost | None = None
         self._poller = asyncio.create_task(self._poll())
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a handler of the actor and return its answer, or raise the handler's exception.
+        """Call a handler of the actor and return its answer. Exceptions of the handler are raised here.
 
         Raises:
-            WorkerLost: The actor died or stopped answering. Every call in flight and every later call raises it.
+            WorkerLost: The actor died or stopped answering. All calls in flight and all later calls raise it.
         """
         async with contextlib.aclosing(self.stream(method, *args)) as answers:
             return await anext(answers)
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
-        """Yield the items of a handler that is an async generator. Closing this iterator closes the handler's."""
+        """Yield the items of a handler that is an async generator. Closing this generator closes the handler, too."""
         if self.lost:
             raise self.lost
         call_id = next(self._call_ids)
@@ -227,7 +230,7 @@ class Channel:
                 self._send((call_id, None, ()))
 
     def close(self) -> None:
-        """Close the channel: calls in flight are cancelled in the actor and fail here."""
+        """Close the channel. Calls in flight are cancelled in the actor, and raise WorkerLost here."""
         self._on_lost = None
         self._poller.cancel()
         if not self.lost:
@@ -240,7 +243,7 @@ class Channel:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the outbox at once if a message waits in the actor; otherwise the poller's next message takes it along."""
+        """Send the outbox now if the poller's message waits in the actor. Otherwise, the poller sends it next."""
         if self._is_waiting and self._outbox and not self.lost:
             self._exchange(waits=False)
 
@@ -250,20 +253,21 @@ class Channel:
         try:
             return self._actor.exchange.remote(self._caller_id, calls, waits)
         except Exception as error:
-            # An argument that cannot be pickled; Ray does not say of which call
+            # An argument cannot be pickled. Ray does not tell which call it belongs to, so all calls of the message
+            # fail
             self._receive([(call_id, ERROR, error) for call_id, _, _ in calls])
             return self._actor.exchange.remote(self._caller_id, [], waits)
 
     def _receive(self, answers: list[Answer]) -> None:
         for call_id, kind, value in answers:
-            # A call that was cancelled meanwhile is no longer pending
+            # A call that was cancelled in the meantime is no longer pending
             pending = self._pending.get(call_id)
             if pending is not None:
                 pending.put_nowait((kind, value))
                 if kind != ITEM:
                     del self._pending[call_id]
             elif kind == ITEM:
-                # Ray may change the order of messages, so that the cancellation arrived before the call
+                # Ray may reorder messages: the cancellation may have arrived before the call, so it is sent again
                 self._send((call_id, None, ()))
 
     async def _poll(self) -> None:
@@ -276,7 +280,7 @@ class Channel:
                     answers = await message
                 self._is_waiting = False
                 self._receive(answers)
-                # A caller that got an answer may make its next call, which shares the next message
+                # Give callers that just got an answer time to make their next calls, so that these share one message
                 await asyncio.sleep(CALL_DELAY_S)
         except TimeoutError:
             self._fail(WorkerLost(f"{self.name} did not answer for {silence_s:.0f} s"))

@@ -1,15 +1,15 @@
-"""`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
+"""`RunController`: the only control process of a run. It owns the worker registries, the verifiers and the batcher.
 
-Who calls which method:
-
+The callers of each method:
     worker dispatchers   settings, register, until_gone, drain, deregister, expect, refuse, closed
     the weight sync      begin_sync, end_sync, fail
     rank 0               missing_parts, start_batcher, start, situation, evaluate, request_save, save_experience,
                          stop, close
     every rank           settings, next_message
 
-A sample leaves this process only for an engine, for a reward worker and for a rank; everything else is a method call. Plain
-asyncio without Ray: `trainer_rank` makes an actor of it on rank 0's node. The run ends when this process dies.
+Samples leave this process only to engines, reward workers and ranks. Everything else happens by method calls within the
+process. The class uses plain asyncio without Ray; `trainer_rank` makes it an actor on the node of rank 0. If this
+process dies, the run ends.
 """
 
 import asyncio
@@ -39,20 +39,20 @@ from async_grpo.weights.package import SELF_TEST
 
 @dataclass(frozen=True)
 class MissingParts:
-    """What a run still waits for before it can start."""
+    """The workers that a run still waits for before it can start, and the rewards that its workers name."""
 
-    description: str  # the missing workers with their commands; "" when none is missing
-    rewards: str  # the rewards that the generation workers were started with; "" if they name none
+    description: str  # missing workers and the commands that start them; "" if none is missing
+    rewards: str  # `--reward-fns` of the generation workers; "" if they name none
 
 
 class RunController:
-    """The state of a run. Every public method may be called from another process.
+    """Controls a run and holds its state. All public methods may be called from other processes.
 
     Args:
-        settings: What every worker of the run must share.
-        worker_grace_s: Seconds that work waits while no worker of a kind is registered.
-        connect: Makes a link to a worker of its handle.
-        scheduling: Name of the policy that distributes work among workers.
+        settings: Settings that all workers of the run must agree on.
+        worker_grace_s: Seconds that work waits for a worker while none of its kind is registered.
+        connect: Makes the link to a worker from the worker's handle.
+        scheduling: Value of `--scheduling`, the policy that distributes work among workers.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class RunController:
         self._refusals: list[str] = []
         self._batcher: ExperienceBatcher | None = None
         self._loop_watch = LoopWatch()
-        self._resources = AsyncExitStack()  # closed by `stop`, the last one first
+        self._resources = AsyncExitStack()  # verifiers, environment and batcher, which `stop` closes
         self._is_over = asyncio.Event()
         self._end_reason = ""
-        self._is_late_sync_requested = False  # and has not begun yet
+        self._is_late_sync_requested = False  # whether a sync for late workers is requested and has not begun
 
     async def settings(self) -> SharedRunSettings:
-        """Return what every worker of the run must share."""
+        """Return the settings that all workers of the run must agree on."""
         return self._settings
 
     async def register(self, info: WorkerInfo, handle: Any) -> None:
-        """Register a worker. A worker that comes late gets work after a sync of its own, between two micro-batches."""
+        """Register a worker. A worker that joins during the run gets work after a separate sync for late workers."""
         is_late = await self._workers_by_kind[info.kind].register(info, handle)
         if is_late and not self._is_late_sync_requested:
             self._is_late_sync_requested = True
@@ -91,7 +91,10 @@ class RunController:
         self._workers_by_kind[kind].deregister(worker_id, reason)
 
     async def drain(self, kind: str, worker_id: str, within_s: float) -> None:
-        """Give no more work to a worker that is to end; after `within_s` its unfinished work continues elsewhere."""
+        """Give no more work to a worker that is about to end.
+
+        Work that is not finished after `within_s` seconds continues on other workers.
+        """
         await self._workers_by_kind[kind].drain(worker_id, within_s)
 
     async def until_gone(self, kind: str, worker_id: str) -> str:
@@ -99,11 +102,11 @@ class RunController:
         return await self._workers_by_kind[kind].until_gone(worker_id)
 
     async def expect(self, kind: str, for_s: float) -> None:
-        """Let the run wait for a worker that died and is being started again."""
+        """Let the run wait `for_s` seconds for a worker that died and is being restarted."""
         self._workers_by_kind[kind].registry.expect(for_s)
 
     async def refuse(self, reason: str) -> None:
-        """Note why a worker cannot work for this run; rank 0 ends the run with the reason."""
+        """Record why a worker cannot work for this run. Rank 0 then ends the run with this reason."""
         self._refusals.append(reason)
 
     async def situation(self) -> dict[str, Any]:
@@ -119,10 +122,10 @@ class RunController:
         """Begin a weight sync, during which no worker joins.
 
         Args:
-            for_late: The sync serves only the workers that wait for their first weights.
+            for_late: Whether the sync is only for workers that joined during the run and wait for their first weights.
 
         Returns:
-            The workers that the weights go to, with their handles.
+            The workers that get the weights, with their handles.
         """
         if for_late:
             self._is_late_sync_requested = False
@@ -134,11 +137,11 @@ class RunController:
     async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """End a weight sync.
 
-        After a sync of a policy's weights, the workers generate with them and new groups may be admitted.
+        After a sync of a new policy, the workers generate with it, and new groups may be admitted.
 
         Args:
             package: The weights that were sent.
-            landed: Ids of the workers that have proven them.
+            landed: Ids of the workers that have proven that they use these weights.
         """
         for workers in self._workers_by_kind.values():
             workers.end_sync(package, landed)
@@ -147,15 +150,15 @@ class RunController:
             await self._batcher.weights_live(package.version)
 
     async def fail(self, error: BaseException) -> None:
-        """End the run because weights did not land; the ranks learn of it with their next message."""
+        """End the run because a weight sync failed. The ranks get the error instead of their next message."""
         if self._batcher is not None:
             self._batcher.fail(error)
 
     async def missing_parts(self) -> MissingParts:
-        """Return what the run still lacks.
+        """Return the kinds of workers that the run still needs, and the rewards that its workers name.
 
         Raises:
-            ConfigurationError: A worker refused the run, or generation workers name different rewards.
+            ConfigurationError: A worker cannot work for the run, or generation workers name different rewards.
         """
         if self._refusals:
             raise ConfigurationError("; ".join(self._refusals))
@@ -180,16 +183,16 @@ class RunController:
         checkpoint: Path | None = None,
         make_played: Callable[[Generation], Played] | None = None,
     ) -> None:
-        """Start verifiers and environment, and make the batcher.
+        """Start the verifiers and the environment, and create the batcher.
 
         Args:
-            config: The run's options of batches, steps and rewards.
-            facts: What the resolved rewards told about themselves.
+            config: The run's options for batches, steps and rewards.
+            facts: Facts about the run's rewards and model.
             num_ranks: Number of trainer ranks.
             questions: The data set.
-            make_verification: Makes the verifiers, in this process.
-            checkpoint: Folder of the experience that a resumed run continues with.
-            make_played: Wraps the engines into an environment that plays with the policy.
+            make_verification: Creates the verifiers in this process.
+            checkpoint: Folder of the saved experience from which a resumed run continues; None for a new run.
+            make_played: Connects the engines to the run's environment; None if the run has no environment.
         """
         verification = make_verification()
         self._resources.push_async_callback(verification.close)
@@ -217,8 +220,8 @@ class RunController:
         self._resources.push_async_callback(self._batcher.close)
 
     async def start(self) -> None:
-        """Begin to generate. The engines must hold the policy of the step to be trained."""
-        # Otherwise every full collection looks through torch and transformers again, for some 0.4 s
+        """Start generating. The engines must hold the policy of the next training step."""
+        # Saves some 0.4 s in each full garbage collection: the objects of torch and transformers are no longer examined
         gc.freeze()
         self._loop_watch.start()
         self._resources.callback(self._loop_watch.stop)
@@ -234,28 +237,28 @@ class RunController:
     async def evaluate(
         self, questions: Mapping[str, Sequence[Question]], config: EvaluationConfig
     ) -> dict[str, dict[str, Any]]:
-        """Evaluate the questions of each file, one file after the other, and return the results by file name."""
+        """Evaluate the questions of the files, one file after the other, and return the results by file name."""
         results = {}
         for file_name, file_questions in questions.items():
             results[file_name] = await self.batcher.evaluate(file_questions, config)
         return results
 
     async def request_save(self, end_reason: str) -> None:
-        """Have every rank save a checkpoint; with a reason, the run ends there."""
+        """Make every rank save a checkpoint. If `end_reason` is not empty, the run ends after the checkpoint."""
         self.batcher.request_save(end_reason)
 
     async def save_experience(self, folder: Path, step: int) -> None:
-        """Write what a run that resumes at `step` continues with."""
-        # Taken before any other call is served
+        """Write the state from which a run resumes at `step`."""
+        # No await comes before this line, so the state is that of the moment of this call
         state = self.batcher.state(step)
         await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
-        """Cancel rollouts of steps that will not be trained, and close the rewards, whose costs are then on disk."""
+        """Cancel all rollouts, and close the environment and the rewards, which writes the judges' costs to disk."""
         await self._resources.aclose()
 
     async def close(self, reason: str) -> None:
-        """Tell the dispatchers that the run is over, and wait until their workers have signed off."""
+        """Tell the dispatchers that the run is over, and wait until all workers are deregistered."""
         self._end_reason = self._end_reason or reason
         self._is_over.set()
         while any(workers.by_id for workers in self._workers_by_kind.values()):
@@ -263,6 +266,6 @@ class RunController:
 
     @property
     def batcher(self) -> ExperienceBatcher:
-        """The batcher, which `start_batcher` makes."""
+        """The batcher, which `start_batcher` creates."""
         assert self._batcher is not None, "start_batcher comes first"
         return self._batcher

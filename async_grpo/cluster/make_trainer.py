@@ -1,4 +1,4 @@
-"""Make the trainer of one rank: the sharded policy, its optimizer, its restored state, and its way to the engines."""
+"""Make the trainer of one rank: the sharded policy, its optimizer, its restored state, and its weight publisher."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -54,16 +54,16 @@ def make_trainer(
 
     Args:
         config: The run's options.
-        settings: What every worker of the run must share.
+        settings: Settings that all workers of the run must agree on.
         ranks: This rank and the others.
-        source: Hands out the experience of this rank.
-        engines: The way to the engines, on rank 0.
+        source: Provides the experience of this rank.
+        engines: Sends weights to the engines; only on rank 0.
         after_step: Called after each step with the number of steps done; returns metrics.
-        save_experience: Begins to save the experience beside a checkpoint, on rank 0.
-        digests_read: Digests of the run's inputs, from `data_digests`, for the manifest of a checkpoint.
-        publisher: Used instead of the publisher that `settings` name.
+        save_experience: Starts saving the rollout state together with a checkpoint; only on rank 0.
+        digests_read: Digests of the run's inputs, from `data_digests`, which checkpoints record.
+        publisher: Replaces the publisher that `settings` name.
     """
-    # Each rank may read the files from a disk of its own
+    # The ranks may read these files from different disks, so their contents may differ
     code_digests = digests([config.advantage_estimator, config.policy_loss])
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(code_digests))
     policy = _policy(config, settings, ranks)
@@ -93,7 +93,7 @@ def make_trainer(
 
 
 def _restore(checkpointer: Checkpointer, settings: SharedRunSettings) -> tuple[int, int]:
-    """Load the checkpoint of a resumed run, and return the numbers of steps and samples that it has done."""
+    """Load the checkpoint of a resumed run, and return its numbers of finished steps and samples."""
     if not settings.checkpoint:
         return 0, 0
     folder = Path(settings.checkpoint)
@@ -104,13 +104,13 @@ def _restore(checkpointer: Checkpointer, settings: SharedRunSettings) -> tuple[i
 
 
 def _may_overlap(config: RunConfig, steps_done: int) -> bool:
-    """Return whether the next step may be accumulated while the weights of this one travel."""
+    """Return whether the next step may start accumulating gradients while the weights of this step are sent."""
     waits_for_evaluation = config.eval_pinned and _is_evaluated(config, steps_done)
     return config.max_staleness > 0 and steps_done < config.num_steps and not waits_for_evaluation
 
 
 def _may_become_best(config: RunConfig, steps_done: int) -> bool:
-    """Return whether the policy after that step is evaluated, and may turn out to be the best checkpoint."""
+    """Return whether this step's checkpoint may become the best: `--keep-best` is set, and the step is evaluated."""
     return config.keep_best is not None and _is_evaluated(config, steps_done)
 
 
@@ -183,7 +183,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
-    # From an earlier run; a new value head starts at zero
+    # The folder may have a value head from an earlier run. If not, the new value head starts at zero
     load_value_head(policy, path)
     shard_policy(policy, ranks, config, settings.dtype)
     if is_empty:
@@ -194,9 +194,9 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
 
 
 def _empty_model(path: str) -> Any | None:
-    """Return the model without its weights if each rank can read its shard alone, else None.
+    """Return the model without weights if each rank can read only its own shard of them, else None.
 
-    It can if the folder's safetensors files name the weights as the model does.
+    This is possible if the folder's safetensors files use the model's names for all weights.
     """
     names_in_files = weight_names(path)
     if not names_in_files:

@@ -1,9 +1,9 @@
-"""`RemoteRateLimiter`: limits that hold over all processes and nodes of a cluster, kept by one `RateLimitActor`.
+"""`RemoteRateLimiter`: rate limits that apply to all processes of a cluster together, enforced by one `RateLimitActor`.
 
-The actor belongs to the cluster and not to a run, because the limits of a judge hold for all runs together. It ends with
-the process that made it, and the next call makes another one. The new actor begins without a burst, so that the rates
-hold across the change. But it does not know the permits that are out: until they end, more than `concurrency` calls may
-run.
+The actor belongs to the cluster and not to a run, because a judge's limits apply to all runs together. It ends with the
+process that created it, and the next call creates a new one. The new actor starts without a burst, so that the rates
+are kept across the change. It does not know the permits that its predecessor gave: until they end, more than
+`concurrency` calls may run.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from async_grpo.rewards.http.rate_limiter import Limiter
 
 NAMESPACE = "async-grpo-traffic"
 NAME = "traffic"
-SILENCE_S = 30.0  # silence after which a caller counts as gone, and its permits are given back
-POLLS_PER_SILENCE = 6
-PAUSE_S = 0.5  # before another actor is made
+SILENCE_S = 30.0  # seconds of silence after which a caller's permits are released
+POLLS_PER_SILENCE = 6  # number of polls of a healthy caller in that time
+PAUSE_S = 0.5  # pause in seconds before a lost actor is replaced
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ class RateLimitActor(ChannelServer):
     """The actor that holds the cluster's `Limiter`.
 
     Args:
-        resumed: Another actor held the limits before, so the limiter begins without a burst.
-        silence_s: Silence after which a caller counts as gone.
+        resumed: Whether another actor enforced the limits before. If so, the limiter starts without a burst.
+        silence_s: Seconds of silence after which a caller's permits are released.
     """
 
-    # Short, because a permit on its way is a slot that is not used
+    # This delay is short because a permit is not used while it is on its way
     answer_delay_s = 0.01
 
     def __init__(self, resumed: bool, silence_s: float) -> None:
@@ -47,7 +47,7 @@ class RateLimitActor(ChannelServer):
         self.serve({"hold": self._hold, "release": self._release, "stats": self._limiter.stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
-        """Yield a permit, and hold it until the call is cancelled: by its caller, or because the caller is silent."""
+        """Yield a permit and hold it until the call is cancelled, by its caller or because the caller was silent."""
         permit = await self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
         try:
             yield permit
@@ -56,34 +56,34 @@ class RateLimitActor(ChannelServer):
             await self._release(key, permit, None)
 
     async def _release(self, key: str, permit: int, used_tokens: float | None) -> None:
-        # The permit may have been given back before
+        # The permit may already be released
         with contextlib.suppress(ValueError):
             await self._limiter.release(key, permit, used_tokens=used_tokens)
 
 
 @dataclass
 class _HeldPermit:
-    """A permit that is out."""
+    """A permit that this process holds."""
 
     key: str
-    permit: int  # the actor's number of it
-    hold: AsyncGenerator[int]  # the call that holds it
-    channel: Channel  # to the actor that gave it
+    permit: int  # the actor's number for the permit
+    hold: AsyncGenerator[int]  # the call that holds the permit in the actor
+    channel: Channel  # channel to the actor that gave the permit
 
     async def give_back(self, used_tokens: float | None) -> None:
-        """Release the permit and end the call that holds it."""
-        # A lost actor has forgotten the permit
+        """Release the permit and end the call that holds it in the actor."""
+        # If the actor is lost, so is the permit
         with contextlib.suppress(WorkerLost):
             async with contextlib.aclosing(self.hold):
                 await self.channel.call("release", self.key, self.permit, used_tokens)
 
 
 class RemoteRateLimiter:
-    """`RateLimiter` through an actor of the cluster, for one event loop.
+    """`RateLimiter` that uses the cluster's `RateLimitActor`. Use it in one event loop.
 
     Args:
         name: Name of the actor.
-        silence_s: Silence after which this process counts as gone. Its permits are then given back, as if it had died.
+        silence_s: Seconds of silence after which the actor releases the permits of this process.
     """
 
     def __init__(self, name: str = NAME, *, silence_s: float = SILENCE_S) -> None:
@@ -95,9 +95,9 @@ class RemoteRateLimiter:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
-        """Wait for a permit; see `RateLimiter`.
+        """Wait for a permit, and return its number; see `RateLimiter`.
 
-        If the actor dies, the wait continues at the end of the next actor's queue.
+        If the actor dies, the request goes to the end of the queue of the next actor.
         """
         while True:
             channel = self._connected()
@@ -113,10 +113,10 @@ class RemoteRateLimiter:
             return ticket
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
-        """Give a permit back without waiting for the actor; see `RateLimiter`.
+        """Release a permit without waiting for the actor; see `RateLimiter`.
 
         Raises:
-            ValueError: The permit is not out.
+            ValueError: The permit was never given, or is already released.
         """
         held_permit = self._permits.get(permit)
         if held_permit is None or held_permit.key != key:
@@ -127,17 +127,17 @@ class RemoteRateLimiter:
         release.add_done_callback(self._releases.discard)
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        """Return the cluster's numbers; see `Limiter.stats`."""
+        """Return the statistics of the whole cluster; see `Limiter.stats`."""
         return await self._connected().call("stats")
 
     async def close(self) -> None:
-        """Give all permits back."""
+        """Release all permits of this process by closing the channel."""
         if self._channel is not None:
             self._channel.close()
         self._permits.clear()
 
     def _connected(self) -> Channel:
-        """Return the channel to the actor, which is found or made."""
+        """Return a channel to the actor. Create the actor if it does not exist."""
         if self._channel is None or self._channel.lost:
             actor = zero_cpu_actor(RateLimitActor, name=self._name, namespace=NAMESPACE, get_if_exists=True)
             is_resumed = self._channel is not None

@@ -1,4 +1,4 @@
-"""Join a Ray cluster, find a run on it by name, call its controller, and make actors."""
+"""Join a Ray cluster, find a run by its name, call its controller, and create actors."""
 
 import contextlib
 import logging
@@ -14,8 +14,9 @@ from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, 
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
-# The only variables that reach another process through Ray, whose job table all users of the cluster can read. The list
-# names nothing that belongs to one node (devices, addresses, interfaces) and nothing that may hold a key
+# The only environment variables that are passed to other processes through Ray. All users of the cluster can read Ray's
+# job table, so the list has no variables that may hold a key. It also has none that belong to one node, such as
+# devices, addresses or interfaces
 FORWARDED = """
     PYTHONPATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM OMP_NUM_THREADS MKL_NUM_THREADS NCCL_DEBUG
     TORCH_NCCL_ASYNC_ERROR_HANDLING VLLM_LOGGING_LEVEL VLLM_USE_FLASHINFER_SAMPLER
@@ -23,9 +24,9 @@ FORWARDED = """
 FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
 CONTROLLER = "controller"  # name of the run's `RunController`
-CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
+CONTROL_TIMEOUT_S = 60.0  # timeout of calls that transfer only a few numbers
 CONNECT_TIMEOUT_S = 5.0
-# Variable that names a file, which appears when the Ray that was started beside this program is up
+# Environment variable with the path of a file that appears when the Ray cluster that `async-grpo run` started is up
 RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
 HOW_TO_JOIN = (
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the part of the environment that workers get.
+    """Return the environment variables that workers get from this process.
 
     >>> forwarded_environment({"OMP_NUM_THREADS": "1", "VLLM_API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "0"})
     {'OMP_NUM_THREADS': '1'}
@@ -48,12 +49,12 @@ def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[s
 
 
 def connect(run_name: str, logging_level: str = "INFO") -> None:
-    """Join the running Ray cluster, in a namespace of the run, so that two runs on one cluster never meet.
+    """Join the running Ray cluster in a namespace of the run, so that runs on one cluster do not see each other.
 
     Raises:
-        ConfigurationError: There is no cluster, or it refuses this process; the message says how to start one.
+        ConfigurationError: There is no cluster, or it refuses this process. The message says how to start one.
     """
-    # Without Ray after this time, `ray.init` finds no cluster and raises
+    # If Ray is not up by this time, `ray.init` finds no cluster and raises an error
     deadline = time.monotonic() + RAY_START_S
     while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -61,7 +62,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():
-            # Ray itself would try for minutes where nobody listens
+            # If nothing listens at the address, this fails within seconds; `ray.init` would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(
             address=address,
@@ -93,11 +94,11 @@ def find_controller(run_name: str, deadline_s: float) -> Any:
 
 
 def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-    """Wait for an answer of the run's controller; its errors are raised without Ray's wrapping.
+    """Wait for an answer from the run's controller. Errors of the controller are raised without Ray's wrapping.
 
     Raises:
         DeadlineExceeded: No answer came in time.
-        WorkerLost: The controller died, and the run with it.
+        WorkerLost: The controller died, which ends the run.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -110,7 +111,7 @@ def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
 
 
 def cause_of(error: Exception) -> str:
-    """Return an actor's error, or why it died, in one line without Ray's explanations and colors."""
+    """Return an actor's error or cause of death as one line, without Ray's wrapping and colors."""
     cause = getattr(error, "cause", None) or error
     text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
     return f"{type(cause).__name__}: {text[:300]}"
@@ -119,12 +120,13 @@ def cause_of(error: Exception) -> str:
 def on_this_node() -> dict[str, Any]:
     """Return the options of an actor that must run on this process's node.
 
-    They ask for the resource that Ray gives each node: a soft NodeAffinity put 3 of 8 actors elsewhere (Ray 2.60).
+    They request the resource that Ray defines for each node. A soft NodeAffinity is not reliable: Ray 2.60 placed 3 of
+    8 actors on other nodes.
     """
     return {"resources": {f"node:{ray.util.get_node_ip_address()}": 0.0001}}
 
 
 def zero_cpu_actor(actor_class: type, **options: Any) -> Any:
-    """Return `actor_class` ready for `.remote(...)`. It claims no CPU, so that actors also start on a small machine."""
+    """Return `actor_class` ready for `.remote(...)`. It reserves no CPU, so that it also starts on a small machine."""
     defaults = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
     return ray.remote(actor_class).options(**(defaults | options))

@@ -1,6 +1,6 @@
-"""The workers of each kind: which have joined, which hold the weights that they need, and the work that they get.
+"""The registered workers of each kind: they join, get weights, and then get work.
 
-Plain asyncio without Ray: a worker joins with a handle, from which `connect` makes a link that can be called.
+This module uses plain asyncio without Ray. A worker joins with a handle, from which `connect` makes a callable link.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from async_grpo.protocols import Connect, WeightPackage, WorkerLink
 from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session, Tokens
 from async_grpo.weights.package import SELF_TEST
 
-# Statistics are not worth a longer wait, because every rank waits for the end of its step
+# Time limit for statistics at the end of a step. It is short because all ranks wait for the statistics
 PROGRESS_TIMEOUT_S = 1.0
-# After so many worker losses in a row without progress, the group itself is probably the cause. If every loss counted, most
-# groups that are set aside would be long ones, which are lost most often
+# Number of worker losses in a row without progress after which the group itself is probably the cause. Losses with
+# progress do not count, because long groups have many of them and would be set aside too often
 ATTEMPTS_WITHOUT_PROGRESS = 4
-MAX_ATTEMPTS = 16  # at one group, with progress or without
+MAX_ATTEMPTS = 16  # maximum number of attempts to generate one group, with or without progress
 INITIAL_MEAN_LENGTH_TOKENS = 64.0
 MEAN_LENGTH_UPDATE = 0.01  # weight of a new completion in the moving average
 
@@ -40,10 +40,12 @@ class _Worker:
     info: WorkerInfo
     handle: Any
     link: WorkerLink
-    # It joined during a run and has not proven the current weights. Until then, only a sync for late workers includes it
+    # Whether the worker joined during the run and has not proven the current weights. Only a sync for late workers
+    # includes such a worker
     is_late: bool
-    gone: asyncio.Future[str]  # why it is no longer a member
-    progress: asyncio.Future[dict[str, Any]] | None = None  # an answer that `take_stats` has not counted yet
+    gone: asyncio.Future[str]  # resolves to the reason when the worker is removed
+    # The worker's last reply to `progress`, until `take_stats` has counted it
+    progress: asyncio.Future[dict[str, Any]] | None = None
 
 
 class RegisteredWorkers:
@@ -51,36 +53,38 @@ class RegisteredWorkers:
 
     Args:
         kind: "generation", "reference" or "proximal".
-        grace_s: Seconds that work waits while no worker is registered.
-        connect: Makes a link to a worker of its handle.
+        grace_s: Seconds that work waits for a worker while none is registered.
+        connect: Makes the link to a worker from the worker's handle.
         policy: Chooses the worker that gets the next work.
     """
 
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind = kind
         self._connect = connect
-        self.is_frozen = kind == "reference"  # its workers keep the weights that they start with
+        # whether workers of this kind keep the weights that they start with
+        self.is_frozen = kind == "reference"
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
-        self._has_weights = False  # weights have landed, so that a worker that joins now is late
-        self._sync_began_at = 0.0  # Unix time of the sync under way; 0 if none is
+        # whether a sync has succeeded, so that workers that join from now on are late
+        self._has_weights = False
+        self._sync_began_at = 0.0  # Unix time at which the current sync began; 0 if there is none
         self._syncs: deque[Span] = deque(maxlen=MOST)
         self._last_lost: WorkerLost | None = None
-        self._loss_messages: list[str] = []  # since the last `take_lost`
-        self._no_sync = asyncio.Event()  # cleared while weights are being sent
+        self._loss_messages: list[str] = []  # losses since the last `take_lost`
+        self._no_sync = asyncio.Event()  # cleared during a weight sync
         self._no_sync.set()
 
     async def register(self, info: WorkerInfo, handle: Any) -> bool:
-        """Register a worker, after the sync that is under way.
+        """Register a worker, after waiting for the end of a current sync.
 
         Returns:
-            Whether the worker is late: it needs a sync of its own before it gets work. Any other worker takes part in the
-            next sync.
+            Whether the worker is late, so that it needs an extra sync before it gets work. Any other worker takes part
+            in the next regular sync.
         """
         await self._no_sync.wait()
         worker_id = info.worker_id
         is_late = self._has_weights
-        # Otherwise the loss of the old link would fence the new worker
+        # Remove an earlier registration first: the loss of its link would later remove the new worker
         self.deregister(worker_id, "it registered again")
         self.registry.register(info)
         self.by_id[worker_id] = _Worker(
@@ -99,7 +103,7 @@ class RegisteredWorkers:
         return is_late
 
     def deregister(self, worker_id: str, reason: str) -> None:
-        """Remove a worker that has ended or is fenced. Unknown ids are ignored, because a loss may be reported twice."""
+        """Remove a worker that has ended or is fenced. Unknown ids are ignored: a loss may be reported twice."""
         self.registry.deregister(worker_id, reason)
         worker = self.by_id.pop(worker_id, None)
         if worker is None:
@@ -111,7 +115,7 @@ class RegisteredWorkers:
         self._loss_messages.append(f"{self.kind} worker {worker_id} was lost: {reason}")
 
     async def drain(self, worker_id: str, within_s: float) -> None:
-        """Give no more work to a worker, and remove it when it has finished its work or `within_s` have passed."""
+        """Give no more work to a worker. Remove it when it has finished its work or after `within_s` seconds."""
         deadline = time.monotonic() + within_s
         self.registry.retire(worker_id)
         while self.registry.outstanding(worker_id) and time.monotonic() < deadline:
@@ -126,7 +130,7 @@ class RegisteredWorkers:
         return messages
 
     async def until_gone(self, worker_id: str) -> str:
-        """Wait until a worker is no longer a member, and return the reason."""
+        """Wait until a worker is removed, and return the reason."""
         worker = self.by_id.get(worker_id)
         return await asyncio.shield(worker.gone) if worker else "it is no member"
 
@@ -134,24 +138,26 @@ class RegisteredWorkers:
         """Begin a weight sync, during which no worker joins.
 
         Args:
-            for_late: The sync serves only the workers that joined late; otherwise it serves all others.
+            for_late: If True, the sync is only for late workers; if False, it is for all other workers.
 
         Returns:
-            The workers that the weights go to, with their handles.
+            The workers that get the weights, with their handles.
         """
         if self.is_frozen:
             return []
         self._no_sync.clear()
-        # A self-test belongs to the sync that follows it
+        # A self-test is part of the sync that follows it, so that sync keeps the begin of the self-test
         self._sync_began_at = self._sync_began_at or time.time()
         return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """End a weight sync, and let the workers that have proven the weights work. After a self-test the sync goes on.
+        """End a weight sync, and give work to the workers whose weights are proven.
+
+        A self-test does not end the sync, because the sync that follows it belongs to it.
 
         Args:
             package: The weights that were sent.
-            landed: Ids of the workers that have proven them.
+            landed: Ids of the workers that have proven that they use these weights.
         """
         if package.version == SELF_TEST or self.is_frozen:
             return
@@ -167,15 +173,15 @@ class RegisteredWorkers:
     async def lease(
         self, work: str, count: int, tokens_each: int, prefers: str = ""
     ) -> AsyncIterator[tuple[WorkerLink, Lease]]:
-        """Lease places in a worker for the block, waiting for a worker that has room.
+        """Wait for a worker with room for some sequences, and reserve it for the `with` block.
 
-        A `WorkerLost` that leaves the block fences the worker and is not raised.
+        If the block raises `WorkerLost`, the worker is removed, and the error is not raised further.
 
         Args:
-            work: Name of the work, for reports of what the run waits for.
-            count: Number of sequences, which the worker takes all at once.
-            tokens_each: Expected tokens of each sequence.
-            prefers: Id of the worker whose prefix cache holds the beginning of the sequences, if there is one.
+            work: Name of the work, for reports about what the run waits for.
+            count: Number of sequences, all of which go to the same worker.
+            tokens_each: Expected number of tokens of each sequence.
+            prefers: Id of the worker whose prefix cache holds the beginning of the sequences, if any.
         """
         with waiting("place", work, f"a place in a {self.kind} worker"):
             lease = await self.registry.acquire(count, tokens_each, prefers)
@@ -185,7 +191,7 @@ class RegisteredWorkers:
                 yield worker.link, lease
         except WorkerLost as error:
             self._last_lost = error
-            # The worker may have registered again since: the new one is not fenced
+            # The worker may have registered again in the meantime. The new registration stays
             if self.by_id.get(lease.worker_id) is worker:
                 self.deregister(lease.worker_id, str(error))
         finally:
@@ -193,13 +199,13 @@ class RegisteredWorkers:
 
 
 def _ignore_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a task that nobody awaits any more: asyncio would log it otherwise."""
+    """Retrieve the error of a task that is no longer awaited, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 class _UnfinishedCompletions:
-    """The completions of one prompt that are still to be generated.
+    """The completions of one prompt that are not finished yet.
 
     Args:
         seeds: Seed of each completion, by its index in the group.
@@ -207,7 +213,8 @@ class _UnfinishedCompletions:
 
     def __init__(self, seeds: dict[int, int]) -> None:
         self.seeds = seeds
-        self._tokens: dict[int, Tokens] = {}  # sampled so far as workers have reported, by index in the group
+        # tokens that workers have reported so far, by index in the group
+        self._tokens: dict[int, Tokens] = {}
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -217,38 +224,38 @@ class _UnfinishedCompletions:
 
     @property
     def most_tokens(self) -> int:
-        """Return the number of tokens of the longest completion so far."""
+        """Return the number of reported tokens of the longest completion."""
         return max((len(tokens) for tokens in self._tokens.values()), default=0)
 
     @property
     def begun(self) -> dict[int, Tokens] | None:
-        """Return the tokens that the next engine continues after, by index in the group.
+        """Return the tokens after which the next engine continues, by index in the group.
 
-        None if no engine has reported tokens: an engine that never does need not take the argument.
+        The result is None if no engine has reported tokens. So an engine that never reports any needs no such argument.
         """
         if not self._tokens:
             return None
         return {member: self._tokens[member] for member in self.seeds if member in self._tokens}
 
     def add_tokens(self, new_tokens: Mapping[int, Tokens]) -> None:
-        """Append the tokens that unfinished completions got since the last report."""
+        """Append the tokens that were sampled since the last report, by index in the group."""
         for member, new in new_tokens.items():
             tokens = self._tokens.get(member)
             self._tokens[member] = new if tokens is None else tokens + new
 
 
 class GenerationWorkers(RegisteredWorkers):
-    """`Generation` by the registered workers.
+    """`Generation` that distributes groups among the registered workers.
 
     Args:
-        seed: The run's seed, from which the seed of every completion follows.
+        seed: The run's seed, from which the seeds of all completions follow.
         common: Arguments of `RegisteredWorkers` after the kind.
     """
 
     def __init__(self, seed: int, *common: Any) -> None:
         super().__init__(GENERATION, *common)
         self._seed = seed
-        # Moving average of the completions' lengths: the registry balances workers by expected tokens
+        # Moving average of the completion length. The registry balances the workers by expected tokens
         self._mean_length = INITIAL_MEAN_LENGTH_TOKENS
 
     async def generate(
@@ -260,15 +267,15 @@ class GenerationWorkers(RegisteredWorkers):
             prompt: The prompt.
             count: Number of completions.
             sampling: Overrides of the run's sampling settings.
-            session: The trajectory whose next turn the one completion is.
+            session: The trajectory to which the completion adds a turn; None if there is no environment.
 
         Raises:
-            PromptSetAside: Too many workers were lost over the prompt.
+            PromptSetAside: Too many workers were lost while they generated this prompt.
         """
         members = [session.member] if session else list(range(count))
         session = session or Session(0)
-        # Every worker gets the same seeds. New draws after a loss would favor short completions, because long ones are lost
-        # more often
+        # Another worker continues with the same seeds after a loss. New seeds would favor short completions, because
+        # long ones are lost more often
         seeds = {}
         for member in members:
             seeds[member] = request_seed(self._seed, prompt.ordinal, member, session.turn)
@@ -294,7 +301,7 @@ class GenerationWorkers(RegisteredWorkers):
                             unfinished.add_tokens(report)
                             continue
                         del unfinished.seeds[report.member]
-                        # Its place serves other work while the rest of the group generates
+                        # Release the finished sequence, so that other work can use its capacity
                         self.registry.release(lease)
                         self._mean_length += MEAN_LENGTH_UPDATE * (len(report) - self._mean_length)
                         yield report
@@ -309,7 +316,7 @@ class GenerationWorkers(RegisteredWorkers):
     async def take_stats(self) -> dict[str, Any]:
         """Return the engines' statistics since the last call; see `Generation`.
 
-        An engine that does not answer at once is counted in a later step.
+        The statistics of an engine that does not answer in time are counted in a later step.
         """
         progress_by_worker = await self._take_progress()
         spans = list(self._syncs)
@@ -332,7 +339,7 @@ class GenerationWorkers(RegisteredWorkers):
         }
 
     async def _take_progress(self) -> dict[str, dict[str, Any]]:
-        """Return the answers to `Engine.progress` of the workers that give one in time, by worker id."""
+        """Return the answers to `Engine.progress` that arrive in time, by worker id."""
         worker_by_task = {}
         for worker in self.by_id.values():
             if worker.progress is None:
@@ -344,7 +351,7 @@ class GenerationWorkers(RegisteredWorkers):
         progress_by_worker = {}
         for task in finished_tasks:
             worker = worker_by_task[task]
-            # A call at the end of another step may have counted the answer
+            # A concurrent call, at the end of another step, may have counted this answer
             if worker.progress is task:
                 worker.progress = None
                 if not isinstance(task.exception(), WorkerLost):
@@ -372,15 +379,15 @@ def request_seed(seed: int, ordinal: int, member: int, turn: int = 0) -> int:
 
 
 class LogprobWorkers(RegisteredWorkers):
-    """`Logprobs` by the registered workers."""
+    """`Logprobs` that are computed by the registered workers."""
 
     async def logprobs(
         self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
     ) -> list[np.ndarray]:
-        """Return the log-probs of the worker with the fewest outstanding tokens; see `Logprobs`.
+        """Return log-probs from the worker that the scheduling policy chooses; see `Logprobs`.
 
         Raises:
-            WorkerLost: Every worker that was tried was lost.
+            WorkerLost: All workers that were tried were lost.
         """
         num_tokens = sum(len(sequence) for sequence in sequences)
         tokens_each = max(1, num_tokens // len(sequences))

@@ -1,4 +1,4 @@
-"""`RemoteExperience`: a rank's way to the run's controller, and on rank 0 the evaluations beside the steps."""
+"""`RemoteExperience`: fetches a rank's messages from the run's controller, and runs the evaluations on rank 0."""
 
 import dataclasses
 import logging
@@ -31,36 +31,38 @@ from async_grpo.protocols import Generation
 SITUATION_TIMEOUT_S = 5.0
 MAX_EVALUATIONS_READ = 1000
 BUDGET_FILE = "judge_budget.jsonl"
-MAX_BUDGET_BYTES = 1 << 30  # a call takes about 50
+MAX_BUDGET_BYTES = 1 << 30  # largest record that is read; each call of a judge takes about 50 bytes
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class RemoteExperience:
-    """`ExperienceSource` of one rank, which fetches the next message while the rank computes on the last one.
+    """`ExperienceSource` of one rank. It fetches the next message while the rank processes the current one.
 
-    If it has questions, on rank 0, it evaluates them before the first step, every `eval_every` steps, and at the end. One
-    evaluation runs at a time, and its errors do not end the run.
+    On rank 0 it may have held-out questions, which it evaluates before the first step, every `eval_every` steps, and at
+    the end. Only one evaluation runs at a time. Its errors do not end the run.
     """
 
     config: RunConfig
     controller: Any
     rank: int
-    eval_questions: Mapping[str, Sequence[Question]]  # by file name
-    resumed_at: int = 0  # steps that were done when this process started
+    eval_questions: Mapping[str, Sequence[Question]]  # held-out questions, by name of their file
+    resumed_at: int = 0  # number of steps that were done when this process started
 
     def __post_init__(self) -> None:
         self._questions = ray.put(dict(self.eval_questions)) if self.eval_questions else None
-        self._next: Any = None  # reference to the next message, once it is fetched
-        self._evaluation: tuple[int, Any] | None = None  # step and results of the evaluation under way
-        self._eval_metrics: dict[str, Any] = {}  # for the next step's metrics
-        self.told_to_end = threading.Event()  # once it is set, no evaluation is waited for
+        self._next: Any = None  # reference to the next message if it is being fetched
+        # step and reference to the results of the current evaluation
+        self._evaluation: tuple[int, Any] | None = None
+        self._eval_metrics: dict[str, Any] = {}  # results to add to the next step's metrics
+        # set when the run shall end; then training waits for no evaluation
+        self.told_to_end = threading.Event()
 
     def start(self) -> None:
-        """Evaluate the policy that the run starts with, then begin to generate; see `ExperienceSource`.
+        """Evaluate the initial policy if that is due, then start generating; see `ExperienceSource`.
 
-        Training waits for this evaluation, so that one policy gives all of its answers: later evaluations are compared
-        with it.
+        Training waits for this evaluation, so that all of its answers come from the initial policy. Later evaluations
+        are compared with it.
         """
         if self._is_start_evaluation_due():
             self._begin_evaluation(self.resumed_at, is_training_waiting=True)
@@ -69,21 +71,21 @@ class RemoteExperience:
             answer(self.controller.start.remote())
 
     def _is_start_evaluation_due(self) -> bool:
-        """Return whether the last evaluation that was due is missing, as it is if the run ended meanwhile."""
+        """Return whether the last due evaluation has no results, because the run is new or ended before they came."""
         eval_every = self.config.eval_every
         due_step = self.resumed_at - self.resumed_at % eval_every if eval_every else 0
         evaluations = last_records(self.config.output_path / EVAL_FILE, MAX_EVALUATIONS_READ)
         return all(evaluation["step"] < due_step for evaluation in evaluations)
 
     def next_message(self, rank: int) -> Message:
-        """Wait for the next message; see `ExperienceSource`. It raises the errors of the batcher."""
+        """Wait for the next message; see `ExperienceSource`. Errors of the batcher are raised here."""
         if self._next is None:
             self._next = self.controller.next_message.remote(rank)
-        # The batcher's own deadline comes first, because its message says more
+        # This timeout is longer than the batcher's own, because the batcher's error message is more helpful
         message = answer(self._next, self.config.experience_timeout_s + CONTROL_TIMEOUT_S)
         self._next = None
-        # Behind the end of a step nothing is fetched ahead: the batcher's deadline would run while the trainer takes the
-        # step, sends weights and evaluates
+        # Nothing is fetched ahead after the end of a step. The batcher's deadline would already run while the trainer
+        # updates the policy, sends weights and evaluates
         if isinstance(message, MicroBatch):
             self._next = self.controller.next_message.remote(rank)
         return message
@@ -97,7 +99,7 @@ class RemoteExperience:
         return dict(answer(self.controller.situation.remote(), SITUATION_TIMEOUT_S))
 
     def after_step(self, step: int) -> dict[str, Any]:
-        """Begin an evaluation if one is due, and return the metrics of an evaluation that has ended meanwhile."""
+        """Begin an evaluation if one is due, and return the metrics of evaluations that have ended."""
         is_due = self.config.evaluation_is_due(step, self.config.num_steps)
         is_last = step == self.config.num_steps
         is_training_waiting = is_due and (is_last or self.config.eval_pinned)
@@ -111,11 +113,11 @@ class RemoteExperience:
         return metrics
 
     def _evaluation_deadline(self) -> float:
-        """Return until when (`time.monotonic`) the training waits for an evaluation."""
+        """Return the time (`time.monotonic`) until which training waits for an evaluation that starts now."""
         return time.monotonic() + self.config.experience_timeout_s
 
     def _begin_evaluation(self, step: int, is_training_waiting: bool) -> None:
-        """Begin an evaluation; while training waits, it has all engines to itself."""
+        """Begin an evaluation. It uses all engines if training waits for it, otherwise a share of them."""
         if self._questions is None:
             return
         if self._evaluation is not None:
@@ -126,7 +128,7 @@ class RemoteExperience:
         self._evaluation = (step, self.controller.evaluate.remote(self._questions, config))
 
     def _end_evaluation(self, deadline: float | None = None) -> None:
-        """Write the results of an evaluation that has ended, or that ends before the deadline."""
+        """Write the results of the current evaluation if it has ended or ends before the deadline."""
         if self._evaluation is None:
             return
         step, results_reference = self._evaluation
@@ -145,17 +147,17 @@ class RemoteExperience:
             log.error("the evaluation of step %d failed; the run goes on: %s", step, error)
             self._eval_metrics |= metrics
             return
-        # An evaluation that ended before in the same step may have left metrics
+        # Another evaluation that ended after the same step may already have stored metrics
         seconds += self._eval_metrics.get("eval_seconds", 0.0)
         self._eval_metrics |= {**metrics, "eval_step": step, "eval_seconds": seconds}
 
     def _wait_for_evaluation(self, step: int, results_reference: Any, deadline: float | None) -> bool:
-        """Wait until the evaluation has ended, the deadline passes, or the run is asked to end.
+        """Wait until the evaluation ends, the deadline passes, or the run is asked to end.
 
         Args:
             step: The step that is evaluated.
             results_reference: Reference to the evaluation's results.
-            deadline: Time (`time.monotonic`) until which to wait; None does not wait.
+            deadline: Time (`time.monotonic`) at which the wait ends; None does not wait.
 
         Returns:
             Whether the evaluation has ended.
@@ -178,14 +180,14 @@ def _is_ready(reference: Any) -> bool:
 def write_evaluation(
     path: Path, step: int, name: str, result: Mapping[str, Any], **entries: Any
 ) -> dict[str, Any]:
-    """Write the result of an evaluation and log it.
+    """Write the result of an evaluation to files, and log it.
 
     Args:
-        path: File that the line is appended to; the samples go into a file beside it.
+        path: JSONL file to which a line is appended. The samples go to another file in the same folder.
         step: The step that was evaluated.
-        name: Name of the evaluation file; "" if there is only one without a name.
+        name: Name of the evaluation file; "" if there is a single file without a name.
         result: A result of `Rollouts.evaluate`.
-        entries: Further entries of the line.
+        entries: Additional entries of the line.
 
     Returns:
         The numbers of the result, without the prefix `eval_`.
@@ -221,12 +223,12 @@ def _log_evaluation(step: int, name: str, result: Mapping[str, Any], numbers: Ma
 
 
 def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> Any:
-    """Have the controller make rewards, environment and batcher, and return a reference to its answer."""
+    """Tell the controller to create the rewards, environment and batcher, and return a reference to its answer."""
     config = prepared.config
     rewards = prepared.rewards
     assert rewards is not None
     if config.verdict_cache:
-        # The controller opens it with another working directory
+        # The controller has another working directory, so the path must be absolute
         config = dataclasses.replace(config, verdict_cache=os.path.abspath(config.verdict_cache))
     checkpoint = Path(prepared.settings.checkpoint) if prepared.settings.checkpoint else None
     environment = config.reward_environment()
@@ -250,9 +252,9 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
 
 
 def _budget_path(config: RunConfig, checkpoint: Path | None) -> str | None:
-    """Return the file that records what the judges cost; None without `--judge-budget`.
+    """Return the file that records what the judges cost, or None without `--judge-budget`.
 
-    A run that resumes in another folder continues with a copy of the record of the checkpoint's run.
+    If a run resumes in another folder, the record of the checkpoint's run is copied there.
 
     Raises:
         ConfigurationError: The record of the checkpoint's run cannot be read.
@@ -276,10 +278,10 @@ def _budget_path(config: RunConfig, checkpoint: Path | None) -> str | None:
 def _environment_maker(
     config: RunConfig, settings: SharedRunSettings, variables: Mapping[str, str]
 ) -> Callable[[Generation], Played] | None:
-    """Return a function that wraps the engines into the run's environment; None if the run has none."""
+    """Return a function that connects the engines to the run's environment, or None if the run has no environment."""
     if config.environment is None:
         return None
-    # A rank could not train a longer sequence
+    # A longer sequence would not fit into a micro-batch of a rank
     max_total_tokens = min(settings.max_total_tokens, config.max_tokens_per_gpu)
     return partial(
         make_played,

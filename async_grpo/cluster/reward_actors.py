@@ -1,6 +1,6 @@
-"""The verifiers of a run: actors with killable processes for each adapter, on any node, and the judges.
+"""The verifiers of a run: reward adapters in killable processes, which actors on any node hold, and the judges.
 
-Judges need no processes: they run in the controller's process, within the limits of the cluster's rate limiter.
+Judges need no processes. They run in the controller's process, within the limits of the cluster's rate limiter.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
 
 log = logging.getLogger(__name__)
-# Adapter processes of one verifier actor, which run on one node and share the actor's messages
+# Maximum number of adapter processes of one verifier actor. They run on its node and share its messages
 SLOTS_PER_ACTOR = 8
-# Seconds that an answer waits for others, where a process idles until its answer has travelled
+# Seconds that an answer waits for others to share its message, if the process gets no new work before it is sent
 ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 
 class VerifierActor(ChannelServer):
-    """Killable processes of one adapter on one node.
+    """An actor that holds killable processes of one adapter, on one node.
 
-    Each process is a slot, whose handlers are called `score SLOT`, `post_process SLOT` and `close SLOT`.
+    Each process is a slot with a number N. Its handlers are named `score N`, `post_process N` and `close N`.
     """
 
     def __init__(self, make_process: Callable[[], AdapterProcess]) -> None:
@@ -50,7 +50,7 @@ class VerifierActor(ChannelServer):
         self.serve(self._methods)
 
     async def _open(self, slot: int) -> tuple[int, bool, bool]:
-        """Start a process, and return its capacity, prefetch and has_post_process, as of a `VerifierWorker`."""
+        """Start a process, and return its `capacity`, `prefetch` and `has_post_process` (see `VerifierWorker`)."""
         process = self._make_process()
         for name in ("score", "post_process", "close"):
             self._methods[f"{name} {slot}"] = getattr(process, name)
@@ -64,11 +64,11 @@ class RunVerification:
     """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
 
     Args:
-        source: Where the reward functions are defined.
-        config: The run's options of rewards.
+        source: The registry and files that define the rewards.
+        config: The run's options for rewards.
         budget_path: File that records what the judges cost; None keeps no record.
         secrets: Environment variables with the judges' keys, which are set in this process.
-        environment: Environment variables of the rewards' processes, which see no other variables of this process.
+        environment: The environment variables of this process that the adapter processes get.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class RunVerification:
         rewards = resolve(source, config.all_names)
         self._adapters = {name: config.with_address(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
-        # Rewards that this process computes itself, because they are quick whatever their input
+        # Rewards that this process computes itself, because their time is bounded for any input
         self._inline = set()
         for name, adapter in self._adapters.items():
             if adapter in BOUNDED and not config.has_verifiers(name):
                 self._inline.add(name)
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
-        self._resources = contextlib.AsyncExitStack()  # closed by `close`, the last one first
+        self._resources = contextlib.AsyncExitStack()  # what `close` closes
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep: IdleSleep | None = None
         if config.model_urls and config.judge_idle_sleep_s is not None:
@@ -120,11 +120,11 @@ class RunVerification:
         self.close = self._resources.aclose
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return the statistics since the last call: `verifiers` by adapter, and the numbers of cache and budget."""
+        """Return the statistics since the last call: `verifiers` by adapter, and numbers of cache and budget."""
         return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:
-        """Make what stands between the pool and the adapters: the verdict cache and the budget of the judges."""
+        """Make the middleware of calls to adapters: the verdict cache and the budget of the judges."""
         config = self._config
         cache = None
         budget = None
@@ -144,14 +144,15 @@ class RunVerification:
         )
 
     def _versions(self) -> dict[str, str]:
-        """Return a version of each reward whose answers the cache keeps; an answer of another version is not used."""
+        """Return a version of each cacheable reward, by name. Cached answers of other versions are not used."""
         versions = {}
         options = self._config.options_by_name
         for name, adapter in self._adapters.items():
             digest = self._source.digests.get(name, self._source.sha256)
             if is_judge(adapter):
                 versions[name] = version_of_judge(adapter, digest, self._config)
-            elif getattr(adapter, "cacheable", False) is True:  # set by `@cacheable`
+            # the decorator `@cacheable` sets this attribute
+            elif getattr(adapter, "cacheable", False) is True:
                 versions[name] = version_of(digest, options)
         log.info("the verdict cache keeps the answers of %s", ", ".join(versions) or "no reward of this run")
         return versions
@@ -161,7 +162,7 @@ class RunVerification:
 
         Args:
             adapter: Name of the adapter.
-            phase: TRAINING or EVALUATION, by which a rate limiter counts calls.
+            phase: TRAINING or EVALUATION. The rate limiter counts their calls separately.
         """
         judge: Any = self._adapters[adapter]
         limits = self._config.limits.get(adapter)
@@ -174,12 +175,12 @@ class RunVerification:
         slot = await self._make_slot(adapter)
         if limits is None:
             return slot
-        # Limits of an adapter hold for one run, unlike those of a judge
+        # The limits of an adapter apply to this run only, unlike those of a judge, so the key names the run
         key = f"{adapter} of {ray.get_runtime_context().namespace}"
         return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
 
     async def _make_slot(self, adapter: str) -> VerifierWorker:
-        """Start one more process, in an actor that has room or in a new one; an inline reward needs none."""
+        """Start one more process, in an actor with a free slot or in a new actor. Inline rewards need no process."""
         if adapter in self._inline:
             return InlineReward(adapter, self._adapters[adapter], self._config.options_by_name)
         hosts = [host for host in self._hosts[adapter] if not host.channel.lost]
@@ -201,15 +202,15 @@ class RunVerification:
 
 
 class _VerifierHost:
-    """The pool's way to one `VerifierActor`."""
+    """The pool's connection to one `VerifierActor`."""
 
     def __init__(self, adapter: str, make_process: Callable[[], AdapterProcess]) -> None:
         self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(make_process)
         self.channel = Channel(self.actor, f"verifier of {adapter}")
-        self.slots: set[int] = set()  # of processes that run
+        self.slots: set[int] = set()  # slots of the running processes
 
     async def open(self) -> "_VerifierSlot":
-        """Start one more process."""
+        """Start one more process in a free slot of the actor."""
         slot = min(set(range(SLOTS_PER_ACTOR)) - self.slots)
         self.slots.add(slot)
         try:
@@ -219,13 +220,13 @@ class _VerifierHost:
             raise
 
     async def close(self, slot: int) -> None:
-        """End a process, and with the last process its actor."""
+        """End a process. If it was the actor's last one, end the actor, too."""
         try:
-            # Also the last process is closed before its actor is killed, because its reward may have a `close`
+            # The process is closed even if its actor is killed next, because the reward may have a `close` function
             if not self.channel.lost:
                 await self.channel.call(f"close {slot}")
         finally:
-            # Slots that are being closed still count, so that the actor outlives the slowest of them
+            # A slot counts until its process is closed, so that the actor outlives the slowest process
             self.slots.discard(slot)
             if not self.slots or self.channel.lost:
                 self.channel.close()
@@ -245,5 +246,5 @@ class _VerifierSlot:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the actor is gone, and with it all its slots."""
+        """Return whether the actor is lost, and with it all of its processes."""
         return self._channel.lost is not None

@@ -1,4 +1,4 @@
-"""The program of one trainer rank: rank 0 opens the run on the cluster, and every rank trains its part of the policy."""
+"""The program of one trainer rank. Rank 0 opens the run on the cluster, and every rank trains a shard of the policy."""
 
 import dataclasses
 import logging
@@ -50,14 +50,14 @@ SHUTDOWN_TIMEOUT_S = 10.0
 
 
 def train_as_rank(config: RunConfig, prepared: Prepared | None) -> None:
-    """Run this rank to the end of the run.
+    """Run this rank until the run ends.
 
     Args:
         config: The run's options.
-        prepared: The inputs of the run, on rank 0; None on all other ranks, which get the settings from rank 0.
+        prepared: The run's checked inputs on rank 0; None on all other ranks, which get the settings from rank 0.
 
     Raises:
-        AsyncGrpoError: The run ended early.
+        AsyncGrpoError: The run ended before its last step.
     """
     connect(config.run_name, config.logging_level)
     with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
@@ -75,12 +75,12 @@ def _train_as_follower(config: RunConfig, ranks: Ranks) -> None:
     experience = RemoteExperience(config, controller, ranks.rank, eval_questions={})
     trainer = make_trainer(config, settings, ranks, experience, after_step=experience.after_step)
     end_in_order(controller.request_save.remote, config.grace_s, is_failing=_has_lost_a_rank)
-    # The reason of an early end is not raised here: torchrun would end rank 0 because of an error of this rank
+    # The reason of an early end is not raised here, because torchrun would end rank 0 if this rank failed
     trainer.run()
 
 
 def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
-    """Run rank 0, which also opens the run, sends weights to the engines and writes the files."""
+    """Run rank 0, which also opens the run, sends weights to the engines and writes the run's files."""
     controller = open_run(prepared.config, prepared.settings)
     if prepared.rewards is None:
         prepared = prepared.with_rewards(await_workers(controller, prepared.config))
@@ -94,7 +94,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     first_step = max(0, steps_done)
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions, first_step)
     trainer = _make_head_trainer(prepared, ranks, controller, experience)
-    # Engines and rewards have been loading while this rank loaded the model
+    # Wait only now, so that engines and rewards load while this rank loads its model
     answer(batcher_start, config.start_timeout_s)
     await_workers(controller, config)
     watchdog = Watchdog(config.output_path, lambda: trainer.version, config.stall_s, experience.situation)
@@ -122,13 +122,13 @@ def _make_head_trainer(
     """Make the trainer of rank 0.
 
     Raises:
-        ConfigurationError: Weights go through Ray's object store, which is too small for them.
+        ConfigurationError: The weights are sent through Ray's object store, which is too small for them.
     """
     config = prepared.config
     settings = prepared.settings
 
     def save_experience(partial_folder: Path, step: int) -> Callable[[], Any]:
-        # This call reaches the controller before any later call of this process, and so before newer weights are live
+        # The controller gets this call before all later calls of this process, and so before newer weights are live
         saving = controller.save_experience.remote(partial_folder.absolute(), step)
         return lambda: answer(saving, config.checkpoint_timeout_s)
 
@@ -149,7 +149,7 @@ def _make_head_trainer(
 
 
 def _make_trackers(config: RunConfig) -> Trackers:
-    """Make the trackers that the run's metrics go to."""
+    """Make the trackers to which the run's metrics are sent."""
     return trackers_of(
         parse_trackers(config.track),
         config.prometheus_port,
@@ -162,13 +162,13 @@ def _make_trackers(config: RunConfig) -> Trackers:
 def _end_on_request(
     controller: Any, config: RunConfig, is_ending: threading.Event, look: Callable[[], None]
 ) -> None:
-    """Have every rank save and end when a signal comes or the time of `--max-hours` is over.
+    """Make every rank save a checkpoint and end after a signal or after `--max-hours`.
 
     Args:
         controller: The run's controller.
         config: The run's options.
-        is_ending: Set when the run is asked to end.
-        look: Called at SIGUSR1.
+        is_ending: Event that is set when the run is asked to end.
+        look: Function that is called on SIGUSR1.
     """
 
     def request_end(reason: str) -> None:
@@ -183,7 +183,7 @@ def _end_on_request(
 
 
 def _has_lost_a_rank() -> bool:
-    """Return whether a rank of this node has ended, because torchrun then ends its other ranks with a signal, too."""
+    """Return whether another rank on this node has ended, in which case torchrun also sends this rank a signal."""
     if "RANK" not in os.environ:
         return False
     siblings = psutil.Process(os.getppid()).children()
@@ -192,10 +192,10 @@ def _has_lost_a_rank() -> bool:
 
 
 def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
-    """Make the run's controller on this node, and return its handle.
+    """Create the run's controller on this node, and return its handle.
 
     Raises:
-        ConfigurationError: A run of this name is open already.
+        ConfigurationError: A run with this name is already open.
     """
     try:
         actor = zero_cpu_actor(RunController, name=CONTROLLER, **on_this_node())
@@ -207,11 +207,11 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
-    """Wait for a worker of each kind that the run needs, and return the rewards that they name ("" if none).
+    """Wait for a worker of each kind that the run needs, and return the rewards that they name, or "".
 
     Raises:
-        ConfigurationError: A worker refused the run, or workers name different rewards.
-        DeadlineExceeded: A kind is still missing after `start_timeout_s`.
+        ConfigurationError: A worker cannot work for the run, or workers name different rewards.
+        DeadlineExceeded: A kind of worker is still missing after `start_timeout_s`.
     """
     begin = time.monotonic()
     log_every_s = 1.0 if os.isatty(1) else 15.0
@@ -239,19 +239,19 @@ def await_workers(controller: Any, config: RunConfig) -> str:
 
 
 def close_run(controller: Any, reason: str) -> None:
-    """End rollouts and rewards, tell the workers that the run is over, and wait until they have signed off."""
+    """End rollouts and rewards, tell the workers that the run is over, and wait until they have left."""
     for end in (controller.stop.remote, partial(controller.close.remote, reason)):
         try:
             answer(end(), SHUTDOWN_TIMEOUT_S)
         except (DeadlineExceeded, WorkerLost) as error:
-            # The training is done, so the run does not fail
+            # Training has ended, so this error does not make the run fail
             log.warning("the rewards, or the workers, did not end in order: %s", error)
 
 
 def _write_params(prepared: Prepared, ranks: Ranks) -> None:
-    """Write every setting of the run beside its metrics.
+    """Write every setting of the run to a file in the output folder.
 
-    `async-grpo run THIS_FILE --output-dir NEW` starts the run again.
+    `async-grpo run THIS_FILE --output-dir NEW` starts the same run again.
     """
     config = prepared.config
     rewards = prepared.rewards

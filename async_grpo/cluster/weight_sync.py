@@ -1,6 +1,6 @@
-"""`RayEngines`: sends weights to every registered worker and collects the receipts.
+"""`RayEngines`: sends weights to all registered workers and collects their receipts.
 
-Weights travel in packages through Ray's object store, or vLLM's trainer engine drives the update step by step.
+Weights are either sent in packages through Ray's object store, or vLLM's trainer engine drives the update step by step.
 """
 
 import logging
@@ -22,14 +22,17 @@ from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
-# After an engine was lost in a step that all take together: an engine that has not answered by then waits for the lost one
+# Seconds that the other engines have to answer after one engine was lost in a collective step. An engine that has not
+# answered by then is waiting for the lost one
 OTHERS_S = 10.0
-# Ray's object store must hold one version of the weights and the beginning of the next
+# Size of Ray's object store in versions of the weights: it must hold one version and the beginning of the next
 OBJECT_STORE_VERSIONS = 1.3
 
 
 def check_object_store(num_bytes: int) -> None:
-    """Check that Ray's object store has room for the weights on every node: Ray would write the rest to disk at every sync.
+    """Check that Ray's object store has room for the weights on every node.
+
+    Without enough room, Ray would write objects to disk at every sync.
 
     Args:
         num_bytes: Size of one version of the weights.
@@ -50,18 +53,18 @@ def check_object_store(num_bytes: int) -> None:
 
 @dataclass
 class RayEngines:
-    """`Engines` over Ray."""
+    """`Engines` that calls the workers through Ray."""
 
-    controller: Any  # the run's, which knows the workers
-    timeout_s: float  # longest time that a worker may take to load one package, or for one step
+    controller: Any  # the run's controller, which knows the workers
+    timeout_s: float  # maximum time that a worker may take to load one package or to do one step
 
     def __post_init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
-        # The workers of the sync under way, with their handles, by worker id
+        # Workers of the current sync with their handles, by worker id
         self._members: dict[str, tuple[WorkerInfo, Any]] = {}
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """Tell the controller which workers have proven the package; see `Engines`."""
+        """Tell the controller which workers have proven that they use the package's weights; see `Engines`."""
         answer(self.controller.end_sync.remote(package, landed), self.timeout_s)
 
     def abort(self, error: BaseException) -> None:
@@ -69,20 +72,20 @@ class RayEngines:
         answer(self.controller.fail.remote(error))
 
     def put(self, chunk: np.ndarray) -> Any:
-        """Store one chunk where every engine can read it, and return its reference."""
+        """Store one chunk in Ray's object store, and return its reference."""
         return ray.put(chunk)
 
     def deliver(self, package: WeightPackage) -> dict[str, Receipt]:
-        """Load the package into all workers of the sync at once.
+        """Begin a sync, and load the package into all of its workers in parallel.
 
-        A worker that fails to load it is fenced, and the others continue. If every engine is lost during a run, the run
-        waits for another one as long as `--worker-grace-s` allows.
+        A worker that fails to load the package is fenced, and the others continue. If all engines are lost during a
+        run, the run waits for a new one for `--worker-grace-s` seconds.
 
         Returns:
-            What each worker received and computes, by worker id.
+            The receipt of each worker, by worker id: a manifest of what it received and the log-probs that it computes.
 
         Raises:
-            WorkerLost: No generation worker took the first weights.
+            WorkerLost: No generation worker could load the first weights.
         """
         receipts: dict[str, Receipt] = {}
         losses = []
@@ -101,16 +104,16 @@ class RayEngines:
                 self.fence(worker_id, error)
             else:
                 has_engine = has_engine or info.kind == GENERATION
-        # The first weights have version 0; a self-test's version is negative
+        # The first weights have version 0, and a self-test has a negative version
         is_first = package.version <= 0
         if is_first and not has_engine and not package.for_late:
             raise WorkerLost(f"no engine took the weights of version {package.version}: {'; '.join(losses)}")
         return receipts
 
     def fence(self, worker_id: str, error: Exception) -> None:
-        """End a worker that did not prove its weights; see `Engines`."""
+        """Kill and remove a worker that could not prove its weights; see `Engines`."""
         info, handle = self._members.pop(worker_id)
-        # Its open requests fail at once, and its dispatcher notices
+        # The kill makes the worker's open requests fail at once, and its dispatcher notices it
         ray.kill(handle)
         log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
         answer(self.controller.deregister.remote(info.kind, worker_id, cause_of(error)))
@@ -126,14 +129,14 @@ class RayEngines:
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
     def each(self, method: str, *args: Any) -> dict[str, Any]:
-        """Have every worker of the sync take one step, and return the answers by worker; see `Engines`."""
+        """Make each worker of the sync do one step, and return the answers by worker id; see `Engines`."""
         args_by_worker = dict.fromkeys(self._members, args)
         return self._call(method, args_by_worker, others_s=self.timeout_s)
 
     def together(self, method: str, *args: Any) -> None:
-        """Have all workers of the sync take a step that they can only take together; see `Engines`.
+        """Make all workers of the sync do a collective step, which none can do alone; see `Engines`.
 
-        `init_weight_transfer` also tells each engine its first rank in the transfer group, where rank 0 is the trainer.
+        For `init_weight_transfer`, each engine also gets its first rank in the transfer group. Rank 0 is the trainer.
         """
         args_by_worker = dict.fromkeys(self._members, args)
         if method == "init_weight_transfer":
@@ -149,12 +152,12 @@ class RayEngines:
     def _call(
         self, method: str, args_by_worker: dict[str, tuple[Any, ...]], others_s: float
     ) -> dict[str, Any]:
-        """Call a method of several workers, and fence those that do not answer.
+        """Call a method of several workers, and fence the workers that fail or do not answer.
 
         Args:
             method: Name of the method.
-            args_by_worker: Its arguments, by worker id.
-            others_s: Seconds that the other workers have to answer after one was lost; `timeout_s` at most.
+            args_by_worker: The method's arguments, by worker id.
+            others_s: Seconds that the other workers have to answer after one was lost, limited by `timeout_s`.
 
         Returns:
             The answers, by worker id.
@@ -170,7 +173,7 @@ class RayEngines:
             while calls:
                 ready, calls = ray.wait(calls, timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    # The deadline has passed: getting their answers raises, which fences them
+                    # The deadline has passed. `ray.get` below raises for the remaining workers, which fences them
                     ready = calls
                     calls = []
                 for call in ready:

@@ -1,4 +1,4 @@
-"""The Ray actors around the workers: an engine, or a logprob server, that joins a run and follows its weights."""
+"""The Ray actors that run the workers: an engine or a logprob worker that joins a run and loads its weights."""
 
 import asyncio
 import os
@@ -22,9 +22,10 @@ from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION
 
-# Lets several engines share a machine without a GPU. Variables of the forwarded environment override these
+# Environment variables that let several engines share a machine without a GPU. Forwarded variables override these
 ENGINE_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise every engine pins itself to the same core
+    # By default, every engine would pin itself to the same core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -33,9 +34,9 @@ ENGINE_ENVIRONMENT = {
 
 
 class WorkerActor(ChannelServer):
-    """A worker that joins a run and follows its weights. It loads one package at a time, and never an older one."""
+    """A worker that joins a run and loads its weights. It loads one package at a time, and never an older version."""
 
-    served: tuple[str, ...]  # the engine's methods that are called through a channel
+    served: tuple[str, ...]  # names of the engine's methods that are called through a channel
 
     def __init__(self) -> None:
         log_to_own_file(type(self).__name__.removesuffix("Actor").lower())
@@ -44,8 +45,8 @@ class WorkerActor(ChannelServer):
         self._settings: SharedRunSettings | None = None
 
     async def warm_up(self, config: WorkerConfig) -> None:
-        """Import what `start` needs while the trainer, which alone knows the settings, is still starting."""
-        # Before torch is imported, which would choose a folder in /tmp
+        """Import the modules that `start` needs. This can be done before the trainer provides the settings."""
+        # These variables must be set before torch is imported, or torch would choose a folder in /tmp
         os.environ.update(compile_cache())
         _worker_class(config)
 
@@ -53,19 +54,20 @@ class WorkerActor(ChannelServer):
         """Load the model.
 
         Returns:
-            The numbers of sequences and tokens that the worker holds at once.
+            The maximum numbers of sequences and tokens that the worker can hold at once.
 
         Raises:
-            ConfigurationError: The model is not the trainer's.
+            ConfigurationError: The model or the version of this library differs from the trainer's.
         """
-        # Checked here and not in the dispatcher, which may lack these libraries and may run on another node
+        # The dispatcher cannot check this, because it may lack these libraries and may run on another node
         check_library(settings)
         check_model(config.model_path, settings)
         is_generation = config.mode == GENERATION
         if is_generation:
             config = config.with_sequences(settings)
         self._settings = settings
-        # vLLM puts sockets and stores of its processes into the folder of temporary files, readable for all users
+        # vLLM creates sockets and files of its processes in the folder for temporary files, where all users can read
+        # them
         os.environ.update(compile_cache())
         self._folder = make_private_folder()
         with temporary_files_in(self._folder):
@@ -78,7 +80,7 @@ class WorkerActor(ChannelServer):
         """Load a package and compute the log-probs of its canary.
 
         Raises:
-            WeightsDidNotLand: Newer weights are loaded already, or this node does not see the package's files.
+            WeightsDidNotLand: Newer weights are already loaded, or this node cannot read the package's files.
         """
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
@@ -91,12 +93,12 @@ class WorkerActor(ChannelServer):
             return manifest, await answer_canary(self._engine, package.canary_texts)
 
     async def leave_run(self) -> None:
-        """Cancel all requests of a run whose trainer is gone."""
+        """Cancel all requests of the run, because its trainer died."""
         if self._settings is not None:
             self.forget_callers()
 
     async def begin_anew(self, settings: SharedRunSettings) -> bool:
-        """Prepare to serve the next start of a run, and return whether that is possible without loading the model again."""
+        """Prepare to serve a restarted run. Return False if the model must be loaded again for that."""
         check_library(settings)
         earlier = self._settings
         are_settings_equal = earlier is not None and earlier == replace(
@@ -113,7 +115,7 @@ class WorkerActor(ChannelServer):
         return [os.getpid(), *descendants(os.getpid())]
 
     async def until_failure(self) -> str:
-        """Wait until the engine dies or stalls, and return how; see `Engine`."""
+        """Wait until the engine dies or stalls, and return a description of the failure; see `Engine`."""
         return await self._engine.until_failure()
 
     async def close(self) -> None:
@@ -123,15 +125,15 @@ class WorkerActor(ChannelServer):
 
 
 class GenerationActor(WorkerActor):
-    """An `Engine` of the class that `--engine` names."""
+    """A worker with an `Engine` of the class that `--engine` names."""
 
     served = ("complete", "progress")
 
     async def transfer(self, method: str, *args: Any) -> Any:
-        """Take one step of an update that the trainer drives (NCCL).
+        """Do one step of a weight update that the trainer drives (NCCL).
 
         Raises:
-            ConfigurationError: The engine has no such step.
+            ConfigurationError: The engine does not support this step.
         """
         if not hasattr(self._engine, method):
             raise ConfigurationError(
@@ -142,7 +144,7 @@ class GenerationActor(WorkerActor):
 
 
 class LogprobActor(WorkerActor):
-    """A `LogprobWorker`. Only the weights of proximal workers change."""
+    """A worker with a `LogprobWorker`. Reference workers keep their weights, and proximal workers load new ones."""
 
     served = ("logprobs",)
 
@@ -156,7 +158,7 @@ def _worker_class(config: WorkerConfig) -> Any:
 
 
 def check_library(settings: SharedRunSettings) -> None:
-    """Refuse a run whose trainer has another version of the library: messages might silently mean something else."""
+    """Refuse a run whose trainer has another version of this library, which might silently misread messages."""
     if library_version() != settings.library:
         raise ConfigurationError(
             f"this node ({socket.gethostname()}) has version {library_version()} of async-grpo, the trainer of run "
@@ -165,7 +167,7 @@ def check_library(settings: SharedRunSettings) -> None:
 
 
 def check_model(model_path: str, settings: SharedRunSettings) -> None:
-    """Refuse a model other than the trainer's: log-probs and token ids would silently mean something else."""
+    """Refuse a model that differs from the trainer's, because log-probs and token ids would be wrong silently."""
     from async_grpo.modeling.load import context_length, model_fingerprint
 
     if model_fingerprint(model_path) != settings.model_fingerprint:
@@ -184,7 +186,7 @@ def _mapped(path: Path) -> memoryview:
     """Return the bytes of a chunk's file, mapped into memory.
 
     Raises:
-        WeightsDidNotLand: This node does not see the file.
+        WeightsDidNotLand: This node cannot read the file.
     """
     try:
         return np.memmap(path, np.uint8, "r").data

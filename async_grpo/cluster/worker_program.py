@@ -1,4 +1,4 @@
-"""The program of `worker_dispatcher.py`: find the run, start one worker for it, and stay until either of them ends."""
+"""The program of `worker_dispatcher.py`: find the run, start one worker for it, and stay until one of them ends."""
 
 import contextlib
 import dataclasses
@@ -31,23 +31,23 @@ from async_grpo.processes.supervisor import handling
 from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
-RESTART_PAUSE_S = 5.0  # before the first restart; its square before the second, and so on
-HEALTHY_S = 600.0  # a worker that lives this long gets all its restarts back
-CLOSE_TIMEOUT_S = 20.0  # for a worker that answers to close in order
-# After a worker died: the run may have ended, and news of that may come later than news of the worker
+RESTART_PAUSE_S = 5.0  # pause before the first restart; the pause before restart n is this to the power of n
+HEALTHY_S = 600.0  # lifetime in seconds after which the restarts of a worker are counted from 0 again
+CLOSE_TIMEOUT_S = 20.0  # time for a responsive worker to close
+# Seconds to wait after the death of a worker for the news that the run has ended, which may arrive later
 RUN_END_NEWS_S = 1.0
-# A worker that is started again is expected after the pause, twice its loading time, and this margin
+# The run expects a restarted worker after the pause, twice the last loading time, and this margin
 RESTART_MARGIN_S = 30.0
 
 
 def dispatch(config: WorkerConfig) -> None:
     """Run one worker until the run is over, or until SIGTERM drains the worker.
 
-    A worker that dies after it has joined is started again up to `--engine-restarts` times. If the trainer dies, the worker
-    waits for it for `--rejoin-s`.
+    A worker that dies after it was loaded is restarted up to `--engine-restarts` times. If the trainer dies, the worker
+    waits `--rejoin-s` seconds for it to be restarted.
 
     Raises:
-        ConfigurationError: The worker's model is not the trainer's, or there is no cluster.
+        ConfigurationError: The worker's model differs from the trainer's, or there is no cluster.
         DeadlineExceeded: No trainer opened the run.
         WorkerLost: The worker died too often, or the trainer died.
     """
@@ -72,7 +72,7 @@ def dispatch(config: WorkerConfig) -> None:
 
 
 class RunHandle:
-    """A run as one start of its trainer has opened it, for a worker of one kind."""
+    """The worker's view of a run, from one start of the trainer until the run is closed or the trainer dies."""
 
     def __init__(self, controller: Any, kind: str) -> None:
         self.controller = controller
@@ -82,7 +82,7 @@ class RunHandle:
 
     @classmethod
     def find(cls, config: WorkerConfig, patience_s: float) -> "RunHandle":
-        """Wait until a trainer has opened the run that the worker names.
+        """Wait until a trainer has opened the run that the worker shall join.
 
         Raises:
             ConfigurationError: The run needs no worker of this kind.
@@ -105,12 +105,12 @@ class RunHandle:
         Args:
             result: Reference to the result of a remote call.
             timeout_s: Seconds to wait; None waits without a limit.
-            alternatives: Further references: the value of the first that is ready is returned.
+            alternatives: References to other results. The value of the first reference that is ready is returned.
 
         Raises:
             DeadlineExceeded: No result was ready in time.
-            _Ended: The run ended before.
-            _TrainerDied: The trainer died before, and the controller with it.
+            _Ended: The run ended first.
+            _TrainerDied: The trainer and its controller died first.
         """
         ready, _ = ray.wait([result, self.closed, *alternatives], timeout=timeout_s)
         if not ready:
@@ -119,7 +119,7 @@ class RunHandle:
         return ray.get(ready[0])
 
     def check(self, within_s: float = 0) -> None:
-        """Raise like `unless_closed` if the run ends or its trainer dies within `within_s`."""
+        """Raise _Ended or _TrainerDied if the run ends or its trainer dies within `within_s` seconds."""
         try:
             is_closed = bool(ray.wait([self.closed], timeout=within_s)[0])
             if is_closed:
@@ -129,29 +129,29 @@ class RunHandle:
 
 
 class Worker:
-    """The actor of one worker, which may be loaded several times; `end` leaves none of its processes behind."""
+    """Manages the actor of one worker, which may be created and loaded several times."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.loading_s = 0.0  # how long the last load took; 0 if it has never loaded
+        self.loading_s = 0.0  # seconds that the last load took; 0 if the worker has never loaded
         self.begin()
 
     def begin(self) -> None:
-        """Make an actor, which begins to import at once."""
+        """Create a new actor, which immediately starts importing modules."""
         self.actor = _make_actor(self.config)
-        # Sequences and tokens that it holds at once; None until it has loaded
+        # Maximum numbers of sequences and tokens that the actor can hold at once; None until it has loaded
         self.capacity: tuple[int, int] | None = None
-        self.is_responsive = False  # and can close in order
+        self.is_responsive = False  # whether the actor answers calls and can close itself
         self._processes: list[psutil.Process] = []
 
     def load(self, run: RunHandle) -> tuple[int, int]:
-        """Load the model for a run, unless the worker has loaded it and can serve this run, too.
+        """Load the model for a run, unless it is already loaded and can serve this run.
 
         Returns:
-            The sequences and tokens that the worker holds at once.
+            The maximum numbers of sequences and tokens that the worker can hold at once.
 
         Raises:
-            ConfigurationError: The model is not the trainer's.
+            ConfigurationError: The model differs from the trainer's.
         """
         begin = time.monotonic()
         try:
@@ -164,7 +164,7 @@ class Worker:
             start = self.actor.start.remote(self.config, run.settings)
             capacity: tuple[int, int] = run.unless_closed(start, self.config.start_timeout_s)
         except ConfigurationError as refusal:
-            # The error itself, without Ray's wrapping
+            # `cause` is the error itself, without Ray's wrapping
             reason = str(getattr(refusal, "cause", refusal))
             run.unless_closed(run.controller.refuse.remote(reason))
             raise ConfigurationError(reason) from None
@@ -176,7 +176,7 @@ class Worker:
         return capacity
 
     def leave_run(self) -> None:
-        """Cancel all requests of a run whose trainer died. A worker that is still loading is made anew."""
+        """Cancel all requests of a run whose trainer died. If the worker is still loading, replace its actor."""
         if self.capacity is not None:
             self.actor.leave_run.remote()
         else:
@@ -184,36 +184,36 @@ class Worker:
             self.begin()
 
     def end(self) -> None:
-        """End the actor and its processes."""
-        # A worker that is still loading answers nothing
+        """End the actor and all of its processes."""
+        # An actor that is still loading or stuck does not answer, so it gets no time to close
         with contextlib.suppress(RayError):
             ray.get(self.actor.close.remote(), timeout=CLOSE_TIMEOUT_S if self.is_responsive else 0)
         ray.kill(self.actor)
-        # Processes of an engine that are stopped or stuck would keep its GPU
+        # Stopped or stuck processes of an engine survive the actor and would keep its GPU
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
 def _make_actor(config: WorkerConfig) -> Any:
-    """Make the worker's actor where `--node` says. It begins to import at once."""
+    """Create the worker's actor on the node that `--node` selects. It immediately starts importing modules."""
     is_generation = config.mode == GENERATION
     must_be_here = config.node == "here"
     num_gpus = config.tensor_parallel_size if is_generation else 1
     actor = zero_cpu_actor(
         GenerationActor if is_generation else LogprobActor,
         num_gpus=num_gpus if _may_get_gpus(config) else 0,
-        # Here the model and the engine can be read from the disk of this node
+        # On this node, the actor can read the model and the engine's file from the local disk
         **(on_this_node() if must_be_here else {}),
         runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
     ).remote()
-    # An error of this call is not read: `start` meets it again and raises it
+    # An error of this call is ignored, because `start` does the same imports and raises it again
     actor.warm_up.remote(config)
     return actor
 
 
 def _may_get_gpus(config: WorkerConfig) -> bool:
-    """Return whether the worker's actor is to ask for GPUs: if `--node gpu` says so, or a node that it may get has one."""
+    """Return whether the actor requests GPUs: with `--node gpu`, or if a node on which it may run has GPUs."""
     if config.node == "gpu":
         return True
     this_node = ray.get_runtime_context().get_node_id()
@@ -225,10 +225,10 @@ def _may_get_gpus(config: WorkerConfig) -> bool:
 
 
 def _work_for(run: RunHandle, worker: Worker) -> None:
-    """Work until the run ends or its trainer dies, and start the worker again if it dies.
+    """Work until the run ends or its trainer dies, and restart the worker if it dies.
 
     Raises:
-        _WorkerDied: The worker died too often, or before it ever joined.
+        _WorkerDied: The worker died too often, or before it was ever loaded.
         _TrainerDied: The trainer died.
         _Ended: The run ended, or the worker was drained.
     """
@@ -243,7 +243,7 @@ def _work_for(run: RunHandle, worker: Worker) -> None:
             worker.end()
             lived_s = time.monotonic() - begin
             num_restarts = num_restarts + 1 if lived_s < HEALTHY_S else 1
-            # A worker that never loaded would not load the next time, as on a node that lacks something
+            # A worker that has never loaded would probably fail again, for example because the node lacks a library
             has_never_loaded = num_restarts == 1 and not worker.loading_s
             if num_restarts > config.engine_restarts or has_never_loaded:
                 raise
@@ -257,13 +257,13 @@ def _work_for(run: RunHandle, worker: Worker) -> None:
             )
             expected_s = min(config.start_timeout_s, pause_s + 2 * worker.loading_s + RESTART_MARGIN_S)
             run.unless_closed(run.controller.expect.remote(run.kind, expected_s))
-            # A pause that the end of the run cuts short
+            # The pause ends early if the run ends
             ray.wait([run.closed], timeout=pause_s)
             worker.begin()
 
 
 def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
-    """Load the worker, let it join the run, and wait for the end of its membership.
+    """Load the worker, register it with the run, and wait until it dies or leaves the run.
 
     Raises:
         _WorkerDied: The worker could not start, died, or was fenced.
@@ -287,7 +287,7 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
                 raise
             reason = cause_of(error)
         if drain.has_begun:
-            # A worker that dies while it drains has ended in order, too: its work continues elsewhere
+            # The death of a draining worker is no error, because its work continues on other workers
             raise _Ended(f"worker {worker_id} has drained: {reason}")
         is_fenced = bool(ray.wait([departure], timeout=0)[0])
         raise _WorkerDied(f"worker {worker_id} {'was lost' if is_fenced else 'died'}: {reason}")
@@ -298,7 +298,8 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
         ) from error
     finally:
         worker.is_responsive = has_joined and not is_fenced
-        # Also where joining failed half-way: the worker would be counted as a member for ever. It may be gone already
+        # The worker is removed even if joining failed, because it may be registered already. It may also be removed
+        # already
         with contextlib.suppress(RayError):
             sign_off = run.controller.deregister.remote(run.kind, worker_id, reason)
             ray.get(sign_off, timeout=CONTROL_TIMEOUT_S)
@@ -322,7 +323,7 @@ def _join(run: RunHandle, worker: Worker, worker_id: str) -> None:
 
 
 class _Drain:
-    """Handles SIGTERM: the first signal has the worker drained, the second one ends this program."""
+    """Handles SIGTERM: the first signal drains the worker, and the second one ends this program."""
 
     def __init__(self, run: RunHandle, worker_id: str, within_s: float) -> None:
         self.has_begun = False
@@ -339,7 +340,7 @@ class _Drain:
             "SIGTERM: no more work, %.0f s for what is begun (--drain-s); again to end at once",
             self._within_s,
         )
-        # In a thread, because the signal may have interrupted a call to Ray
+        # Ray is called in a thread, because the signal may have interrupted another call to Ray in this one
         threading.Thread(target=self._drain, daemon=True).start()
 
     def _drain(self) -> None:
@@ -347,12 +348,12 @@ class _Drain:
 
 
 class _WorkerDied(WorkerLost):
-    """The worker died, and the run goes on."""
+    """The worker died, but the run continues."""
 
 
 class _TrainerDied(WorkerLost):
-    """The trainer died, and the run's controller with it."""
+    """The trainer and its controller died."""
 
 
 class _Ended(Exception):
-    """The run, or this worker's part in it, ended in order; carries the reason."""
+    """The run ended, or this worker left it, without an error. The message is the reason."""

@@ -1,1 +1,1 @@
-"""A run's configuration: the rooms' options together, and everything that is refused before a process starts."""
+"""The configuration of a run: the options of all packages, and all checks that happen before a process starts."""

@@ -1,6 +1,7 @@
-"""The rules between options: combinations that are refused or warned about, with the way out.
+"""Rules for combinations of options. A broken rule is an error or a warning, whose message names a way out.
 
-A rule yields the options that it is about, separated by spaces, and the message behind their values.
+A broken rule yields the names of its options, separated by spaces, and a message. The error prints each option with its
+value, then the message.
 """
 
 import math
@@ -16,44 +17,50 @@ from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
 from async_grpo.weights.config import get_transport
 
-# The options of a broken rule, and its message behind their values
+# For each broken rule: the names of its options, separated by spaces, and a message that is printed after their values
 Broken = Iterator[tuple[str, str]]
 
 
 def refuse_broken(config: Any, broken: Broken) -> None:
-    """Raise ConfigurationError for the first rule that is broken."""
+    """Raise ConfigurationError for the first broken rule, if any."""
     for flags, message in broken:
         raise ConfigurationError(_with_values(config, flags, message))
 
 
 def idle(config: Any, flags: str, reason: str) -> Broken:
-    """Break a rule if any of the options was set, because they would do nothing."""
+    """Yield a broken rule if any of the options was changed although they have no effect.
+
+    Args:
+        config: The configuration.
+        flags: Names of the options, separated by spaces.
+        reason: Why the options have no effect, for the message.
+    """
     changed = _changed(config, flags.split())
     if changed:
         yield " ".join(changed), f"does nothing {reason}"
 
 
 def _changed(config: Any, names: Iterable[str]) -> list[str]:
-    """Return the options that differ from their defaults."""
+    """Return those of the options whose values differ from their defaults."""
     fields = type(config).__dataclass_fields__
     return [name for name in names if getattr(config, name) != fields[name].default]
 
 
 def _warn(config: Any, broken: Broken) -> None:
-    """Print a warning for each rule that is broken, on rank 0."""
+    """Print a warning for each broken rule, on rank 0."""
     for flags, message in broken:
         if os.environ.get("RANK", "0") == "0":
             print(f"warning: {_with_values(config, flags, message)}", file=sys.stderr, flush=True)
 
 
 def _with_values(config: Any, flags: str, message: str) -> str:
-    """Return the message behind the options with their values."""
+    """Return the options with their values, followed by the message."""
     options = [f"--{dashed(name)} {getattr(config, name)}" for name in flags.split()]
     return " ".join([*options, message])
 
 
 def broken_values(c: RunOptions) -> Broken:
-    """Find combinations that are wrong whatever the model, the data and the registries are."""
+    """Find combinations that are wrong for every model, data set and reward registry."""
     yield from _broken_recipe(c)
     if c.top_p != 1.0 or c.top_k not in (0, -1):
         yield (
@@ -82,7 +89,7 @@ def broken_values(c: RunOptions) -> Broken:
 
 
 def _broken_recipe(c: RunOptions) -> Broken:
-    """Find a recipe none of whose values are set: the configuration was made without `from_options`."""
+    """Find a recipe whose values are not set, because the configuration was made without `from_options`."""
     preset = RECIPES.get(c.recipe or "", {})
     fields = type(c).__dataclass_fields__
     names_not_default = [name for name in preset if preset[name] != fields[name].default]
@@ -91,7 +98,7 @@ def _broken_recipe(c: RunOptions) -> Broken:
 
 
 def _broken_sizes(c: RunOptions) -> Broken:
-    """Find sizes of groups, steps and batches that do not fit each other."""
+    """Find sizes of groups, steps and batches that do not fit together."""
     group_size = c.samples_per_question
     if not 2 <= c.min_valid_samples <= group_size:
         yield (
@@ -119,7 +126,7 @@ def _broken_sizes(c: RunOptions) -> Broken:
 
 
 def _broken_rejection(c: RunOptions) -> Broken:
-    """Find bounds of the rejection that reject everything or nothing."""
+    """Find bounds of token rejection that would reject too much or nothing."""
     flags = "rejection_statistic rejection_low rejection_high"
     if c.rejection_statistic is None:
         yield from idle(
@@ -130,7 +137,7 @@ def _broken_rejection(c: RunOptions) -> Broken:
         return
     low = -math.inf if c.rejection_low is None else c.rejection_low
     high = math.inf if c.rejection_high is None else c.rejection_high
-    # The value of the statistic for tokens on which trainer and engine agree
+    # Value of the statistic for tokens to which trainer and engine assign the same probability
     agreement = 1 if c.rejection_statistic.endswith("k1") else 0
     if not low <= agreement <= high:
         yield (
@@ -145,7 +152,7 @@ def _broken_rejection(c: RunOptions) -> Broken:
 
 
 def _idle_values(c: RunOptions) -> Broken:
-    """Find options that do nothing because of another option; warn where that is harmless."""
+    """Find options that have no effect because of another option. Harmless ones only cause a warning."""
     weighs = c.importance_level != "none"
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
     for is_used, flags, condition in (
@@ -180,7 +187,7 @@ def _idle_values(c: RunOptions) -> Broken:
 
 def check_methods(config: RunOptions) -> None:
     """Raise ConfigurationError for settings that the run's estimator, loss, schedule or transport cannot use."""
-    # Both raise for an option that the estimator or the loss does not have
+    # These properties raise an error for options that the estimator or the loss does not have
     _ = config.estimator_settings
     _ = config.loss_settings
     refuse_broken(config, _broken_methods(config))

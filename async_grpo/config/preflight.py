@@ -1,4 +1,4 @@
-"""Check and read the inputs of a run before anything is started: files, model, lengths, names."""
+"""Check and read the inputs of a run before anything is started: files, model, lengths and names."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from async_grpo.options.source_file import absolute, library_version
 from async_grpo.training.checkpoint_folder import Manifest
 from async_grpo.weights.config import TRANSPORTS, get_transport
 
-SAMPLED_PROMPTS = 8  # prompts that are decoded to check that the tokenizer belongs to the model
+SAMPLED_PROMPTS = 8  # number of prompts that are decoded to check that the tokenizer belongs to the model
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,24 @@ class Prepared:
     config: RunConfig
     settings: SharedRunSettings
     questions: list[Question]
-    eval_questions: dict[str, list[Question]]  # by file name
-    rewards: ResolvedRewards | None  # None until the workers have named them
-    resumed: Manifest | None = None  # manifest of the checkpoint that the run continues from
+    eval_questions: dict[str, list[Question]]  # held-out questions, by name of their file
+    # None if the rewards are to be named by the workers, which has not happened yet
+    rewards: ResolvedRewards | None
+    resumed: Manifest | None = None  # manifest of the checkpoint from which the run continues
 
     @property
     def facts(self) -> RunFacts:
-        """Return what the batcher must know of the inputs."""
+        """Return the facts about rewards and model that the batcher needs."""
         assert self.rewards is not None
         facts = self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
         model = load_config(self.config.model_name_or_path).get_text_config()
         return replace(facts, hidden_size=model.hidden_size)
 
     def with_rewards(self, names: str) -> "Prepared":
-        """Return these inputs with the rewards that the workers named, because `--reward-fns` names none.
+        """Return these inputs with the rewards that the workers name, because the trainer has no `--reward-fns`.
 
         Args:
-            names: Comma list of rewards.
+            names: Comma-separated names of the rewards.
 
         Raises:
             ConfigurationError: A reward cannot be found, or does not fit the configuration or the data.
@@ -71,10 +72,10 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Check a run's inputs and read them.
+    """Check and read the inputs of a run.
 
     Raises:
-        ConfigurationError: An input is wrong; the message of the first such input says the way out.
+        ConfigurationError: An input is wrong. The message names the first problem and a way out.
     """
     check_methods(config)
     _check_sources(config)
@@ -85,7 +86,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     def read_questions(path: str, is_training: bool) -> list[Question]:
         rows = _rows(config, path, is_training)
-        # At least one token must be left for the answer
+        # The prompt must leave at least one token of the context for the completion
         return questions_of(rows, tokenizer, context_tokens - 1, vocab_size)
 
     questions = read_questions(config.data_path, is_training=True)
@@ -125,7 +126,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _check_sources(config: RunConfig) -> None:
-    """Read the user's own files of scheduling and environment, and check that the transport works on this machine."""
+    """Read the user's files for scheduling and environment, and check that the transport works on this machine."""
     scheduling_policy(config.scheduling)
     if config.environment:
         source_of(config.environment)
@@ -158,7 +159,7 @@ def _dtype(config: RunConfig) -> str:
 
 
 def _rows(config: RunConfig, path: str, is_training: bool) -> Iterable[tuple[str, Any]]:
-    """Return the rows of a file, or of the environment, each with its place for messages."""
+    """Return the rows of a file or of the environment, as pairs of the row's location, for messages, and the row."""
     if path != ROWS:
         return read_rows(path)
     rows = rows_of(config, "train" if is_training else "eval", config.reward_environment())
@@ -168,7 +169,7 @@ def _rows(config: RunConfig, path: str, is_training: bool) -> Iterable[tuple[str
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:
     """Check that the tokenizer belongs to the model.
 
-    From a folder without tokenizer files, transformers makes an empty tokenizer, which decodes every completion to "".
+    For a folder without tokenizer files, transformers makes an empty tokenizer, which decodes every completion to "".
     """
     if len(tokenizer) > vocab_size:
         raise ConfigurationError(
@@ -184,13 +185,13 @@ def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Seq
 
 
 def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> ResolvedRewards:
-    """Return the rewards of the run, checked against its options.
+    """Return the rewards of the run, after checking that they fit its options.
 
-    With `--reward-column`, every row is checked: otherwise the run would end at the first wrong row.
+    With `--reward-column`, every row is checked, because the run would later fail at the first wrong row.
     """
     rewards = ResolvedRewards.of(config)
     check_rewards(config, rewards)
-    # Both raise if a variable is missing
+    # Both calls raise an error if an environment variable is missing
     rewards.secrets()
     config.reward_environment()
     if config.reward_column is None:

@@ -1,4 +1,4 @@
-"""Published recipes as presets of options: `--recipe dapo` sets the paper's values, and prints them."""
+"""Published recipes as presets of options: `--recipe dapo` sets the values of the paper and prints them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,9 +17,9 @@ _DYNAMIC_SAMPLING = {
 }
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024, "DeepSeekMath": a KL in the loss, every sequence weighs the same
+    # Shao et al. 2024, "DeepSeekMath": a KL penalty in the loss, and equal weight for each sequence
     "grpo": {**_GRPO, **_MEAN_OF_SEQUENCES, **_KL},
-    # Liu et al. 2025, "Understanding R1-Zero-Like Training": neither std nor length in a denominator
+    # Liu et al. 2025, "Understanding R1-Zero-Like Training": no division by the standard deviation or the length
     "dr_grpo": {**_GRPO, "advantage_estimator": "dr_grpo", **_CONSTANT_LENGTH, **_NO_KL},
     # Yu et al. 2025, "DAPO": clip-higher, dynamic sampling, token mean, soft overlong punishment, no KL
     "dapo": {**_GRPO, "clip_high": 0.28, **_DYNAMIC_SAMPLING, "overlong_penalty": 1.0, **_NO_KL},
@@ -45,20 +45,20 @@ RECIPES: dict[str, dict[str, Any]] = {
         "max_staleness": 8,
         **_NO_KL,
     },
-    # Shao et al. 2024, "DeepSeekMath", 4.1.3: process supervision, in the objective of `grpo`
+    # Shao et al. 2024, "DeepSeekMath", 4.1.3: process supervision, with the objective of the recipe `grpo`
     "process": {**_GRPO, "advantage_estimator": "grpo_process", **_MEAN_OF_SEQUENCES, **_KL},
 }
 
 
 def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) -> tuple[dict[str, Any], str]:
-    """Set the options of the recipe that the user has not set.
+    """Set the recipe's values for the options that the user has not set.
 
     Args:
-        options: The values of all options, with the name of the recipe.
+        options: The values of all options, including `recipe`.
         explicit_names: Names of the options that the user has set.
 
     Returns:
-        The options with the recipe's values, and a line that says which values were set; "" without a recipe.
+        The options with the recipe's values, and a message that lists these values, or "" without a recipe.
 
     >>> user_options = {"recipe": "gspo", "clip_low": 0.1, "policy_loss": "x"}
     >>> options, message = apply_recipe(user_options, explicit_names={"clip_low"})
@@ -66,12 +66,12 @@ def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) ->
     ('gspo', 0.1, True)
     """
     name = options.get("recipe")
-    # An unknown name is refused later by the choices of the option
+    # An unknown name is refused later, because the option has a list of choices
     preset = dict(RECIPES.get(name or "", {}))
     if not preset:
         return dict(options), ""
     if "policy_loss" in explicit_names and options["policy_loss"] != preset["policy_loss"]:
-        # The recipe's clip belongs to the recipe's loss
+        # The recipe's clipping bounds fit only the recipe's own loss
         preset.pop("clip_low", None)
         del preset["clip_high"]
     user_values = {

@@ -1,4 +1,4 @@
-"""`--resume`: find the checkpoint that a run continues from, and refuse options that cannot change."""
+"""`--resume`: find the checkpoint from which a run continues, and refuse changes of options that must stay the same."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from async_grpo.processes.untrusted_files import open_regular, printable
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, named, newest, versions
 
-# Options that cannot change, and the reasons. All others may change, and the log says which did
+# Options that must stay the same, with the reasons. All other options may change, and the changes are logged
 _BOUND = "the groups alive were admitted under that bound"
 FIXED = {
     "model_name_or_path": "the weights are that model's, and it stays the KL reference",
@@ -35,13 +35,13 @@ FIXED = {
     "advantage_estimator": "optimizer and finished groups have what that estimator needs",
     "logprob_roles": "the groups that are finished have these and no others",
 }
-# Values that follow from several options, with these options
+# Values that are computed from several options, with the names of these options for messages
 DERIVED = {
     "groups_per_step": "--batch-size / --train-minibatch-size",
     "samples_in_flight": "--groups-alive",
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy and --policy-loss",
 }
-# Options of one start, whose changes are not logged
+# Options that often differ between starts of one run, so their changes are not logged
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
 SHOWN_CHARACTERS = 200
 WAY_OUT = "give the earlier value, or begin a new run: --resume never, and another --output-dir"
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 
 
 def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint that the run continues from, and its manifest; None if the run begins.
+    """Return the checkpoint from which the run continues, and its manifest, or None if this is a new run.
 
     Raises:
-        ConfigurationError: The checkpoint is broken, or the options of its run do not fit.
+        ConfigurationError: The checkpoint is broken, or an option or the data that must stay the same has changed.
     """
     if config.resume == "never":
         return None
@@ -80,7 +80,7 @@ def _refuse_other_data(config: RunConfig, folder: Path, manifest: Manifest) -> N
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Return whether the output folder may hold a run, because this start continues it."""
+    """Return whether `--resume` allows that the output folder already holds a run, because this start continues it."""
     if config.resume == "auto":
         return True
     if config.resume == "never":
@@ -91,9 +91,9 @@ def goes_on(config: RunConfig) -> bool:
 
 
 def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint of the output folder if an earlier start with the same `--resume PATH` wrote it.
+    """Return the newest checkpoint of the output folder if a run with the same `--resume PATH` wrote it, else None.
 
-    So the same command continues its own run instead of starting from PATH again.
+    So if a command with `--resume PATH` is repeated, it continues its own run instead of starting from PATH again.
     """
     checkpoint = newest(config.output_path)
     if checkpoint is None:
@@ -103,7 +103,7 @@ def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
 
 
 def _refuse_to_begin_over(config: RunConfig) -> None:
-    """Refuse to begin in a folder that holds broken checkpoints, or another run without a checkpoint."""
+    """Refuse to begin a new run in a folder with broken checkpoints, or with a run whose fixed options differ."""
     folder = config.output_path
     broken = checkpoints_of(folder)
     if broken:
@@ -119,7 +119,7 @@ def _refuse_to_begin_over(config: RunConfig) -> None:
 
 
 def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) -> None:
-    """Refuse changes of options that cannot change.
+    """Refuse changes of options that must stay the same.
 
     Args:
         config: The options of this start.
@@ -127,14 +127,14 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
         earlier: The options of the earlier run.
 
     Raises:
-        ConfigurationError: Such an option has changed.
+        ConfigurationError: An option in FIXED has changed.
     """
     options = as_options(config)
     for name, reason in FIXED.items():
         value = options[name]
         earlier_value = earlier.get(name, value)
         if name == "reward_fns" and not value:
-            # The workers will name the rewards
+            # The workers will name the rewards, which are compared then
             continue
         if value != earlier_value:
             flags = DERIVED.get(name, f"--{dashed(name)}")
@@ -144,7 +144,7 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
 
 
 def _log_changes(config: RunConfig, manifest: Manifest) -> None:
-    """Log which options and versions have changed since the checkpoint was written."""
+    """Log the options and package versions that have changed since the checkpoint was written."""
     changes = []
     for name, value in as_options(config).items():
         earlier_value = manifest.options.get(name)
@@ -159,12 +159,12 @@ def _log_changes(config: RunConfig, manifest: Manifest) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a manifest, which may be somebody else's, as a message shows it."""
+    """Return a value of a manifest as text that is safe to print, because the manifest may come from somebody else."""
     return printable(str(value)[:SHOWN_CHARACTERS])
 
 
 def as_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options of the run and the values that follow from several of them, as checkpoints keep them."""
+    """Return the options of the run and the values in DERIVED, in the form that checkpoints store."""
     names = [field.name for field in dataclasses.fields(RunConfig)]
     options = {name: getattr(config, name) for name in (*names, *DERIVED)}
     options["logprob_roles"] = list(config.logprob_roles)
@@ -173,9 +173,9 @@ def as_options(config: RunConfig) -> dict[str, Any]:
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the data file, by which a resumed run knows that the data are the same."""
+    """Return the SHA-256 of the data file, by option. A resumed run compares it to check that the data are the same."""
     if config.data_path == ROWS:
-        # Rows that the environment makes follow from its name and its options
+        # The rows that an environment makes are determined by its name and its options
         return {"data_path": f"{config.environment} {config.environment_options}"}
     with open_regular(Path(config.data_path), follow_links=True) as file:
         return {"data_path": hashlib.file_digest(file, "sha256").hexdigest()}

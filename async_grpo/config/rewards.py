@@ -1,4 +1,4 @@
-"""The rewards of a run, and the rules between them and the options; see `config.compatibility`."""
+"""The rewards of a run, and the rules that they and the options must follow; see `config.compatibility`."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,15 +20,15 @@ class ResolvedRewards:
     """The rewards of a run, read from their files."""
 
     source: RewardRegistrySource
-    adapters: Mapping[str, Any]  # the rewards, by name
-    everyone: Mapping[str, Any]  # the rewards and their fallbacks, by name
+    adapters: Mapping[str, Any]  # the run's rewards, by name, without fallbacks
+    everyone: Mapping[str, Any]  # the run's rewards and their fallbacks, by name
 
     @classmethod
     def of(cls, config: RewardConfig) -> "ResolvedRewards":
-        """Read the registry file and the files that are named, and find the rewards.
+        """Read the registry file and the files that `--reward-fns` names, and find the rewards in them.
 
         Raises:
-            ConfigurationError: A file cannot be read, or a name is unknown; the message lists the known names.
+            ConfigurationError: A file cannot be read, or a reward is unknown. The message lists the known names.
         """
         registry = RewardRegistrySource.from_file(registry_file(config.reward_registry))
         source = registry.with_files(config.reward_fns)
@@ -42,12 +42,12 @@ class ResolvedRewards:
 
     @property
     def process(self) -> list[str]:
-        """Return the names of the run's process rewards, which reward single steps."""
+        """Return the names of the run's process rewards, which reward single steps of a completion."""
         return [name for name in self._with("is_process_reward") if name in self.adapters]
 
     @property
     def whole_groups(self) -> list[str]:
-        """Return the names of rewards that see a whole group before its rewards are final."""
+        """Return the names of rewards that process a whole group before its rewards are final."""
         return self._with("has_post_process")
 
     @property
@@ -57,15 +57,15 @@ class ResolvedRewards:
 
     @property
     def paid(self) -> list[str]:
-        """Return the names of judges that have a price."""
+        """Return the names of the judges whose calls have a price."""
         return [name for name in self.judges if getattr(self.everyone[name], PRICE, None)]
 
     def facts(self, config: RewardConfig, max_completion_tokens: int) -> RunFacts:
-        """Return what the batcher must know of the rewards.
+        """Return the facts about the rewards that the batcher needs.
 
         Args:
             config: The options of the rewards.
-            max_completion_tokens: Length for which even the longest prompt leaves room.
+            max_completion_tokens: Maximum length of a completion after the longest prompt.
         """
         options = config.options_by_name
         return RunFacts(
@@ -80,10 +80,11 @@ class ResolvedRewards:
     def secrets(self) -> dict[str, str]:
         """Return the environment variables with the judges' keys.
 
-        They go to the pool as an argument, because other users can read Ray's job table and the workers' environments.
+        They are passed to the pool as an argument and not through Ray's environment, because other users can read Ray's
+        job table and the environments of its workers.
 
         Raises:
-            ConfigurationError: A variable that a judge names is missing.
+            ConfigurationError: An environment variable that a judge needs is not set.
         """
         variables = {self.everyone[name].endpoint().api_key_env for name in self.judges} - {None}
         missing = sorted(variables - set(os.environ))
@@ -95,7 +96,7 @@ class ResolvedRewards:
 
 
 def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
-    """Return the names that `--reward-weights` may hold."""
+    """Return the names to which `--reward-weights` may give weights."""
     takes_components = config.estimator.rewards == "components"
     takes_sources = config.estimator.rewards == "sources"
     names = set(rewards.process)
@@ -110,11 +111,11 @@ def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
 
 
 def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewards) -> list[str]:
-    """Return the rewards whose scores a gate would use before `post_process_scores` has made them final.
+    """Return the rewards whose scores a gate would use too early, before `post_process_scores` makes them final.
 
     Args:
         config: The run's options.
-        names: The rewards in the order in which the gate asks them.
+        names: The rewards in the order in which the gate calls them.
         rewards: The rewards of the run.
     """
     if config.reward_combine != "gate":
@@ -123,16 +124,16 @@ def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewa
 
 
 def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
-    """Raise ConfigurationError for settings that cannot be meant with these rewards."""
+    """Raise ConfigurationError for options that do not fit the rewards."""
     check_options(rewards.everyone, config.options_by_name)
     for rules in (_broken_methods, _broken_names, _broken_roles):
         refuse_broken(config, rules(config, rewards))
-    # Raises for weights that add up to nothing
+    # This property raises an error if the weights add up to 0
     _ = config.combination
 
 
 def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
-    """Find rewards that do not fit the estimator or the way they are combined."""
+    """Find rewards that do not fit the estimator or `--reward-combine`."""
     fills = any(policy not in ("mask", "refill") for policy in c.failure_policies.values())
     yield from _broken_process_rewards(c, r, fills)
     estimator = c.estimator
@@ -149,7 +150,7 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
             f"compares with a single greedy completion, which {', '.join(r.whole_groups)} cannot score alike: it looks at "
             "whole groups",
         )
-    # With a column that names the rewards of a row, preflight checks every row
+    # If a column names the rewards of each row, `preflight` checks every row
     early_names = [] if c.reward_column else early_at_gate(c, tuple(r.adapters), r)
     if early_names:
         yield (
@@ -160,12 +161,12 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
 
 
 def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Broken:
-    """Find process rewards where outcome rewards are needed, and the other way round.
+    """Find process rewards that do not fit the options, and outcome rewards where process rewards are needed.
 
     Args:
         c: The run's options.
         r: The rewards of the run.
-        fills: Whether a reward that fails is replaced by a number.
+        fills: Whether the options replace failed rewards by numbers.
     """
     process = ", ".join(r.process)
     is_readable = c.estimator.process if process else c.estimator.outcome
@@ -190,7 +191,7 @@ def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Br
 
 
 def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
-    """Find options that name rewards which the run does not have."""
+    """Find options that name unknown rewards."""
     unknown = _unknown(c.weights_by_name, weighable(c, r))
     if unknown:
         yield (
@@ -209,12 +210,12 @@ def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
 
 
 def _unknown(names: Iterable[str], known_names: Iterable[str]) -> str:
-    """Return the names that are not known, as a comma list."""
+    """Return the names that are not in `known_names`, separated by commas."""
     return ", ".join(sorted(set(names) - set(known_names)))
 
 
 def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
-    """Find options of judges for rewards that are none, and rewards in a role that they cannot have."""
+    """Find judge options without a judge, and rewards that cannot be judges or fallbacks as the options require."""
     names_with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
     not_judges = _unknown(names_with_tpm, r.judges)
     if not_judges:
@@ -242,7 +243,7 @@ def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
 
 
 def _broken_budget(c: RunConfig, r: ResolvedRewards) -> Broken:
-    """Find a budget without paid judges, or without the fallbacks that it needs."""
+    """Find a judge budget without paid judges, or without the fallbacks that its policy needs."""
     if r.everyone and not r.paid:
         yield (
             "judge_budget",

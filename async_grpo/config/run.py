@@ -1,4 +1,4 @@
-"""The configurations of the programs, with the checks that need no file, model or registry."""
+"""The configurations of the trainer and the workers, with the checks that need no data, model or reward registry."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from async_grpo.options.redaction import secrets
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.types import ENVIRONMENT
 
-# Keys of `training_params.json` beside the options. A file of options may hold them, too
+# Keys that `training_params.json` has in addition to the options. They are allowed in every file for `--config`
 FACTS = (
     "WORLD_SIZE",
     "reward_registry_sha256",
@@ -36,25 +36,25 @@ _cluster = partial(option, panel="Cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunOptions):
-    """All options of a training run. Units: tokens, samples (completions), questions (prompts), seconds."""
+    """All options of a training run. Sizes are in tokens, samples (completions) or questions (prompts)."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], explicit_names: Collection[str]) -> Self:
-        """Make the configuration of a command line.
+        """Make a configuration from the options of a command line.
 
         Args:
             options: The values of all options.
-            explicit_names: Names of the options that the user has set. All others may be set by the recipe.
+            explicit_names: Names of the options that the user has set. The recipe may change all other options.
         """
         options, message = apply_recipe(options, explicit_names)
-        # `async-grpo run` has its trainer print the message
+        # Only rank 0 of the trainer prints the message. `async-grpo run` itself uses a subclass and does not
         if message and cls is RunConfig and os.environ.get("RANK", "0") == "0":
             print(message, flush=True)
         return cls(**options)
 
     def __post_init__(self) -> None:
         if self.environment and not self.reward_fns:
-            # The environment's own reward
+            # Without other rewards, the environment's own reward is used
             object.__setattr__(self, "reward_fns", ENVIRONMENT)
         super().__post_init__()
         parse_trackers(self.track)
@@ -70,7 +70,7 @@ class RunConfig(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
-    """All options of one worker. Temperature, lengths, stop ids and dtype come from the trainer."""
+    """All options of one worker. The trainer provides temperature, lengths, stop tokens and dtype."""
 
     mode: str = required(
         "What the worker does for the run: generate completions, or compute log-probs.",
@@ -79,19 +79,18 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
     )
     reward_fns: str = option(
         "",
-        "Comma list of the run's rewards, which a generation worker may name instead of the trainer.",
+        "Comma-separated rewards of the run. A generation worker may name them instead of the trainer.",
         everyday=True,
     )
     drain_s: float = _cluster(
         30.0,
-        "Seconds that the worker has after SIGTERM to finish its work. What it does not finish continues on other "
-        "workers.",
+        "Seconds that the worker has after SIGTERM to finish its work. Unfinished work continues on other workers.",
         range=NOT_NEGATIVE,
     )
     rejoin_s: float = _cluster(
         300.0,
-        "Seconds that a worker whose trainer died keeps its model loaded and waits for the trainer to start again; 0 "
-        "does not wait.",
+        "Seconds that a worker keeps its model loaded after the trainer died and waits for it to be restarted; 0 does "
+        "not wait.",
         range=NOT_NEGATIVE,
     )
     node: str = _cluster(
@@ -108,20 +107,21 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
 
 
 def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
-    """Write the parameters of a run, which `--config` can read.
+    """Write the run's parameters to a file that `--config` can read.
 
-    `async-grpo run` writes the file first, and then the trainer that it starts, so values of earlier keys are kept.
+    `async-grpo run` writes the file first and its trainer writes it again, so keys that are already there and are not
+    set again are kept.
 
     Args:
         path: The file.
-        config: The options; the rewards are written as a list.
-        facts: Further values of this start, by FACTS.
+        config: The options. The rewards are written as a list.
+        facts: Other values of this start; the keys must be in FACTS.
     """
     assert set(facts) <= set(FACTS), f"FACTS lacks {set(facts) - set(FACTS)}"
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     options = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns))}
     text = json.dumps({**earlier, **options, **facts}, indent=2) + "\n"
-    # In one step, because workers may be reading the file
+    # Replace the file in one step, because workers may be reading it
     new_path = path.with_suffix(".new")
     new_path.write_text(text, encoding="utf-8")
     new_path.replace(path)

@@ -1,4 +1,4 @@
-"""The fields of a run's configuration: a `RunOptions` *is* a `BatchConfig`, a `RewardConfig`, and so on."""
+"""The options of a run. `RunOptions` inherits from `BatchConfig`, `RewardConfig` and the other groups of options."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +17,18 @@ _cluster = partial(option, panel="Cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class MemberConfig(Section):
-    """The options of every program of a run."""
+    """The options that all programs of a run have."""
 
     run_name: str = option(
         "default",
-        "Name of the run, by which workers find it and which keeps runs on one cluster apart.",
+        "Name of the run. Workers find the run by its name, and runs on one cluster need different names.",
         everyday=True,
     )
     start_timeout_s: float = _cluster(
-        900.0, "Seconds to wait for other programs of the run to load and join.", range=POSITIVE
+        900.0, "Seconds to wait for the other programs of the run to load and join.", range=POSITIVE
     )
     logging_level: str = option(
-        "INFO", "Lowest level of messages that are logged: DEBUG, INFO, WARNING or ERROR."
+        "INFO", "Lowest level of the messages that are logged: DEBUG, INFO, WARNING or ERROR."
     )
 
 
@@ -42,45 +42,45 @@ class RunOptions(
     EvaluationConfig,
     MemberConfig,
 ):
-    """The options of a training run. Units: tokens, samples (completions), questions (prompts), seconds."""
+    """The options of a training run. Sizes are in tokens, samples (completions) or questions (prompts)."""
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = required(
-        "JSONL file of questions, with input_token_ids, or a messages, prompt or input text, and answer; or the word "
-        "environment, for rows that the environment makes.",
+        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. "
+        "The word environment: the environment makes the rows.",
         everyday=True,
     )
     output_dir: str = option(
         "runs/default",
-        "Folder for metrics, parameters and checkpoints, which is made if it does not exist.",
+        "Folder for metrics, parameters and checkpoints. It is created if it does not exist.",
         everyday=True,
     )
     resume: str = _output(
         "auto",
-        "Continue the run in --output-dir if there is one (auto), continue from a checkpoint's folder, or never "
-        "continue.",
+        "Where to continue from: auto continues the run in --output-dir if there is one, the path of a checkpoint "
+        "continues from it, and never begins a new run.",
         everyday=True,
     )
     track: str = _output(
-        "", "Comma list of trackers that metrics are also sent to: tensorboard, wandb, trackio, mlflow."
+        "", "Comma-separated trackers to which metrics are also sent: tensorboard, wandb, trackio, mlflow."
     )
     prometheus_port: int | None = _output(
         None,
-        "Port of the loopback interface on which metrics are served for Prometheus. By default they are not served.",
+        "Port on 127.0.0.1 at which metrics are served for Prometheus. By default they are not served.",
         range=NOT_NEGATIVE,
     )
-    record: bool = _output(False, "Keep everything that each step is trained on, for `async-grpo replay`.")
+    record: bool = _output(False, "Save all training inputs of each step, for `async-grpo replay`.")
     keep_checkpoints: int = _output(2, "Number of newest checkpoints to keep.", range=POSITIVE)
     keep_best: str | None = _output(
         None,
-        "Also keep the checkpoint with the best evaluation on this NAME of --eval-data-path, and save every "
-        "evaluated step.",
+        "NAME of a file in --eval-data-path. The checkpoint with the best evaluation on that file is also kept, and "
+        "every evaluated step is saved.",
     )
     checkpoint_timeout_s: float = _output(
-        1800.0, "Seconds that writing a checkpoint may take.", range=POSITIVE
+        1800.0, "Maximum number of seconds that writing a checkpoint may take.", range=POSITIVE
     )
     grace_s: float = _output(
-        60.0, "Seconds to save a checkpoint in when the run is told to end (SIGTERM, Ctrl-C).", range=POSITIVE
+        60.0, "Seconds that the run has to save a checkpoint after SIGTERM or Ctrl-C.", range=POSITIVE
     )
     max_hours: float | None = _output(
         None,
@@ -89,8 +89,8 @@ class RunOptions(
     )
     stall_s: float | None = _output(
         None,
-        "Seconds without a finished step after which the run writes down what it waits for. The default is 3 median "
-        "steps, and at least 120.",
+        "Seconds without a finished step after which the run writes a report of what it waits for. The default is "
+        "three times the median duration of a step, but at least 120.",
         range=POSITIVE,
     )
     min_samples_per_checkpoint: int = _output(
@@ -113,12 +113,14 @@ class RunOptions(
         portable=True,
     )
     worker_grace_s: float = _cluster(
-        30.0, "Seconds that a run continues without any worker of a kind that it needs.", range=POSITIVE
+        30.0,
+        "Seconds that a run waits for a worker of a kind that it needs after the last one was lost.",
+        range=POSITIVE,
     )
 
     @property
     def logprob_roles(self) -> tuple[str, ...]:
-        """Return the kinds of logprob worker that the run needs; usually none."""
+        """Return the roles of logprob workers that the run needs: often none, else "reference", "proximal" or both."""
         roles = []
         if self.kl_coef > 0:
             roles.append("reference")
@@ -128,7 +130,7 @@ class RunOptions(
 
     @property
     def samples_between_models(self) -> int:
-        """Return the number of samples after which the model is saved again in the Hugging Face format."""
+        """Return the number of samples between two saves of the model in the Hugging Face format."""
         if self.save_every is None:
             return self.min_samples_per_checkpoint
         return self.save_every * self.samples_per_step

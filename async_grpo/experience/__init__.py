@@ -1,1 +1,1 @@
-"""Experience: which prompt is let in, who generates it, and how finished groups become micro-batches and steps."""
+"""Experience: admits prompts, distributes them to workers, and turns finished groups into micro-batches and steps."""

@@ -1,8 +1,9 @@
-"""`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the trainer's ranks.
+"""`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the ranks.
 
-rollout_loop:  waits for a slot of the staleness budget, then starts a rollout as a task of its own
-rollout:       generates a group, scores each completion while its siblings still generate, adds reference log-probs
-_offer:        places the group in a step, computes advantages, packs micro-batches and puts them into one queue per rank
+rollout_loop:  waits for a slot of the staleness budget, then starts each rollout as its own task
+rollout:       generates a group, scores each completion while the others still generate, and adds the log-probs of
+               other policies
+_offer:        places the group in a step, computes advantages, packs micro-batches, and queues them for the ranks
 """
 
 import asyncio
@@ -32,23 +33,23 @@ from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Group, Prompt
 
 Queued = Message | asyncio.Task[StepEnd]
-# Prompts set aside one after the other; with one more, something else than the prompts costs engines
+# Prompts that may be set aside in a row. After one more, something other than the prompts is losing the engines
 MAX_SET_ASIDE_IN_A_ROW = 2
 
 
 class ExperienceBatcher:
-    """Owner of the prompt cursor, the staleness budget and the queues of the ranks. Make it in an event loop.
+    """Owns the prompt cursor, the staleness budget and the queues of the ranks. Create it in a running event loop.
 
     Args:
-        config: The run's options of batches, steps and rewards.
+        config: The run's options for batches, steps and rewards.
         questions: The data set from which prompts are drawn.
         generation: Source of completions.
         verification: Source of verdicts.
         reference: Source of the reference policy's log-probs; None if the loss needs none.
         proximal: Source of the proximal policy's log-probs; None if the loss needs none.
         num_ranks: Number of trainer ranks; each calls `next_message` for its own messages.
-        facts: What the resolved rewards told about themselves (`ResolvedRewards.facts`).
-        more_stats: Returns further numbers for each step's statistics.
+        facts: Facts about the run's rewards and model, from `ResolvedRewards.facts`.
+        more_stats: Returns additional numbers for each step's statistics.
     """
 
     def __init__(
@@ -99,18 +100,19 @@ class ExperienceBatcher:
         self._offer_lock = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
-        self._sequences = 0  # admitted and still generating
-        self._admitted = 0  # groups since the start of the run
-        # By sequence number: the groups whose weights are not live yet, which a checkpoint keeps
+        self._sequences = 0  # number of sequences that are admitted and still generating
+        self._admitted = 0  # number of groups admitted since the start of the run
+        # Admitted groups for which the weights trained on them are not live yet, by sequence number. Checkpoints save
+        # them
         self._alive: dict[int, Group | UnfinishedGroup] = {}
-        # By step: the sequence numbers of its groups, until the weights trained on them are live
+        # Sequence numbers of each step's groups, by step, until the weights trained on them are live
         self._trained_groups: dict[int, list[int]] = {}
-        self._samples_done = 0  # samples of all steps that have ended
-        self._prompts_set_aside: list[dict[str, Any]] = []  # since the end of the last step
-        self._num_set_aside_in_a_row = 0  # prompts without a finished group between them
+        self._samples_done = 0  # number of samples of all steps that have ended
+        self._prompts_set_aside: list[dict[str, Any]] = []  # prompts set aside since the end of the last step
+        self._num_set_aside_in_a_row = 0  # number of prompts set aside since the last finished group
 
     async def start(self) -> None:
-        """Begin to generate, or continue after `restore`. The engines must hold the policy of the step to be trained."""
+        """Start generating, or continue after `restore`. The engines must hold the policy of the next training step."""
         self.utilization.take()
         for number, group in self._alive.items():
             coroutine = self._offer(group) if isinstance(group, Group) else self.rollout(number)
@@ -122,8 +124,8 @@ class ExperienceBatcher:
         """Wait for the next message of a rank.
 
         Raises:
-            RunFailed: A task of the batcher failed; carries its error.
-            DeadlineExceeded: Nothing came for `experience_timeout_s` seconds.
+            RunFailed: A task of the batcher failed. The task's error is the cause.
+            DeadlineExceeded: No message came for `experience_timeout_s` seconds.
         """
         message = asyncio.ensure_future(self._next_message(rank))
         awaited: set[asyncio.Future[Any]] = {message, self._failure}
@@ -145,7 +147,7 @@ class ExperienceBatcher:
             message.cancel()
 
     async def _next_message(self, rank: int) -> Message:
-        # While a group is being offered the packer is being filled, and `_offer` feeds the queues itself
+        # While `_offer` holds the lock, it is filling the packer, and it feeds the queues itself afterwards
         if not self._offer_lock.locked():
             self._feed()
         message = await self._queues[rank].get()
@@ -154,7 +156,7 @@ class ExperienceBatcher:
         return message
 
     async def weights_live(self, version: int) -> None:
-        """Free the budget of the groups that policy `version` was trained on: every engine now generates with it."""
+        """Free the slots of the groups that policy `version` was trained on, because all engines now use it."""
         sequence_numbers = self._trained_groups.pop(version - 1, [])
         for number in sequence_numbers:
             del self._alive[number]
@@ -162,11 +164,15 @@ class ExperienceBatcher:
         self._note_utilization()
 
     def workers_joined(self) -> None:
-        """Tell every rank, at the same place among its messages, that workers wait for weights."""
+        """Tell every rank that workers wait for weights, at the same position in its sequence of messages."""
         self._put([WorkersJoined()] * len(self._queues))
 
     def request_save(self, end_reason: str = "") -> None:
-        """Have every rank save a checkpoint at the same place among its messages; with a reason, the run ends there."""
+        """Make every rank save a checkpoint at the same position in its sequence of messages.
+
+        Args:
+            end_reason: Why the run ends after the checkpoint; "" if the run continues.
+        """
         self._put([SaveRequested(end_reason)] * len(self._queues))
 
     async def _save_regularly(self) -> None:
@@ -175,12 +181,12 @@ class ExperienceBatcher:
             self.request_save()
 
     def state(self, step: int) -> ExperienceState:
-        """Return what a run that resumes at `step` continues with; the policy of that step must be live."""
+        """Return the state from which a run resumes at `step`. The policy of that step must be live."""
         assert step == self.budget.live_version, (step, self.budget.live_version)
         return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive))
 
     def restore(self, state: ExperienceState) -> None:
-        """Take over a saved state; `start` then continues where that batcher stood."""
+        """Restore a saved state, so that `start` continues where the saved batcher stopped."""
         self._admitted = state.admitted
         self._samples_done = state.step * self.config.samples_per_step
         self._alive = dict(sorted(state.alive.items()))
@@ -189,13 +195,13 @@ class ExperienceBatcher:
         self.steps.restore(state.step, state.admitted, state.alive)
 
     async def close(self) -> None:
-        """Cancel all tasks; their requests are aborted in the engines."""
+        """Cancel all tasks, which aborts their requests in the engines."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def rollout_loop(self) -> None:
-        """Admit every group of the run, each as soon as the staleness budget allows."""
+        """Admit all groups of the run one by one, each as soon as the staleness budget has a free slot."""
         num_groups = self.config.num_steps * self.config.groups_per_step
         while self._admitted < num_groups:
             with waiting("slot", "the rollout loop", "a slot of the staleness budget"):
@@ -206,7 +212,7 @@ class ExperienceBatcher:
             self._supervise(self.rollout(number), f"the rollout of group {number}")
 
     async def rollout(self, number: int) -> None:
-        """Make one group from prompt to micro-batches; an unfit group gives its place to the next prompt."""
+        """Generate, score and pack one group. If it is unfit for training, replace it by a group of the next prompt."""
         while True:
             admitted = self._alive[number]
             try:
@@ -227,10 +233,10 @@ class ExperienceBatcher:
             await self._offer(group)
 
     def _set_aside(self, prompt: Prompt, error: PromptSetAside) -> None:
-        """Note a prompt that engines died of.
+        """Record a prompt whose generation lost several engines.
 
         Raises:
-            PromptSetAside: Too many prompts in a row were set aside; then the prompts are not the cause.
+            PromptSetAside: Too many prompts were set aside in a row, so the prompts are probably not the cause.
         """
         self._num_set_aside_in_a_row += 1
         if self._num_set_aside_in_a_row > MAX_SET_ASIDE_IN_A_ROW:
@@ -238,7 +244,7 @@ class ExperienceBatcher:
         self._prompts_set_aside.append({"prompt": prompt.ordinal, "reason": str(error), "row": prompt.row})
 
     def _learn_difficulty(self, group: Group) -> None:
-        """Retire a question that is solved, and tell the curriculum how well the group did."""
+        """Retire the question if it is solved, and tell the curriculum the group's mean reward."""
         mean_reward = self.advantages.mean_reward(group)
         if mean_reward is None:
             return
@@ -249,20 +255,20 @@ class ExperienceBatcher:
             self.cursor.curriculum.observe(group.prompt.row, mean_reward)
 
     def _is_fit(self, group: Group) -> bool:
-        """Return whether the group may be trained, or whether the options ask for another prompt in its place."""
+        """Return whether the group may be trained; if not, the options ask for another prompt instead of this one."""
         if self.config.zero_variance == "resample" and not self.advantages.has_signal(group):
             return False
         return not self.advantages.wants_refill(group)
 
     async def _offer(self, group: Group) -> None:
-        """Hand out what follows from a finished group: micro-batches, and the end of a step."""
+        """Put the micro-batches and step ends that a finished group completes into the queues of the ranks."""
         self._alive[group.sequence_number] = group
-        # A minibatch may be in a thread; no other group may come in between
+        # `steps.offer` may run in a thread: the lock keeps other groups out until its events are queued
         async with self._offer_lock:
             if self.steps.streams:
                 events = self.steps.offer(group)
             else:
-                # A whole minibatch at once takes long, and the event loop serves others meanwhile
+                # To process a whole minibatch takes long, so a thread does it while the event loop serves other tasks
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
                 if isinstance(event, StepComplete):
@@ -272,14 +278,17 @@ class ExperienceBatcher:
             self._feed()
 
     def _end_step(self, complete: StepComplete) -> None:
-        """Put the end of a step into every queue now; its statistics are filled in by a task."""
+        """Put the end of a step into every queue. A task computes its statistics later."""
         refuse_unscored(complete.step, complete.groups)
         self._trained_groups[complete.step] = [group.sequence_number for group in complete.groups]
         step_end = self._supervise(self._step_end(complete), f"the end of step {complete.step}")
         self._put([step_end] * len(self._queues))
 
     def _feed(self) -> None:
-        """Hand out a full round if a rank has nothing left. Packing improves with the number of samples that wait."""
+        """Queue one micro-batch for each rank if a queue is empty and the waiting samples fill every micro-batch.
+
+        Other samples wait, because packing improves with the number of samples to choose from.
+        """
         if not any(queue.empty() for queue in self._queues):
             return
         micro_batches = self.packer.full_round()
@@ -327,7 +336,7 @@ class ExperienceBatcher:
         return in_order[: self.config.keep_sample_groups]
 
     def _supervise(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run a coroutine as a task whose error ends the run."""
+        """Run a coroutine as a task, and end the run if it fails."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)

@@ -20,20 +20,21 @@ from async_grpo.types import Sampling
 SAMPLES_FILE = "samples.jsonl"
 
 GROUP_SIZE = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
-OVERLONG = "overlong"  # name of the length penalty, for estimators that take several rewards
-OUTCOME = "outcome"  # name of the best outcome reward, for estimators that take it apart from process rewards
+OVERLONG = "overlong"  # name of the length penalty, for estimators that read each reward separately
+# name of the highest outcome reward, for estimators that separate it from process rewards
+OUTCOME = "outcome"
 
 _batches = partial(option, panel="Batches", everyday=True, portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(AlgorithmConfig):
-    """Options of the batcher; they include the algorithm's, because the batcher computes the advantages."""
+    """Options of the batcher. They include the algorithm's options because the batcher computes the advantages."""
 
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
     samples_per_question: int = _batches(
         32,
-        "Completions per question, which is the group size.",
+        "Number of completions per question. They form a group.",
         range=GROUP_SIZE,
         aliases=("num_generations",),
     )
@@ -42,95 +43,99 @@ class BatchConfig(AlgorithmConfig):
     )
     num_training_batches: int = _batches(
         1_000_000,
-        "Iterations of the whole run, over which learning rate schedules extend.",
+        "Number of iterations in the whole run, over which learning rate schedules extend.",
         range=POSITIVE,
         aliases=("max_steps",),
     )
     max_tokens_per_gpu: int = _batches(
-        36_000, "Maximum tokens of one micro-batch on one rank.", range=POSITIVE
+        36_000, "Maximum number of tokens in one micro-batch on one rank.", range=POSITIVE
     )
     max_staleness: int = _batches(
         1,
-        "Optimizer steps by which a trained token's policy may be older than the current policy; 0 trains on-policy.",
+        "Maximum number of optimizer steps between the policy that sampled a token and the policy that is trained on "
+        "it; 0 trains on-policy.",
         range=NOT_NEGATIVE,
     )
     groups_alive: int | None = option(
         None,
-        "Maximum number of groups between their admission and the moment the weights trained on them are live. The "
-        "default is --max-staleness + 1 steps' worth. With fewer, finished groups may join a step before older, "
-        "unfinished ones, which helps if few completions are very long.",
+        "Maximum number of groups in flight: admitted, but the weights trained on them are not yet live. The default "
+        "is (--max-staleness + 1) times the groups of a step. With a lower number, finished groups may be trained "
+        "before older, unfinished ones, which helps if a few completions are very long.",
         "Batches",
         range=POSITIVE,
         portable=True,
     )
     max_token_staleness: int | None = off_policy(
         None,
-        "Leave tokens out of the loss whose policy is older than this number of steps. By default none are left out.",
+        "Leave tokens out of the loss if the policy that sampled them is more than this number of steps old. By "
+        "default none are left out.",
         range=NOT_NEGATIVE,
     )
     scheduling: str = option(
         "least_loaded",
-        "Policy that chooses the worker of each group: a name, or FILE.py:NAME of your own.",
+        "Policy that chooses the worker for each group: a built-in name, or FILE.py:NAME of your own function.",
         "Cluster",
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
         takes_file=True,
     )
     infinite_sampler_seed: int = option(
         37,
-        "Seed of the order of questions and of everything else that is random.",
+        "Seed for the order of questions and everything else that is random.",
         "Batches",
         portable=True,
         aliases=("seed",),
     )
     dump_samples_filename: str | None = option(
         None,
-        "File in --output-dir that all samples are written to as JSONL. By default --keep-sample-groups decides.",
+        "JSONL file in --output-dir to which all samples are written. By default only the samples that "
+        "--keep-sample-groups selects are written.",
         "Output",
     )
     keep_sample_groups: int = option(
         2,
-        "Groups of each step whose samples are written to samples.jsonl in --output-dir; 0 writes none.",
+        "Number of groups in each step whose samples are written to samples.jsonl in --output-dir; 0 writes none.",
         "Output",
         range=NOT_NEGATIVE,
     )
     experience_timeout_s: float = option(
         1800.0,
-        "Seconds that a rank waits for its next micro-batch before the run ends with an error.",
+        "Maximum number of seconds that a rank waits for its next micro-batch. After that, the run ends with an error.",
         "Cluster",
         range=POSITIVE,
     )
 
     deterministic: bool = on_groups(
         False,
-        "Train each step once it is complete, in the order of admission. The same samples then give the same bits. "
-        "With --max-staleness 0, a resumed run gives the bits of a run that was never interrupted.",
+        "Wait until all groups of a step are finished, and train them in the order of admission. The same samples then "
+        "give bitwise equal weights. With --max-staleness 0, a resumed run is bitwise equal to an uninterrupted one.",
     )
     checkpoint_every_s: float = option(
-        600.0, "Save a checkpoint to resume from at intervals of this many seconds.", "Output", range=POSITIVE
+        600.0, "Seconds between checkpoints from which the run can resume.", "Output", range=POSITIVE
     )
     mask_truncated: bool = on_groups(
         True, "Leave completions that reached the maximum length out of the loss."
     )
     zero_variance: str = on_groups(
         "keep",
-        "What happens to groups whose rewards are all equal: keep them, filter them out of the loss, or resample "
-        "(replace them by another prompt).",
+        "What happens to groups whose rewards are all equal: keep trains them, filter leaves them out of the loss, and "
+        "resample replaces them by groups of other prompts.",
         choices=("keep", "filter", "resample"),
     )
     max_resamples: int = on_groups(
         8,
-        "Prompts that may replace one group without signal; the last one is trained even if it has no signal either.",
+        "Maximum number of times that one group is replaced by a group of another prompt. The last replacement is "
+        "always trained.",
         range=NOT_NEGATIVE,
     )
     retire_solved_above: float | None = on_groups(
         None,
-        "Stop drawing a question once the mean reward of its group has reached this. By default questions never "
+        "Stop drawing a question once the mean reward of its group reaches this value. By default questions never "
         "retire.",
     )
     curriculum: str | None = on_groups(
         None,
-        "Column with an integer difficulty. Training draws rows of one difficulty at a time, per `task`, starting "
-        "with the lowest.",
+        "Column of the data with an integer difficulty. For each value of the column `task`, training draws rows of "
+        "one difficulty at a time, starting with the lowest.",
     )
     curriculum_up_at: float = on_groups(
         0.75, "Mean reward of 16 groups at which the curriculum moves on to the next higher difficulty."
@@ -138,7 +143,9 @@ class BatchConfig(AlgorithmConfig):
     curriculum_down_at: float = on_groups(
         0.25, "Mean reward of 16 groups at which the curriculum moves back to the next lower difficulty."
     )
-    min_valid_samples: int = on_groups(2, "Rewards that a group needs to be trained on.", range=POSITIVE)
+    min_valid_samples: int = on_groups(
+        2, "Minimum number of rewards in a group that is trained on.", range=POSITIVE
+    )
     truncation_alarm: float = on_groups(
         0.5, "Warn if more than this share of the completions is truncated.", range=SHARE
     )
@@ -148,7 +155,7 @@ class BatchConfig(AlgorithmConfig):
 
     @property
     def samples_filename(self) -> str | None:
-        """Return the name of the file that samples of the training are written to; None if none are written."""
+        """Return the name of the file to which training samples are written, or None if none are written."""
         if self.dump_samples_filename:
             return self.dump_samples_filename
         return SAMPLES_FILE if self.keep_sample_groups else None
@@ -165,7 +172,7 @@ class BatchConfig(AlgorithmConfig):
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the highest number of samples between their admission and the live weights trained on them."""
+        """Return the maximum number of samples in flight: admitted, but the weights trained on them are not live."""
         alive = self.groups_alive or (self.max_staleness + 1) * self.groups_per_step
         return alive * self.samples_per_question
 
@@ -180,9 +187,10 @@ class BatchConfig(AlgorithmConfig):
         return self.num_training_batches * self.steps_per_batch
 
     def overlong_cost(self, num_tokens: int, longest: int) -> float:
-        """Return the length penalty of a completion (Yu et al. 2025, "DAPO", eq. 13).
+        """Return the length penalty of a completion, as a positive number (Yu et al. 2025, "DAPO", eq. 13).
 
-        It is 0 up to the buffer at the end of the longest possible completion, and grows linearly in the buffer.
+        The buffer is the last part of the longest possible completion. The penalty is 0 for completions that end before
+        the buffer, and grows linearly within it.
 
         Args:
             num_tokens: Length of the completion.
@@ -204,19 +212,22 @@ _evaluation = partial(option, panel="Evaluation", portable=True)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask(Section):
-    """Options of an evaluation: its questions, its sampling, and the reward that passes."""
+    """Options of an evaluation: its questions, its sampling, and the reward with which a completion passes."""
 
     eval_data_path: str | None = _evaluation(
         None,
-        "JSONL file of held-out questions; several files are written NAME=FILE,NAME=FILE. By default nothing is "
-        "evaluated.",
+        "JSONL file of held-out questions, or several files as NAME=FILE,NAME=FILE. By default nothing is evaluated.",
         everyday=True,
     )
     eval_samples: int = _evaluation(
-        1, "Completions per question in evaluations, the n of avg@n and pass@k.", range=POSITIVE
+        1,
+        "Number n of completions per question in evaluations, for avg@n and for pass@k up to k = n.",
+        range=POSITIVE,
     )
     eval_temperature: float | None = _evaluation(
-        None, "Temperature of evaluations; 0 is greedy. The default is --temperature.", range=NOT_NEGATIVE
+        None,
+        "Sampling temperature in evaluations; 0 is greedy. The default is --temperature.",
+        range=NOT_NEGATIVE,
     )
     eval_max_tokens: int | None = _evaluation(
         None,
@@ -227,7 +238,7 @@ class EvaluationTask(Section):
 
     @property
     def eval_files(self) -> dict[str, str]:
-        """Return the files by name; a single file has the name ""."""
+        """Return the files of `--eval-data-path`, by name. A single file without a name has the name ""."""
         if self.eval_data_path is None:
             return {}
         if "=" not in self.eval_data_path:
@@ -242,28 +253,29 @@ class EvaluationTask(Section):
 
     @property
     def sampling(self) -> Sampling:
-        """Return the overrides of the sampling settings."""
+        """Return the sampling settings that evaluations override."""
         return Sampling(self.eval_temperature, self.eval_max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(EvaluationTask):
-    """Options of the evaluations during a training."""
+    """Options of the evaluations during training."""
 
     eval_every: int = _evaluation(
         0,
-        "Evaluate at intervals of this many steps, besides the start and the end of the run; 0 evaluates only there.",
+        "Number of steps between evaluations. The start and the end of the run are always evaluated; 0 evaluates only "
+        "those.",
         range=NOT_NEGATIVE,
     )
     eval_share: float = _evaluation(
         0.25,
-        "Completions evaluated at once, as a share of the completions in flight for training.",
+        "Number of evaluation completions generated at once, as a share of the training completions in flight.",
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(
         False,
-        "Pause training during every evaluation, so that a single policy version generates all of it. The evaluations at "
-        "the start and at the end are always of one version.",
+        "Pause training during every evaluation, so that one policy version generates all of its completions. "
+        "Evaluations at the start and at the end of the run always use one version.",
     )
 
     def evaluation_is_due(self, step: int, num_steps: int) -> bool:
@@ -273,18 +285,20 @@ class EvaluationConfig(EvaluationTask):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about the run's inputs that the rollout side needs and other parts of the library read; made once, at start."""
+    """Facts about the run's rewards and model that the rollout side needs. They are collected once, at the start."""
 
-    max_completion_tokens: int = 0  # completion tokens that fit after the longest prompt
+    max_completion_tokens: int = 0  # maximum length of a completion after the longest prompt
     process: tuple[str, ...] = ()  # names of the process rewards
     whole_groups: bool = False  # some rewards process a whole group (`post_process_scores`)
-    weights: Mapping[str, float] = field(default_factory=dict)  # `--reward-weights` by name
-    failure_policies: Mapping[str, str] = field(default_factory=dict)  # `--on-reward-failure` by name
-    best_rewards: Mapping[str, float] = field(default_factory=dict)  # highest reward by name
-    hidden_size: int = 1536  # of the model; decides from which length on attention dominates the cost
+    weights: Mapping[str, float] = field(default_factory=dict)  # values of `--reward-weights`, by reward
+    # values of `--on-reward-failure`, by reward
+    failure_policies: Mapping[str, str] = field(default_factory=dict)
+    # highest possible value of each reward, by name
+    best_rewards: Mapping[str, float] = field(default_factory=dict)
+    hidden_size: int = 1536  # hidden size of the model, from which the packer estimates the cost of attention
 
     def weight(self, name: str) -> float:
-        """Return the weight of a reward."""
+        """Return the weight of a reward, or 1 if `--reward-weights` does not name it."""
         return self.weights.get(name, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""`Curriculum`: draws rows of one difficulty for each task, and changes it with the rewards."""
+"""`Curriculum`: admits rows of one difficulty level per task, and changes the level according to the rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,19 +6,21 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
 
-WINDOW = 16  # groups of one level whose mean reward decides about the next level
+WINDOW = 16  # number of latest groups of a level whose mean reward decides whether the level changes
 
 
 class Curriculum:
-    """The current level of each task, which starts at the lowest; rows belong to tasks by their column `task`, if any.
+    """The current difficulty level of each task, which starts at the task's lowest.
+
+    The column `task` of a row names its task. All rows without that column form one task.
 
     Args:
         rows: The rows of the data set.
-        config: Names the column of the levels, which are whole numbers, and the mean rewards of the last `WINDOW` groups
-            at which the next lower or higher level follows.
+        config: The options. `curriculum` names the column of the levels, which are whole numbers. `curriculum_up_at`
+            and `curriculum_down_at` are mean rewards of the last `WINDOW` groups at which the level changes.
 
     Raises:
-        ConfigurationError: A row has no level.
+        ConfigurationError: A row has no level, or it is not a whole number.
 
     >>> rows = [{"level": 1}, {"level": 2}]
     >>> curriculum = Curriculum(rows, BatchConfig(curriculum="level"))
@@ -43,9 +45,8 @@ class Curriculum:
             levels.setdefault(_task(row), set()).add(level)
         self._levels = {task: sorted(task_levels) for task, task_levels in levels.items()}
         self._at = dict.fromkeys(levels, 0)  # task -> index of its current level
-        self._recent: dict[str, list[float]] = {
-            task: [] for task in levels
-        }  # mean rewards of the last groups
+        # mean rewards of the last groups at the current level, by task
+        self._recent: dict[str, list[float]] = {task: [] for task in levels}
 
     def metrics(self) -> dict[str, int]:
         """Return the current level of each task."""
@@ -59,9 +60,9 @@ class Curriculum:
         return self._level(_task(row)) == row[self._column]
 
     def observe(self, row: Mapping[str, Any], reward: float) -> None:
-        """Take note of the mean reward of a group, and change the level if it is time to.
+        """Record the mean reward of a group, and change the level of its task if the recent rewards require it.
 
-        Groups that were drawn at another level are ignored.
+        Groups of any other level than the current one are ignored.
         """
         if not self.admits(row):
             return
@@ -87,20 +88,20 @@ class Curriculum:
         return {"at": dict(self._at), "recent": recent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at a state of a curriculum with the same rows."""
+        """Restore the state of a curriculum that had the same rows."""
         self._at = dict(state["at"])
         self._recent = {task: list(rewards) for task, rewards in state["recent"].items()}
 
 
 def make_curriculum(config: BatchConfig, rows: Sequence[Mapping[str, Any]]) -> Curriculum | None:
-    """Return the curriculum that `--curriculum` requests, if any.
+    """Return the curriculum that `--curriculum` requests, or None without that option.
 
     Raises:
-        ConfigurationError: The rows have no levels.
+        ConfigurationError: A row has no level, or it is not a whole number.
     """
     return Curriculum(rows, config) if config.curriculum else None
 
 
 def _task(row: Mapping[str, Any]) -> str:
-    """Return the task of a row; "" if it names none."""
+    """Return the task of a row, or "" if it has none."""
     return str(row.get("task", ""))

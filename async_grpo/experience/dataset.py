@@ -1,4 +1,4 @@
-"""The data set: JSONL rows are tokenised once, and one cursor draws prompts from them for the whole run."""
+"""The data set: JSONL rows are tokenized once, and one cursor draws prompts from them for the whole run."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,16 +21,17 @@ from async_grpo.processes.untrusted_files import (
 )
 from async_grpo.types import Prompt
 
-TEMPLATE_S = 30.0  # longest time that a chat template may take for one row, in seconds
+TEMPLATE_S = 30.0  # maximum number of seconds that a chat template may take for one row
 PROMPT_COLUMNS = ("input", "prompt", "messages")
-# A prompt with more characters for each allowed token is refused: to tokenise it would take minutes, and gigabytes
+# A prompt with more characters per allowed token than this is refused, because tokenizing it would take minutes and
+# gigabytes of memory
 MAX_CHARACTERS_PER_TOKEN = 256
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row of the data set with its tokenised prompt."""
+    """A row of the data set with its tokenized prompt."""
 
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]
@@ -38,10 +39,11 @@ class Question:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file and line, row) for each row of a JSONL file.
+    """Yield (file and line number as text, row) for each row of a JSONL file.
 
     Raises:
-        ConfigurationError: There is no such file, it is not JSONL, or a line is too long or no text.
+        ConfigurationError: The file does not exist, has no rows, is not JSONL, or has a line that is too long or not
+            UTF-8.
     """
     path = Path(path)
     place = ""
@@ -57,7 +59,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
                 )
             try:
                 row = parse_json(line)
-            except ValueError as error:  # not UTF-8, not JSON, or brackets without end
+            except ValueError as error:  # not UTF-8, not JSON, or brackets nested too deeply
                 raise ConfigurationError(f"{place}: not JSON ({error})") from error
             yield place, row
     refuse(not place, f"{path} holds no questions")
@@ -66,19 +68,20 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 def questions_of(
     rows: Iterable[tuple[str, Any]], tokenizer: Any, max_prompt_tokens: int, vocab_size: int
 ) -> list[Question]:
-    """Check rows and tokenise their prompts.
+    """Check rows and tokenize their prompts.
 
-    The prompt is `input_token_ids` if the row has them, else `messages` (or a list in `prompt`) through the chat
-    template, else the text of `input` or `prompt`. The row always gets `input`, the prompt as text.
+    The prompt is `input_token_ids` if the row has that column. Else it is `messages`, or `prompt` if that is a list,
+    after the chat template. Else it is the text in `input` or `prompt`. Rows without a text in `input` get the prompt's
+    text there.
 
     Args:
-        rows: (file and line, row) for each row.
+        rows: (file and line number as text, row) for each row.
         tokenizer: The model's tokenizer.
-        max_prompt_tokens: Length of the longest prompt that fits the model.
+        max_prompt_tokens: Maximum length of a prompt, which leaves room for a completion.
         vocab_size: Size of the model's vocabulary.
 
     Raises:
-        ConfigurationError: A row cannot be trained on; the message names its file and line.
+        ConfigurationError: A row cannot be trained on. The message names its file and line.
     """
     questions = []
     for place, row in rows:
@@ -105,7 +108,7 @@ def questions_of(
 
 
 def _check_prompt_text(row: Any, max_prompt_tokens: int) -> None:
-    """Raise ConfigurationError for a prompt that is no valid text, or that is too long whatever its tokens are."""
+    """Raise ConfigurationError for a prompt that is not valid text, or too long to be worth tokenizing."""
     if not isinstance(row, dict):
         return
     for name in PROMPT_COLUMNS:
@@ -131,7 +134,7 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
     """Return the token ids of a row's prompt.
 
     Raises:
-        ConfigurationError: The row has no prompt, or it cannot be tokenised.
+        ConfigurationError: The row has no prompt, or its prompt cannot be tokenized.
     """
     if not isinstance(row, dict):
         raise ConfigurationError(f"a row must be an object, not {type(row).__name__}")
@@ -150,10 +153,10 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
 
 
 def _chat_tokens(messages: list[Any], tokenizer: Any) -> list[int]:
-    """Return the token ids of messages after the chat template.
+    """Apply the chat template to messages, and return the token ids.
 
     Raises:
-        ConfigurationError: The messages have another form, or the template is missing or fails.
+        ConfigurationError: The messages are not objects with contents, or the template is missing or fails.
     """
     has_template = getattr(tokenizer, "chat_template", None)
     refuse(not has_template, "a row of messages, but the model's tokenizer has no chat template")
@@ -170,15 +173,16 @@ def _chat_tokens(messages: list[Any], tokenizer: Any) -> list[int]:
                 tokenize=True,
                 return_dict=False,
             )
-    except Exception as error:  # a template is a program of the model's folder, which may raise anything
+    # A template is a program from the model's folder, which may raise any exception
+    except Exception as error:
         raise ConfigurationError(f"the model's chat template cannot be applied: {error}") from error
 
 
 class PromptCursor:
-    """Draws prompts from the questions without end, each epoch in a new order, and holds the position of the run.
+    """Draws an endless sequence of prompts from the questions, in a new order in each epoch.
 
-    A question that is retired is skipped in later epochs; once all are retired, all return. Questions that the curriculum
-    does not admit are skipped too.
+    Retired questions are skipped. Once all questions are retired, all of them return. Questions that the curriculum
+    does not admit are also skipped.
     """
 
     def __init__(
@@ -187,10 +191,11 @@ class PromptCursor:
         self.questions = questions
         self.seed = seed
         self.curriculum = curriculum
-        self.retired: set[int] = set()  # indices in the data set
+        self.retired: set[int] = set()  # indices of the retired questions in the data set
         self._num_drawn = 0
         self._epoch = 0  # number of epochs begun
-        self._remaining: list[int] = []  # indices of this epoch's questions, in reverse order
+        # indices of this epoch's questions that are still to come, in reverse order
+        self._remaining: list[int] = []
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
@@ -206,7 +211,7 @@ class PromptCursor:
                 return self.prompt(self._num_drawn - 1, question)
 
     def _is_admitted(self, question: int) -> bool:
-        """Return whether the curriculum, if there is one, admits the question at an index."""
+        """Return whether the curriculum admits the question at this index; True without a curriculum."""
         return self.curriculum is None or self.curriculum.admits(self.questions[question].row)
 
     def _order(self, epoch: int) -> list[int]:
@@ -214,19 +219,24 @@ class PromptCursor:
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.questions))[::-1].tolist()
 
     def prompt(self, ordinal: int, place: int) -> Prompt:
-        """Return the question at an index of the data set as the prompt of an ordinal."""
+        """Make a prompt from a question.
+
+        Args:
+            ordinal: Number of the prompt since the start of the run.
+            place: Index of the question in the data set.
+        """
         question = self.questions[place]
         return Prompt(ordinal, question.token_ids, question.row, place)
 
     def retire(self, prompt: Prompt) -> None:
-        """Skip the prompt's question in later epochs."""
+        """Skip the prompt's question from now on."""
         self.retired.add(prompt.question)
         if len(self.retired) == len(self.questions):
             log.warning("every question has been retired (--retire-solved-above): all of them are back")
             self.retired.clear()
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON, for `restore`."""
+        """Return the position in the data set as JSON, for `restore`."""
         return {
             "drawn": self._num_drawn,
             "epoch": self._epoch,
@@ -236,7 +246,7 @@ class PromptCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at a state of a cursor with the same questions and the same seed."""
+        """Restore the position of a cursor that had the same questions and the same seed."""
         self._num_drawn = state["drawn"]
         self._epoch = state["epoch"]
         self.retired = set(state["retired"])

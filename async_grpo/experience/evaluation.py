@@ -1,14 +1,16 @@
-"""The metrics of an evaluation: means over questions, each with the half width of its 95 % interval.
+"""The metrics of an evaluation: means over questions, each with the half width of its 95 % confidence interval.
 
-n completions of each question are generated. A completion passes if its reward reaches `pass_reward`.
+Each question gets n completions. A completion passes if its reward is at least `pass_reward`.
 
     avg_reward      mean reward
     avg@n           share of completions that pass
-    pass@k          chance that one of k completions passes, for k = 1, 2, 4 ... up to n (Chen et al. 2021, eq. 1, unbiased)
-    majority@n      share of questions whose most frequent answer passes. The answer is read as the rewards read it
-                    (`stated_answer`), else it is the last line; a completion that states none has no vote.
+    pass@k          chance that at least one of k completions passes, for k = 1, 2, 4 ... up to n (unbiased estimate,
+                    Chen et al. 2021, eq. 1)
+    majority@n      share of questions whose most frequent answer passes. `stated_answer` reads the answers, as in
+                    rewards. If nothing else is stated, the last line counts. A completion without a readable answer
+                    has no vote.
 
-The interval is over questions, because questions are independent of each other, and completions of one question are not.
+Intervals are computed over questions, because only questions are independent, not the completions of one question.
 """
 
 import math
@@ -22,11 +24,16 @@ from async_grpo.experience.step_metrics import reward_stats
 from async_grpo.rewards.answer_reading.stated import stated_answer
 from async_grpo.types import Group
 
-QUANTILE_OF_95 = 1.96  # standard errors on each side of the mean in a 95 % interval
+QUANTILE_OF_95 = 1.96  # half width of a 95 % confidence interval, in standard errors
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Estimate the chance that one of k completions passes, from `num_samples` completions of which `num_passed` did.
+    """Estimate the chance that at least one of k completions passes.
+
+    Args:
+        num_samples: Number of completions that were generated.
+        num_passed: Number of these completions that passed.
+        k: Number of completions that the estimate is for.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
     (0.25, 0.5, 0.0, 1.0)
@@ -35,11 +42,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
-    """Return the metrics of an evaluation; the half interval of a mean M is `M_ci`.
+    """Return the metrics of an evaluation. The half width of the confidence interval of a metric M is `M_ci`.
 
     Args:
         groups: The completions of each question.
-        pass_reward: The reward from which on a completion passes.
+        pass_reward: The lowest reward with which a completion passes.
     """
     samples = [sample for group in groups for sample in group.samples]
     versions = [sample.completion.versions for sample in samples if len(sample.completion)]
@@ -54,7 +61,7 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
 
 
 def _means_by_question(groups: Sequence[Group], pass_reward: float) -> dict[str, list[float]]:
-    """Return the value of each question with a scored completion, by metric."""
+    """Return for each metric its values of all questions that have a scored completion."""
     num_drawn = max((len(group.samples) for group in groups), default=0)
     rewards: list[list[float]] = []
     passed: list[list[bool]] = []
@@ -80,7 +87,10 @@ def _means_by_question(groups: Sequence[Group], pass_reward: float) -> dict[str,
 
 
 def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, and half of its 95 % interval by the normal approximation; None for too few values."""
+    """Return the mean and the half width of its 95 % confidence interval, by the normal approximation.
+
+    Without values the mean is None. With fewer than two values the half width is None.
+    """
     if not values:
         return {name: None, f"{name}_ci": None}
     half_interval = None
@@ -90,9 +100,10 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
-    """Return 1.0 if the most frequent answer passes; of equally frequent answers, the share that passes.
+    """Return 1.0 if the most frequent answer passes, else 0.0.
 
-    None is not an answer and has no vote. Without any answer the result is 0.0.
+    If several answers are equally frequent, the result is the share of them that passes. None has no vote. Without any
+    answer the result is 0.0.
     """
     stated = [answer for answer in answers if answer is not None]
     first_passes = [passed[answers.index(answer)] for answer in multimode(stated)]
@@ -100,7 +111,7 @@ def _majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> f
 
 
 def answer_of(text: str) -> str | None:
-    r"""Return the answer of a completion, or None: `stated_answer`, which reads the last line if nothing else is stated.
+    r"""Return the answer that a completion states, else its last line. Without a readable answer, return None.
 
     >>> answer_of(r"so \boxed{12}."), answer_of("<answer> 3 + 4 </answer>"), answer_of("let me see\n 7 ")
     ('12', '3 + 4', '7')

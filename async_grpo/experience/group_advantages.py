@@ -1,9 +1,10 @@
-"""From verdicts to advantages: what each sample of a group is worth, and which of its tokens are trained on.
+"""Turn the verdicts of a group into advantages, and decide which tokens are trained on.
 
-A failed reward never becomes a zero silently. The option `--on-reward-failure` of the adapter that failed decides: its
-sample is masked (the default), `group_mean` gives the sample the mean reward of its group, and `refill` drops the group for
-another prompt. (A constant is filled in where rewards are combined.) `RewardTensors` holds what changes a reward on its way
-to an estimator.
+A failed reward never becomes a zero silently. The option `--on-reward-failure` of the failed adapter decides. By
+default, its sample is masked. `group_mean` gives the sample the mean reward of its group. `refill` replaces the group
+by a group of another prompt. A constant is filled in elsewhere, when the rewards of a sample are combined.
+
+`RewardTensors` applies penalties and weights to the rewards, and lays them out for an estimator.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
 class GroupAdvantages:
-    """Turns the verdicts of groups into advantages, as the run's options say.
+    """Turns the verdicts of groups into advantages, according to the run's options.
 
-    A truncated completion that is left out of the loss still counts in its group's baseline. A group that is filtered
-    counts in no statistic and no denominator.
+    A truncated completion that is left out of the loss still counts in its group's baseline. A filtered group counts in
+    no statistic and no denominator.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
@@ -32,26 +33,27 @@ class GroupAdvantages:
         self.facts = facts
         self.entry = config.estimator
         self._options = config.estimator_settings
-        # Whether a group need not wait for the others of its step. The trainer computes a critic's advantages, over the
-        # whole step; there the samples carry token rewards
+        # Whether groups are processed one by one, without the other groups of their step. This includes runs with a
+        # critic: their samples carry token rewards from here, and the trainer computes the advantages over the whole
+        # step
         self.group_local = self.entry.group_local or self.entry.needs_critic
 
     def mean_reward(self, group: Group) -> float | None:
-        """Return the mean of the rewards in the group, or None if they are fewer than `--min-valid-samples`."""
+        """Return the mean reward of the group, or None if it has fewer rewards than `--min-valid-samples`."""
         rewards = group.rewards
         if len(rewards) < self.config.min_valid_samples:
             return None
         return sum(rewards) / len(rewards)
 
     def wants_refill(self, group: Group) -> bool:
-        """Return whether a failed reward asks for another group in the place of this one."""
+        """Return whether a failed reward of the group has the failure policy `refill`."""
         verdicts = [sample.verdict for sample in group.samples]
         if group.baseline is not None:
             verdicts.append(group.baseline)
         return any("refill" in self._failure_policies(verdict) for verdict in verdicts)
 
     def with_group_mean(self, group: Group) -> Group:
-        """Return the group with its mean reward on each sample whose failed rewards all ask for it."""
+        """Return the group with its mean reward for all samples whose failed rewards have the policy `group_mean`."""
         mean_reward = self.mean_reward(group)
         if mean_reward is None:
             return group
@@ -65,13 +67,13 @@ class GroupAdvantages:
         return replace(group, samples=tuple(samples))
 
     def _failure_policies(self, verdict: Verdict) -> set[str | None]:
-        """Return what `--on-reward-failure` says of the adapters that failed."""
+        """Return the values of `--on-reward-failure` for the adapters that failed."""
         policies = self.facts.failure_policies
         return {policies.get(result.adapter) for result in verdict.results if result.status.is_lost}
 
     def has_signal(self, group: Group) -> bool:
-        """Return whether the estimator finds a difference within the group, or to the greedy completion."""
-        # A completion without tokens is in no statistic of the estimator
+        """Return whether rewards differ within the group, or from the greedy completion if the estimator uses one."""
+        # The estimators ignore completions without tokens
         verdicts = [
             sample.verdict for sample in group.samples if len(sample.completion) and self._is_readable(sample)
         ]
@@ -84,23 +86,23 @@ class GroupAdvantages:
         return any(verdict.reward != group.baseline.reward for verdict in verdicts)
 
     def _comparison_key(self, verdict: Verdict) -> Any:
-        """Return what must differ between two verdicts for the estimator to tell them apart.
+        """Return a value that differs between two verdicts if the estimator distinguishes them.
 
-        With several rewards, or rewards of single steps, two samples of one total may have earned it in different places.
+        For an estimator that reads several rewards or step rewards, samples with equal totals may still differ.
         """
         if self.entry.rewards == COMPONENTS or self.facts.process:
             return tuple((result.adapter, result.reward, result.steps) for result in verdict.results)
         return verdict.reward
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Return the groups with advantages on every sample that is trained on in `step`; the others keep None.
+        """Return the groups with advantages on all samples that `step` trains on. All other samples have None.
 
         Args:
-            groups: The groups of a minibatch; a single one where the estimator compares within a group.
-            step: The step that trains them, which is the policy version that it trains.
+            groups: The groups of a minibatch. It may be a single group if the estimator compares within a group.
+            step: The training step. Its number equals the policy version that it trains.
 
         Raises:
-            RunFailed: An advantage is beyond float32, or the estimator's own input cannot be read.
+            RunFailed: An advantage exceeds float32, or an input that the estimator declares cannot be read.
         """
         samples = [sample for group in groups for sample in group.samples]
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
@@ -124,21 +126,25 @@ class GroupAdvantages:
         return trained_groups
 
     def _by_token(self) -> bool:
-        """Return whether rewards are laid out by single tokens rather than by the runs of tokens up to each reward.
+        """Return whether each column of the reward tensors is one token.
 
-        Discounts go by tokens. So does a KL penalty in the reward, unless only sums count.
+        Otherwise, each column is the run of tokens up to a reward.
         """
+        # A discount applies to each token
         if self._options.get("gamma", 1.0) != 1.0:
             return True
+        # The estimator reads only the sum of a sample's rewards, so their tokens do not matter
         if self.entry.sums:
             return False
+        # A KL penalty is a reward of each token. An estimator that is not `per_sample` gives each token its own
+        # advantage
         has_kl = bool(self.config.reward_kl_coef)
         return has_kl or not self.entry.per_sample
 
     def _valid_samples(self, groups: Sequence[Group], batch: RewardTensors) -> Tensor:
-        """Return (B,) bool: the samples that count in the estimator's statistics.
+        """Return a mask (B,) of the samples that count in the estimator's statistics.
 
-        A sample that is not trained on must not dilute the scale of the others.
+        Samples without the needed rewards, in filtered groups, or in groups with too few rewards do not count.
         """
         is_kept_group = []
         for group in groups:
@@ -152,7 +158,10 @@ class GroupAdvantages:
         return valid
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
-        """Call the estimator with the inputs that its entry names, and return the advantages (B, K)."""
+        """Call the estimator with the inputs that its entry names, and return the advantages (B, K).
+
+        The K columns are those of `RewardTensors`.
+        """
         rewards = getattr(batch, self.entry.rewards)
         inputs: dict[str, Any] = {}
         for name, read in self.entry.inputs.items():
@@ -171,17 +180,17 @@ class GroupAdvantages:
             return False
         reads_single_rewards = self.entry.rewards != TOTAL or bool(self.facts.process)
         if self.entry.needs_all_rewards and reads_single_rewards:
-            # A reward that is missing must not count as 0 beside the others
+            # A missing reward must not count as 0 in addition to the other rewards
             return {result.status for result in verdict.results} == {RewardStatus.OK}
         return True
 
     def _loss_mask(self, sample: Sample, is_valid: bool, step: int) -> np.ndarray | None:
-        """Return (T,) bool, the tokens that are trained on; None if the sample is not trained on."""
+        """Return a mask (T,) of the tokens that are trained on, or None if the sample is not trained on."""
         completion = sample.completion
         if not is_valid:
             return None
         if len(completion) == 0:
-            # It failed before its first token; its reward may have been filled in all the same
+            # The completion failed before its first token. It can be valid nevertheless, with a filled-in reward
             return None
         if self.config.mask_truncated and completion.truncated:
             return None
@@ -194,20 +203,21 @@ class GroupAdvantages:
     ) -> Sample:
         """Return the sample with its mask (T,) and its advantages (T,), which are 0 where the mask is False.
 
-        Without a mask, both are None: the sample is not trained on.
+        If `loss_mask` is None, the sample is not trained on, and both fields are None.
         """
         if loss_mask is None:
             return replace(sample, advantages=None, loss_mask=None, times=None)
         if not loss_mask.all():
             advantages = np.where(loss_mask, advantages, np.float32(0))
-        # A critic computes returns over the whole trajectory, whose sequences lie apart in a micro-batch
+        # A critic's returns span the whole trajectory, but a micro-batch may store its sequences apart. `times` orders
+        # them
         needs_times = self.entry.needs_critic and len(sample.sequences) > 1
         times = token_times(sample) if needs_times else None
         return replace(sample, advantages=advantages, loss_mask=loss_mask, times=times)
 
 
 def _with_group_tokens(group: Group, samples: Sequence[Sample]) -> Group:
-    """Return the group with these samples, each with the number of trained tokens of the group."""
+    """Return the group with these samples, and set each sample's `group_tokens` to the group's trained tokens."""
     num_tokens = 0
     for sample in samples:
         if sample.loss_mask is not None:

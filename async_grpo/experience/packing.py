@@ -1,4 +1,4 @@
-"""Packing of samples into micro-batches: one per rank, whole sequences without padding, within the token budget."""
+"""Packing of samples into micro-batches of whole sequences, without padding and within the token budget of a rank."""
 
 import bisect
 import itertools
@@ -17,44 +17,47 @@ from async_grpo.types import PROMPT_TOKEN, Sample
 
 
 class WaitingSample(NamedTuple):
-    """A sample that waits for a round. Its fields are the order in which a round looks at the samples.
+    """A sample that waits to be packed. Samples are sorted by these fields, and packed in that order.
 
-    Longer samples come first. Lengths and their classes are negated because `bisect` works on ascending order.
+    Longer samples come first. Lengths and length classes are negated because `bisect` needs ascending order.
     """
 
-    negated_length_class: int
-    prompt_ordinal: int  # within a class, the samples of a group stand together
+    negated_length_class: int  # the length divided by the width of a length class, rounded up and negated
+    prompt_ordinal: int  # keeps samples of one group together within a length class
     negated_length: int
     arrival: int  # unique, so that samples themselves are never compared
     sample: Sample
 
     @property
     def length(self) -> int:
-        """Return the tokens of the sample, its prompt included."""
+        """Return the number of tokens of the sample, including its prompt."""
         return -self.negated_length
 
 
 @dataclass
 class RankLoad:
-    """What one rank has received in the round that is being made."""
+    """The samples that one rank has received in the current round."""
 
     samples: list[Sample] = field(default_factory=list)
     num_tokens: int = 0
-    cost: float = 0.0  # in tokens: what as many tokens of short sequences would cost
+    cost: float = 0.0  # compute cost, as the number of short-sequence tokens that cost the same
 
 
 class Packer:
-    """Keeps samples until rounds are made of them: one micro-batch per rank, a dummy where a rank stays empty.
+    """Collects samples and packs them in rounds of one micro-batch per rank.
 
-    A round takes the longest samples first and gives each to the rank with the lowest cost so far among those in which it
-    still fits; short samples fill the gaps. So the token budget is used, the ranks finish together, and packing improves
-    while samples wait. A sequence of n tokens costs n (1 + n / (12 h)): a layer of hidden size h takes 24 h^2 operations
-    per token for its matrices and 2 h n for its causal attention (Kaplan et al. 2020, section 2.1).
+    A rank that gets no samples in a round gets a dummy micro-batch. A round takes the longest samples first. Each
+    sample goes to the rank with the lowest cost so far that still has room, and short samples fill the gaps. So the
+    token budget is used and the ranks finish together. Packing improves with the number of samples that wait.
 
-    Libraries for bin packing do not fit: they bound one weight of a bin, while here tokens are bounded and costs evened.
+    A sequence of n tokens costs n (1 + n / (12 h)): a layer of hidden size h takes 24 h^2 operations per token for its
+    matrices and 2 h n for its causal attention (Kaplan et al. 2020, section 2.1).
+
+    Libraries for bin packing do not fit, because they bound a single weight per bin. Here, tokens are bounded while
+    costs are balanced.
 
     Args:
-        num_ranks: Number of trainer ranks, each of which gets a micro-batch per round.
+        num_ranks: Number of trainer ranks.
         max_tokens: Token budget of one micro-batch.
         hidden_size: Hidden size of the model, from which costs are computed.
     """
@@ -62,21 +65,22 @@ class Packer:
     def __init__(self, num_ranks: int, max_tokens: int, hidden_size: int = 1536) -> None:
         self.num_ranks = num_ranks
         self.max_tokens = max_tokens
-        # At this length the attention of a sequence costs as much as its matrices
+        # Sequence length at which the attention costs as much as the matrices
         self._balance_tokens = 12 * hidden_size
-        # Samples of nearly one length keep together by groups: in one micro-batch their prompt is computed once
+        # Width of a length class: its samples are sorted by group, since one micro-batch computes a shared prompt only
+        # once
         self._length_class_tokens = max(1, max_tokens // 64)
-        # A group's samples stay on one rank as long as its cost exceeds the lowest by at most this
+        # A group's next sample goes to the same rank unless that rank's cost exceeds the lowest one by more than this
         self._group_bonus_tokens = max_tokens / 16
-        self._waiting: list[WaitingSample] = []  # sorted
+        self._waiting: list[WaitingSample] = []  # in ascending order
         self._num_waiting_tokens = 0
         self._arrivals = itertools.count()
 
     def add(self, sample: Sample) -> None:
-        """Keep a sample of one sequence for a later round.
+        """Add a sample, which consists of a single sequence, to the waiting samples.
 
         Raises:
-            ConfigurationError: The sample alone exceeds the token budget of a rank.
+            ConfigurationError: The sample exceeds the token budget of a micro-batch.
         """
         length = sample.num_tokens
         refuse(
@@ -94,20 +98,20 @@ class Packer:
         self._num_waiting_tokens += length
 
     def full_round(self) -> list[MicroBatch] | None:
-        """Return a round if the waiting samples would fill the budget of every rank, else None."""
+        """Return one micro-batch per rank if the waiting samples have enough tokens to fill them all, else None."""
         if self._num_waiting_tokens < self.num_ranks * self.max_tokens:
             return None
         return self._round()
 
     def flush(self) -> list[list[MicroBatch]]:
-        """Return all waiting samples, in as many rounds as it takes."""
+        """Return all waiting samples, in as many rounds of micro-batches as necessary."""
         rounds = []
         while self._waiting:
             rounds.append(self._round())
         return rounds
 
     def _round(self) -> list[MicroBatch]:
-        """Make one round by first-fit decreasing; what does not fit keeps waiting."""
+        """Pack one micro-batch per rank, longest samples first. Samples that do not fit continue to wait."""
         loads = [RankLoad() for _ in range(self.num_ranks)]
         left_over: list[WaitingSample] = []
         previous_load: RankLoad | None = None
@@ -116,6 +120,7 @@ class Packer:
 
         while position < len(self._waiting):
             candidate = self._waiting[position]
+            # The fullest load, in tokens, that still accepts the sample
             room_needed = self.max_tokens - candidate.length
             fitting_loads = [load for load in loads if load.num_tokens <= room_needed]
             if not fitting_loads:
@@ -139,7 +144,7 @@ class Packer:
         return [pack(load.samples) if load.samples else dummy_micro_batch(0) for load in loads]
 
     def _cost_after_bonus(self, load: RankLoad, *, bonus_load: RankLoad | None) -> float:
-        """Return the cost of a rank, reduced for the one that holds the sample's group already."""
+        """Return the cost of a rank, reduced if it already has samples of the candidate's group."""
         if load is bonus_load:
             return load.cost - self._group_bonus_tokens
         return load.cost
@@ -147,7 +152,7 @@ class Packer:
     def _next_that_fits(self, position: int, loads: Sequence[RankLoad]) -> int:
         """Return the position of the next waiting sample that fits on some rank, or the end of the list."""
         largest_room = self.max_tokens - min(load.num_tokens for load in loads)
-        # Bisection skips the longer classes at once, because tens of thousands of samples may wait
+        # Tens of thousands of samples may wait, so a bisection skips the length classes that are too long
         negated_class = -largest_room // self._length_class_tokens
         first_of_class = bisect.bisect_left(self._waiting, (negated_class,))
         for next_position in range(max(position + 1, first_of_class), len(self._waiting)):
@@ -157,7 +162,7 @@ class Packer:
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay samples of one sequence each end to end; tokens that were not sampled carry no loss."""
+    """Concatenate single-sequence samples into a micro-batch. Tokens that were not sampled carry no loss."""
     members, times = _trajectories(samples)
     return MicroBatch(
         input_ids=np.concatenate([sample.token_ids for sample in samples]),
@@ -176,7 +181,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def _trajectories(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Return members (S,) and times (N,) of a micro-batch that holds trajectories of several sequences, else None."""
+    """Return members (S,) and times (N,) if a sample belongs to a trajectory of several sequences, else two Nones."""
     if all(sample.times is None for sample in samples):
         return None, None
     times_by_sample = []
@@ -190,13 +195,13 @@ def _trajectories(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | 
 
 
 def _laid_out(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:
-    """Return (N,): an attribute (T,) of the samples on their sampled tokens, `fill` on all other tokens."""
+    """Return (N,) with the samples' attribute (T,) at their sampled tokens, and `fill` at all other tokens."""
     values_of = attrgetter(attribute)
     return np.concatenate([sample.laid_out(values_of(sample), fill) for sample in samples])
 
 
 def _laid_out_if_present(samples: Sequence[Sample], attribute: str) -> np.ndarray | None:
-    """Return the attribute laid out (N,) in float32, or None if a sample lacks it."""
+    """Return the attribute (N,) as float32 with 0 at tokens that were not sampled, or None if a sample lacks it."""
     if any(getattr(sample, attribute) is None for sample in samples):
         return None
     return _laid_out(samples, attribute, np.float32(0))

@@ -15,23 +15,24 @@ from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
 from async_grpo.types import Group, Sample
 
+# Inputs that an estimator may declare and that are properties of `RewardTensors`
 LAID_OUT = (
     "baselines",
     "step_mask",
     "masks",
-)  # inputs of an estimator that are properties of `RewardTensors`
+)
 
 
 class RewardTensors:
-    """Rewards of groups as padded tensors (B, K), float64: a row is a sample, a column one token or a run of tokens.
+    """Rewards of groups as padded tensors (B, K), float64: a row is a sample, a column is one token or a run of tokens.
 
-    A run reaches up to the next reward. (If every column were a token, each tensor of 4,096 samples of up to 8,192 tokens
-    would be 268 MB of mostly zeros.)
+    A run of tokens ends at a reward. Runs save memory: with one column per token, each tensor of 4,096 samples of up to
+    8,192 tokens would have 268 MB of mostly zeros.
 
-    Columns are in the order of time. The tokens of a completion are in the order of its sequences, which differs if a
-    trajectory's sequences took turns. A reward must not count for tokens that were sampled after it.
+    Columns are in time order, because a reward must not count for tokens that were sampled after it. The tokens of a
+    completion are stored sequence by sequence instead, which is another order if a trajectory's sequences alternated.
 
-    Rewards reach an estimator as the property that its entry's `rewards` names: TOTAL, COMPONENTS or SOURCES.
+    An estimator reads the property that its entry's `rewards` names: TOTAL, COMPONENTS or SOURCES.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], by_token: bool) -> None:
@@ -40,29 +41,29 @@ class RewardTensors:
         self._by_token = by_token
         self._samples = [sample for group in groups for sample in group.samples]
         self._lengths = [len(sample.completion) for sample in self._samples]
-        self._times = [
-            sample.completion.times for sample in self._samples
-        ]  # None: already in the order of time
-        # (K,) of each sample, and padded (B, K): the number of tokens that each entry stands for
+        # Position in time order of each token of a sample, or None if the tokens already are in time order
+        self._times = [sample.completion.times for sample in self._samples]
+        # The number of tokens in each column: `_runs` has one array (K,) per sample, `tokens` is padded (B, K)
         self._runs = [self._runs_of(row, sample) for row, sample in enumerate(self._samples)]
         self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
-        # (B, 1): the column of a row's last token; 0 for a row without tokens
+        # (B, 1): the column of each row's last token, or 0 for a row without tokens
         num_columns = (self.tokens > 0).sum(dim=1, keepdim=True)
         self._last = (num_columns - 1).clamp(min=0)
         group_sizes = torch.tensor([len(group.samples) for group in groups])
         self.group_ids = torch.arange(len(groups)).repeat_interleave(group_sizes)
         self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in self._lengths)
-        # (B,): the reward of the greedy completion of each sample's prompt; NaN if it has none
+        # (B,): the reward of the greedy completion of each sample's prompt, or NaN if there is none
         greedy_rewards = [group.baseline.reward if group.baseline else None for group in groups]
         self.baselines = _numbers(greedy_rewards, missing=math.nan)[self.group_ids]
 
     def _runs_of(self, row: int, sample: Sample) -> np.ndarray:
-        """Return (K,) the number of tokens of each run up to a reward, and of the last run up to the end.
+        """Return the number of tokens (K,) in each column of a sample.
 
-        With one column per token, every run is a single token.
+        A run of tokens ends at a reward of a step or at the end of the completion. By token, every run is a single
+        token.
         """
         if self._by_token:
-            # Every row has at least one column; for a sample without tokens, that column stands for none
+            # Every row has at least one column, which has 0 tokens if the sample has none
             return np.ones(self._lengths[row], bool) if self._lengths[row] else np.zeros(1, bool)
         ends = {len(sample.completion)}
         for result in sample.verdict.results:
@@ -72,7 +73,7 @@ class RewardTensors:
         return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
 
     def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
-        """Yield (T,) float32 for every sample, in the order of its tokens, from columns (B, K)."""
+        """Expand columns (B, K) to tokens: yield (T,) float32 for each sample, in the order of its tokens."""
         rows = zip(columns.numpy().astype(np.float32), self._runs, self._times, strict=True)
         for values, runs, times in rows:
             values = values[: len(runs)].copy()  # a view would keep the padding in memory
@@ -83,7 +84,7 @@ class RewardTensors:
             yield values if times is None else values[times]
 
     def refuse_beyond_float32(self, columns: Tensor, valid: Tensor) -> None:
-        """Raise RunFailed if a valid row has a value that is infinite in float32, the dtype of everything that follows."""
+        """Raise RunFailed if a valid row has a value that overflows in float32, the dtype of the trained advantages."""
         is_fine = (columns.abs() <= torch.finfo(torch.float32).max).all(dim=1)
         for row in (valid & ~is_fine).nonzero().flatten().tolist():
             sample = self._samples[row]
@@ -94,12 +95,12 @@ class RewardTensors:
             )
 
     def _times_of(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Return the ranks in time of tokens of a sample."""
+        """Return the positions in time order of some of a sample's tokens."""
         times = self._times[row]
         return list(tokens) if times is None else times[list(tokens)].tolist()
 
     def _in_time(self, row: int, values: Tensor) -> Tensor:
-        """Return the values (T,) of a sample's tokens in the order of time."""
+        """Return the values (T,) of a sample's tokens, rearranged into time order."""
         times = self._times[row]
         if times is None:
             return values
@@ -107,9 +108,9 @@ class RewardTensors:
 
     @property
     def total(self) -> Tensor:
-        """Return the sum of all rewards (B, K), each at its own token, less the KL penalty.
+        """Return the sum of all rewards (B, K), each at its own column, minus the KL penalty.
 
-        The outcome, less the length penalty, stands at the last token.
+        The outcome reward minus the length penalty is at the last token.
         """
         outcome, _ = self._outcome()
         total = outcome - self._kl()
@@ -120,17 +121,17 @@ class RewardTensors:
 
     @property
     def sources(self) -> dict[str, Tensor]:
-        """Return each process reward (B, K) at its tokens, and the best outcome, if any, at the last token."""
+        """Return each process reward (B, K) at its columns, and the outcome reward, if any, at the last token."""
         return {name: rewards for name, (rewards, _) in self._sources.items()}
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Return the columns (B, K) bool that hold a reward, by source."""
+        """Return a mask (B, K) of the columns that have a reward, by name of the reward."""
         return {name: places for name, (_, places) in self._sources.items()}
 
     @cached_property
     def _sources(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the rewards and their places, (B, K) each, by source."""
+        """Return the rewards and a mask of their columns, both (B, K), by name of the reward."""
         sources = {name: self._steps(name) for name in self.facts.process}
         outcome, places = self._outcome()
         if places.any():
@@ -139,14 +140,14 @@ class RewardTensors:
 
     @property
     def step_mask(self) -> Tensor:
-        """Return the columns (B, K) bool that hold a reward."""
+        """Return a mask (B, K) of the columns that have any reward."""
         places = [self._steps(name)[1] for name in self.facts.process]
         places.append(self._outcome()[1])
         return torch.stack(places).any(dim=0)
 
     @property
     def components(self) -> dict[str, Tensor]:
-        """Return the reward of each adapter (B, K), at the last token; the length penalty is a component of its own."""
+        """Return the reward of each adapter (B, K) at the last token. The length penalty is a separate component."""
         rewards_of_samples = []
         for sample in self._samples:
             rewards_of_samples.append({result.adapter: result.reward for result in sample.verdict.results})
@@ -159,17 +160,17 @@ class RewardTensors:
         return {name: self._on_last(rewards) for name, rewards in components.items()}
 
     def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
-        """Return an input that an estimator reads from every sample.
+        """Return an additional input that an estimator declares, read from every sample.
 
         Args:
             name: Name of the input, for the error message.
-            read: The function of a sample that the estimator's entry declares.
+            read: The declared function, which gets a sample and returns its input.
 
         Returns:
             (B,) if `read` returns a number, (B, T) if it returns one number per token.
 
         Raises:
-            RunFailed: The input cannot be read, or has another shape.
+            RunFailed: The input cannot be read, or its shape is wrong.
         """
         try:
             values = [torch.as_tensor(read(sample), dtype=torch.float64) for sample in self._samples]
@@ -188,15 +189,17 @@ class RewardTensors:
         return self._padded(values)
 
     def _padded(self, values: Sequence[Tensor]) -> Tensor:
-        """Return (B, T) from the values (T,) of each sample's tokens, in the order of time; at least one column."""
+        """Return (B, T) in time order from the values (T,) of each sample's tokens. T is at least 1."""
         values_in_time = [self._in_time(row, sample_values) for row, sample_values in enumerate(values)]
-        single_column = values[0].new_zeros(1)  # padded along, so that samples without tokens have a column
+        # An extra row of one column, removed after the padding, so that T is at least 1
+        single_column = values[0].new_zeros(1)
         return pad_sequence([*values_in_time, single_column], batch_first=True)[:-1]
 
     def _outcome(self) -> tuple[Tensor, Tensor]:
-        """Return the best reward that is no process reward, less the length penalty, and its place; (B, K) each.
+        """Return the outcome rewards and a mask of their columns, both (B, K).
 
-        A sample whose adapters abstained has no such reward, which is not a reward of 0.
+        The outcome is the highest reward that is not a process reward, minus the length penalty. A sample whose
+        adapters abstained has no outcome, which differs from an outcome of 0.
         """
         outcomes = [self._best_outcome(sample) for sample in self._samples]
         has_penalty = bool(self._config.overlong_buffer)
@@ -204,7 +207,7 @@ class RewardTensors:
         return self._on_last(_numbers(outcomes) - self._overlong), self._on_last(has_reward)
 
     def _best_outcome(self, sample: Sample) -> float | None:
-        """Return the highest reward of a sample that is no process reward; None if there is none."""
+        """Return the highest reward of a sample that is not a process reward, or None if it has none."""
         if not self.facts.process:
             return sample.verdict.reward
         rewards = []
@@ -214,7 +217,7 @@ class RewardTensors:
         return max(rewards, default=None)
 
     def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """Return the rewards and places, (B, K) each, of a process reward."""
+        """Return the rewards of a process adapter and a mask of their columns, both (B, K)."""
         rewards = torch.zeros(self.tokens.shape, dtype=torch.float64)
         places = torch.zeros(rewards.shape, dtype=torch.bool)
         for row, sample in enumerate(self._samples):
@@ -229,9 +232,9 @@ class RewardTensors:
         return rewards, places
 
     def _kl(self) -> Tensor:
-        """Return the penalty (B, K) for the distance to the reference; without one, (1,).
+        """Return the KL penalty (B, K) for the distance to the reference policy, or a single 0 if there is no penalty.
 
-        If columns are runs of tokens, only the sum of the penalties counts, and it stands at the last column.
+        If columns are runs of tokens, the last column has the sum of the sample's penalties.
         """
         config = self._config
         if not config.reward_kl_coef:
@@ -253,12 +256,12 @@ class RewardTensors:
 
 
 def _numbers(values: Iterable[float | None], missing: float = 0.0) -> Tensor:
-    """Return (B,) float64, with `missing` in place of None."""
+    """Return the values as a tensor (B,) of float64, with `missing` for None."""
     return torch.tensor([missing if value is None else value for value in values], dtype=torch.float64)
 
 
 def token_times(sample: Sample) -> np.ndarray:
-    """Return (T,) int32, the rank in time of each token of a trajectory."""
+    """Return the position (T,) in time order of each token of a trajectory, as int32."""
     times = sample.completion.times
     if times is None:
         return np.arange(len(sample.completion), dtype=np.int32)
@@ -266,7 +269,7 @@ def token_times(sample: Sample) -> np.ndarray:
 
 
 def repeated(value: np.ndarray, length: int) -> np.ndarray:
-    """Return (length,) filled with the first value, as a view; this is ten times as fast as `broadcast_to`."""
+    """Return a read-only view (length,) that repeats the first value. It is ten times as fast as `np.broadcast_to`."""
     view = np.ndarray(length, value.dtype, value, strides=(0,))
     view.flags.writeable = False
     return view

@@ -1,4 +1,4 @@
-"""`Rollouts`: from a prompt to its completions, each scored while its siblings still generate."""
+"""`Rollouts`: generates the completions of a prompt, and scores each while the others still generate."""
 
 import asyncio
 import operator
@@ -43,8 +43,8 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if completion.outcome is not None:
-        # Adapters see turns in the order of time. Tokens stand by sequence, so where sequences took turns, the ends of
-        # the turns do not ascend
+        # Adapters see turns in time order, but tokens are stored sequence by sequence. If sequences alternated,
+        # `turn_ends` is therefore not ascending
         order = completion.turn_order
         turns = [completion.turns[place] for place in order]
         turn_ends = list(accumulate(turn.tokens for turn in completion.turns))
@@ -59,24 +59,24 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RecomputedLogprobs:
-    """Log-probs of another policy that the loss needs on every sample."""
+    """One kind of log-probs of another policy that the loss needs for every sample."""
 
-    role: str  # the kind of worker that computes them, for the spans
+    role: str  # kind of worker that computes the log-probs, used as the name of the timing spans
     source: Logprobs
-    field_name: str  # of `Sample`
+    field_name: str  # the field of `Sample` that stores the log-probs
 
 
 class Rollouts:
-    """Asks engines, verifiers and logprob workers for what a group needs.
+    """Generates groups with the engines, and has verifiers and logprob workers complete them.
 
     Args:
-        config: The run's options of batches and evaluations.
-        facts: What the resolved rewards told about themselves.
+        config: The run's options for batches, steps and rewards.
+        facts: Facts about the run's rewards and model.
         generation: Source of completions.
         verification: Source of verdicts.
         reference: Source of the reference policy's log-probs; None if the loss needs none.
         proximal: Source of the proximal policy's log-probs; None if the loss needs none.
-        on_change: Is called with the change of the number of sequences that are being generated.
+        on_change: Called with each change in the number of sequences that are being generated.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Rollouts:
             self._recomputed.append(RecomputedLogprobs("proximal", proximal, "proximal_logprobs"))
 
     async def group(self, prompt: Prompt, number: int, version: int) -> Group:
-        """Generate and score the group of a prompt.
+        """Generate the completions of a prompt, score them, and return them as a group.
 
         Args:
             prompt: The question.
@@ -112,7 +112,7 @@ class Rollouts:
             version: Policy version under which the group was admitted.
 
         Returns:
-            The group; with the verdict on a greedy completion where the estimator compares with one.
+            The group. If the estimator compares with a greedy completion, the group includes the verdict on one.
         """
         if not self.config.estimator.compares_with_greedy:
             samples = await self._scored(prompt, self.config.samples_per_question)
@@ -131,7 +131,7 @@ class Rollouts:
         *,
         evaluation: bool = False,
     ) -> tuple[Sample, ...]:
-        """Generate `count` completions, score each as soon as it exists, and return them in the order of the group."""
+        """Generate `count` completions, score each as soon as it is finished, and return them ordered by member."""
         samples = await self._generate_and_score(prompt, count, sampling, evaluation)
         is_greedy_baseline = sampling == GREEDY and not evaluation
         if self.facts.whole_groups and not is_greedy_baseline:
@@ -153,7 +153,7 @@ class Rollouts:
                     scoring = self._score(prompt, completion, evaluation)
                     scoring_tasks.append(task_group.create_task(scoring))
         except BaseExceptionGroup as error_group:
-            # One cause is enough to end a run, and reads better than a group
+            # The first error is enough to end a run, and is easier to read than an exception group
             raise error_group.exceptions[0] from error_group
         finally:
             num_not_generated = count - len(scoring_tasks)
@@ -164,8 +164,8 @@ class Rollouts:
     async def _judged_together(
         self, prompt: Prompt, samples: Sequence[Sample], evaluation: bool
     ) -> list[Sample]:
-        """Return the samples with the verdicts of the rewards that look at a whole group at once."""
-        # A trajectory that failed has nothing to be scored
+        """Return the samples with their verdicts after the rewards that process a whole group at once."""
+        # A failed trajectory cannot be scored
         places = [place for place, sample in enumerate(samples) if not sample.completion.failure]
         verdicts = await self.verification.post_process(
             [reward_sample(prompt, samples[place].completion) for place in places],
@@ -178,13 +178,13 @@ class Rollouts:
         return judged_samples
 
     def _with_bounded_numbers(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the samples without the numbers of agents, environments and rewards that metrics cannot take."""
+        """Return the samples without numbers of environments and rewards that are unfit for metrics (`FreeNumbers`)."""
         bounded_samples = []
         for sample in samples:
             completion = self._with_bounded_outcome(sample.completion)
             results = tuple(self._with_bounded_extra(result) for result in sample.verdict.results)
             is_result_changed = any(map(operator.is_not, results, sample.verdict.results))
-            # To make every sample anew would be a tenth of what the control process does for one
+            # Copying every sample would take a tenth of the controller's time per sample
             if is_result_changed or completion is not sample.completion:
                 verdict = replace(sample.verdict, results=results)
                 sample = replace(sample, completion=completion, verdict=verdict)
@@ -192,7 +192,7 @@ class Rollouts:
         return tuple(bounded_samples)
 
     def _with_bounded_outcome(self, completion: Completion) -> Completion:
-        """Return the completion itself, or one without the numbers of its environment that metrics cannot take."""
+        """Return the completion without the numbers of its environment that are unfit for metrics."""
         outcome = completion.outcome
         if outcome is None:
             return completion
@@ -202,7 +202,7 @@ class Rollouts:
         return replace(completion, outcome=replace(outcome, numbers=numbers))
 
     def _with_bounded_extra(self, result: AdapterResult) -> AdapterResult:
-        """Return the result itself, or one without the numbers that metrics cannot take."""
+        """Return the result without the numbers that are unfit for metrics."""
         extra = self._free_numbers.bounded(result.adapter, result.extra)
         return result if len(extra) == len(result.extra) else replace(result, extra=extra)
 
@@ -217,7 +217,7 @@ class Rollouts:
         return Sample(prompt, completion, verdict)
 
     async def add_logprobs(self, group: Group) -> Group:
-        """Return the group with the log-probs of other policies that the loss needs."""
+        """Return the group with the log-probs of the reference and proximal policies, as far as the loss needs them."""
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         if not sequences:
             return group
@@ -238,10 +238,10 @@ class Rollouts:
         return group
 
     async def evaluate(self, questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Any]:
-        """Answer held-out questions, outside of the staleness budget.
+        """Answer held-out questions, without using slots of the staleness budget.
 
-        Unless the training waits for the evaluation, only as many samples are generated at once as leave the engines to
-        the training; and never more samples of one question than a group has, for which an engine has room.
+        Unless training pauses for it, an evaluation generates few samples at once (`eval_share`), so that training
+        keeps most of the engines. No question has more samples at once than a group, which every engine accepts.
 
         Returns:
             The numbers of `evaluation_stats`, the `seconds` that it took, and the `samples` as text.
@@ -255,7 +255,7 @@ class Rollouts:
         slots = asyncio.Semaphore(num_slots)
 
         async def answer_part(prompt: Prompt, first_member: int) -> tuple[Sample, ...]:
-            # Each part draws with seeds of its own: no prompt of the training has an ordinal below 0
+            # Seeds follow from the ordinal. Each part gets its own ordinal, and training ordinals are never negative
             prompt = replace(prompt, ordinal=prompt.ordinal - first_member * len(questions))
             count = min(part_size, config.eval_samples - first_member)
             async with slots:
@@ -284,12 +284,12 @@ def _sampled_logprobs(
     logprobs_by_sequence: Sequence[np.ndarray],
     prompt_lengths: Sequence[int],
 ) -> list[np.ndarray]:
-    """Return for each sample the log-probs (T,) of its sampled tokens, those of its sequences end to end.
+    """Return the log-probs (T,) of each sample's sampled tokens, with its sequences concatenated.
 
     Args:
-        samples: Of a group; a sample may consist of several sequences.
-        logprobs_by_sequence: For each sequence the log-probs of all tokens behind its prompt.
-        prompt_lengths: Tokens of each sequence's prompt.
+        samples: The samples of a group; a sample may consist of several sequences.
+        logprobs_by_sequence: For each sequence, the log-probs of all tokens after its prompt.
+        prompt_lengths: Number of tokens in each sequence's prompt.
     """
     rows = zip(logprobs_by_sequence, prompt_lengths, strict=True)
     logprobs_by_sample = []

@@ -1,18 +1,19 @@
-"""How the age of every token is bounded: permission before generating, and a last step for every group.
+"""Bound the age of all tokens: groups need permission before they are generated, and have a last step to be trained in.
 
-With P groups per optimizer step and at most S steps of staleness, `capacity` groups (by default (S + 1) * P) are alive
-between their admission and the moment the weights trained on them are live in the engines (`StalenessBudget`).
-`slack` = (S + 1) * P - capacity is the unused part of the bound: so many groups may be trained before they are due.
+A group is alive from its admission until the weights trained on it are live in the engines (`StalenessBudget`). With P
+groups per optimizer step and at most S steps of staleness, at most `capacity` groups are alive, by default (S + 1) * P.
+The unused part of the bound, `slack` = (S + 1) * P - capacity, is the number of groups that may be trained before they
+are due.
 
-Step k turns policy version k into k + 1 and trains P groups (`StepAssembler`). Group i is due in step (i + slack) // P and
-must not be trained later.
+Step k turns policy version k into k + 1 and trains P groups (`StepAssembler`). Group i is due in step (i + slack) // P
+and must not be trained later.
 
-Why this bounds the age: when version v is live, v * P groups have been released. A group i that is admitted now has
-i < v * P + capacity, so it is due in step v + S at the latest, and no token of it is older than v.
+Why this bounds the age: when version v is live, v * P groups are no longer alive. A group i that is admitted now has
+i < v * P + capacity, so it is due in step v + S at the latest, and none of its tokens is older than v.
 
-Why no group comes too late: (k + 1) * P - slack groups are due in step k or before. Of the (k + 1) * P groups that are
-trained by the end of step k, at most `slack` are due later. Without slack, step k trains the groups from k * P to
-(k + 1) * P - 1.
+Why no group is trained too late: (k + 1) * P - slack groups are due in step k or earlier. Of the (k + 1) * P groups
+that are trained by the end of step k, at most `slack` are due later. So all (k + 1) * P - slack groups that are due by
+then are among them. Without slack, step k trains the groups from k * P to (k + 1) * P - 1.
 """
 
 import asyncio
@@ -28,13 +29,15 @@ from async_grpo.types import Group
 
 
 class StalenessBudget:
-    """Counts the groups alive: `admit` waits for a free slot, `weights_live` frees the slots of a finished step.
+    """Limits the number of groups that are alive: from their admission until the weights trained on them are live.
+
+    `admit` waits for a free slot, and `weights_live` frees the slots of a finished step.
 
     Args:
         groups_per_step: Groups that one optimizer step trains (P).
         max_staleness: Steps by which a token may be older than the policy that is trained (S).
-        capacity: Groups that may be alive, from P to (S + 1) * P (None: the latter). The fewer, the younger the tokens are
-            on average.
+        capacity: Maximum number of groups alive, from P to (S + 1) * P. None means (S + 1) * P. A lower number makes
+            the tokens younger on average.
     """
 
     def __init__(self, groups_per_step: int, max_staleness: int, capacity: int | None = None) -> None:
@@ -54,19 +57,19 @@ class StalenessBudget:
         return self.capacity - self.alive
 
     def restore(self, live_version: int, alive: int) -> None:
-        """Continue a run in which so many groups were alive under that policy."""
+        """Continue a run in which policy `live_version` was live and `alive` groups were alive."""
         self.live_version = live_version
         self.alive = alive
 
     async def admit(self) -> int:
-        """Take one slot, waiting as long as it takes, and return the policy version that is live then."""
+        """Wait for a free slot, take it, and return the policy version that is then live."""
         async with self._slots_freed:
             await self._slots_freed.wait_for(lambda: self.free > 0)
             self.alive += 1
             return self.live_version
 
     async def weights_live(self, version: int, groups: int) -> None:
-        """Free the slots of `groups` groups: policy `version`, which was trained on them, generates from now on."""
+        """Free the slots of `groups` groups, because policy `version`, which was trained on them, is now live."""
         async with self._slots_freed:
             assert self.live_version <= version, (self.live_version, version)
             assert groups <= self.alive, (groups, self.alive)
@@ -77,7 +80,7 @@ class StalenessBudget:
 
 @dataclass(frozen=True)
 class StepComplete:
-    """The end of a step: all of its groups have been handed out."""
+    """The end of a step: all of its micro-batches have been returned."""
 
     step: int
     groups: list[Group]
@@ -88,18 +91,20 @@ Event = list[MicroBatch] | StepComplete
 
 
 class StepAssembler:
-    """Turns finished groups into optimizer steps of `groups_per_step` each, as fresh as the budget bounds.
+    """Turns finished groups into optimizer steps of `groups_per_step` groups, within the staleness bound.
 
-    A finished group that is due in the current step gets a place in it. A group that is due later gets one as long as fewer
-    than `slack` such groups have one. So every group that waits, finished or not, finds a place in time.
+    A finished group is placed in the current step if it is due there. A group that is due later is placed early as long
+    as fewer than `slack` groups are early. So every group can be trained by its due step.
 
-    The groups of a step go to the packer one by one as they finish (`streams`), or all at once in the order of admission.
+    The groups of a step go to the packer one by one as they finish (`streams`), or all at once in the order of
+    admission.
 
     Args:
-        budget: The staleness budget, whose numbers hold here too.
+        budget: The staleness budget, which sets the size of a step, the staleness bound and the slack.
         packer: Receives the samples that are trained on.
         advantages: Turns the verdicts of groups into advantages.
-        whole_steps: Hand out a step only as a whole, so that its micro-batches do not depend on the order of finishing.
+        whole_steps: Pack a step only when all of its groups are finished, so that its micro-batches do not depend on
+            the order in which they finish.
     """
 
     def __init__(
@@ -117,10 +122,12 @@ class StepAssembler:
         self.advantages = advantages
         self.streams = advantages.group_local and not whole_steps
         self.step = 0  # the step that is being filled; it trains policy version `step`
-        self._finished: list[Group] = []  # without a place, in the order of admission
-        self._placed: list[Group] = []  # with a place in this step, waiting for the rest of their minibatch
-        self._trained: list[Group] = []  # of this step, handed to the packer with their advantages
-        # The steps in which those groups are due that got a place before their turn
+        # finished groups that are not in a step yet, in the order of admission
+        self._finished: list[Group] = []
+        # groups of this step that wait for the other groups of their minibatch
+        self._placed: list[Group] = []
+        self._trained: list[Group] = []  # groups of this step whose samples went to the packer
+        # due steps of the groups that were placed early
         self._early_groups_due: list[int] = []
 
     def restore(self, step: int, admitted: int, alive: Collection[int]) -> None:
@@ -128,11 +135,11 @@ class StepAssembler:
 
         Args:
             step: The step to be filled next.
-            admitted: Number of groups that were admitted so far.
-            alive: Sequence numbers of the groups among them that have not been trained.
+            admitted: Number of groups admitted so far.
+            alive: Sequence numbers of the admitted groups that have not been trained.
         """
         self.step = step
-        # Every group before this one was due in an earlier step
+        # All groups with lower numbers were due in an earlier step, so they cannot be early
         first_possibly_early = max(0, step * self.groups_per_step - self.slack)
         self._early_groups_due = []
         for sequence_number in range(first_possibly_early, admitted):
@@ -142,10 +149,10 @@ class StepAssembler:
                 self._early_groups_due.append(due)
 
     def offer(self, group: Group) -> list[Event]:
-        """Take a finished group.
+        """Accept a finished group, and return the micro-batches and step ends that it completes.
 
         Returns:
-            The rounds and step ends that follow from it: none while its step is incomplete.
+            The micro-batches and step ends that this group completes. The list is empty while the step is incomplete.
 
         Raises:
             StalenessViolated: A token is older than the bound allows.
@@ -167,7 +174,7 @@ class StepAssembler:
         return (sequence_number + self.slack) // self.groups_per_step
 
     def _takes_place(self, group: Group) -> bool:
-        """Give the group a place in the current step if it may have one, and return whether it has."""
+        """Return whether the group is trained in the current step, and count it if it is early."""
         due = self._due(group.sequence_number)
         if due > self.step:
             if len(self._early_groups_due) == self.slack:
@@ -176,7 +183,7 @@ class StepAssembler:
         return True
 
     def _train_placed(self) -> list[Event]:
-        """Compute advantages of the placed groups and pack their samples; end the step if it is complete."""
+        """Compute the advantages of the placed groups, pack their samples, and end the step if it is complete."""
         self._placed.sort(key=lambda group: group.sequence_number)
         for group in self._placed:
             self._refuse_stale(group)

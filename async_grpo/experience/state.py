@@ -1,8 +1,11 @@
-"""The state from which the rollout side resumes: the groups alive, as JSON and safetensors.
+"""The state from which the rollout side resumes: the groups that are alive, as JSON and safetensors.
 
-A finished group is kept as it is. An unfinished group is generated again from its beginning, with the same seeds: fresh
-draws would be short more often than the long completions that they replace. A finished group is generated again too if an
-older version saved its turns without their times, because they may not be in the order of time.
+A group is alive from its admission until the weights trained on it are live. A finished group is saved completely. An
+unfinished group is generated again from its beginning, with the same seeds. New seeds would favor short completions,
+because the unfinished ones are mostly long.
+
+If an older version of this library saved the turns of a finished group without their times, their time order is
+unknown, so that group is generated again, too.
 """
 
 import json
@@ -30,9 +33,9 @@ from async_grpo.types import (
     Verdict,
 )
 
-MAX_STATE_BYTES = 4 << 30  # largest experience.json, which holds the texts of all groups alive
+MAX_STATE_BYTES = 4 << 30  # largest experience.json that is read; it holds the texts of all groups alive
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
-# Errors of JSON, safetensors and the records' own checks for files with arbitrary contents
+# Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
 VERDICT = TypeAdapter(Verdict | None)
@@ -41,17 +44,17 @@ OUTCOME = TypeAdapter(Outcome | None)
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group between its admission and its last verdict."""
+    """A group that is admitted but not completely generated and scored."""
 
     prompt: Prompt
-    resampled: int = 0  # number of prompts that this one replaced
+    resampled: int = 0  # number of earlier prompts of this group that were replaced
 
 
 @dataclass(frozen=True)
 class ExperienceState:
-    """State of a batcher."""
+    """State of an `ExperienceBatcher`, from which a resumed run continues."""
 
-    step: int  # policy version of the trainer
+    step: int  # next step to train, which is the trainer's policy version
     admitted: int  # number of groups admitted so far
     cursor: Mapping[str, Any]  # position in the data set
     alive: Mapping[int, Group | UnfinishedGroup]  # by sequence number
@@ -69,7 +72,7 @@ class ExperienceState:
         save_file(self._arrays(), folder / "experience.safetensors")
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the samples of all finished groups, end to end, by name."""
+        """Return each array of all finished samples, concatenated, by name."""
         samples: list[Sample] = []
         for group in self.alive.values():
             if isinstance(group, Group):
@@ -79,21 +82,21 @@ class ExperienceState:
             arrays = {name: getattr(sample.completion, name) for name in COMPLETION_ARRAYS}
             arrays |= {name: getattr(sample, name) for name in SAVED_SAMPLE_ARRAYS}
             for name, array in arrays.items():
-                # Either all samples of a run have an array of that name, or none has
+                # In one run, an array is present in either all samples or none
                 if array is not None:
                     parts.setdefault(name, []).append(array)
         return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
     @classmethod
     def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
-        """Return the state that `save` has written.
+        """Read the state that `save` wrote.
 
         Args:
             folder: The folder of the state.
-            prompt: (ordinal, index of the question in the data set) -> the prompt (`PromptCursor.prompt`).
+            prompt: Returns the prompt for an ordinal and an index in the data set, as `PromptCursor.prompt` does.
 
         Raises:
-            CheckpointBroken: The files hold something else.
+            CheckpointBroken: The files cannot be read, or their contents are invalid.
         """
         try:
             return cls._read(folder, prompt)
@@ -109,7 +112,7 @@ class ExperienceState:
         if not is_regular(file):
             raise ValueError(f"{file.name} is not a regular file")
         arrays = load_file(file)
-        begin = 0  # of the next sample in the arrays
+        begin = 0  # index in the arrays where the next sample begins
         alive: dict[int, Group | UnfinishedGroup] = {}
         for row in content.pop("groups"):
             number, ordinal, question, resampled = (_count(row, name) for name in GROUP_NUMBERS)
@@ -145,7 +148,10 @@ class ExperienceState:
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:
-    """Return a count of the row, or raise ValueError: a negative number would index from the end of a list."""
+    """Return a field that must be a nonnegative integer, or raise ValueError.
+
+    A negative number would silently index from the end of a list.
+    """
     value = row[name]
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r:.50}, which is no count")
@@ -183,7 +189,10 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def _has_unknown_order(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample's turns may be out of order: older versions saved several sequences without times."""
+    """Return whether the time order of a sample's turns is unknown.
+
+    Older versions of this library saved turns without their numbers. With several sequences, the order is then lost.
+    """
     turns = row["turns"]
     has_no_times = any("number" not in turn for turn in turns)
     num_sequences = sum(turn["fresh"] for turn in turns)
@@ -191,9 +200,9 @@ def _has_unknown_order(row: Mapping[str, Any]) -> bool:
 
 
 def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
-    """Return the sample of a row and its arrays (T,)."""
+    """Make a sample from its row and its arrays (T,)."""
     verdict = VERDICT.validate_python(row.pop("verdict"))
-    assert verdict is not None  # only the baseline of a group may be missing
+    assert verdict is not None  # None is valid only for the baseline of a group
     turns = []
     for turn in row["turns"]:
         before = np.asarray(turn["before"], np.int32)

@@ -1,6 +1,6 @@
-"""The metrics of one step or one evaluation on the rollout side, and the alarms that they raise.
+"""The metrics of one step or one evaluation on the rollout side, and the alarms about them.
 
-Fractions are between 0 and 1. The mean of no values is None (JSON null), because a missing value is not a zero.
+Fractions are between 0 and 1. The mean of an empty list is None (JSON null) because a missing value is not a zero.
 """
 
 import time
@@ -16,13 +16,13 @@ from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Completion, Group, RewardStatus, Sample
 
-# An adapter is reported as constant only after so many rewards and steps
+# Minimum numbers of rewards and steps after which an adapter can be reported as constant
 ENOUGH_REWARDS = 50
 ENOUGH_STEPS = 3
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    """Return the mean, or None of no values."""
+    """Return the mean, or None if there are no values."""
     values = list(values)
     return float(np.mean(values)) if values else None
 
@@ -30,7 +30,8 @@ def _mean(values: Iterable[float]) -> float | None:
 def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the mean reward of the scored samples, the mean of each adapter's numbers, and the count of each status.
 
-    `<adapter>/reward_std` is the standard deviation of an adapter's rewards; near 0 they do not distinguish samples.
+    `<adapter>/reward_std` is the standard deviation of an adapter's rewards. If it is near 0, the adapter does not
+    distinguish samples.
     """
     scored = [sample for sample in samples if sample.verdict.status is RewardStatus.OK]
     statuses = Counter(sample.verdict.status for sample in samples)
@@ -55,9 +56,10 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return means over the trajectories of a run with an environment; {} for other runs.
+    """Return means over the trajectories of a run with an environment, or {} for other runs.
 
-    They are the numbers that environments report, and `turn_tokens`, the mean number of sampled tokens of a turn.
+    They include the numbers that the environments report, and the mean numbers of turns, of sampled tokens per turn,
+    and of sequences.
     """
     trajectories = [sample.completion for sample in samples if sample.completion.outcome is not None]
     if not trajectories:
@@ -78,7 +80,9 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
-    """Check that at least one sample of a step was scored: otherwise the run would train nothing and seem to succeed.
+    """Check that at least one sample of a step was scored.
+
+    Without this check, a run whose rewards all fail would train nothing and seem to succeed.
 
     Raises:
         RunFailed: No sample was scored; the message contains the first reason.
@@ -100,7 +104,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
     Args:
         step: The step that trains the groups.
         groups: The groups of the step.
-        total_samples: Number of samples of all steps so far.
+        total_samples: Number of samples of all steps so far, including this one.
         batch_steps: Number of steps per iteration.
     """
     samples = [sample for group in groups for sample in group.samples]
@@ -135,12 +139,12 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
 
 
 def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return one row for every sample, which JSON can hold: prompt, completion, reward and its reason."""
+    """Return one JSON row per sample with its prompt, completion, reward and the reasons of the reward."""
     return [_readable_sample(group, sample) for group in groups for sample in group.samples]
 
 
 def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
-    """Return a sample as a row."""
+    """Return a sample as a JSON row."""
     completion = sample.completion
     results = sample.verdict.results
     ordinal = group.prompt.ordinal
@@ -165,17 +169,17 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
 
 
 def _readable_turns(completion: Completion) -> list[list[str]]:
-    """Return [text that the policy read, text that it sampled] for each turn of a trajectory, in the order of time."""
+    """Return [text that the policy read, text that it sampled] for each turn of a trajectory, in time order."""
     turns = [completion.turns[place] for place in completion.turn_order]
     return [[turn.said, turn.text] for turn in turns]
 
 
 class StepAlarms:
-    """Describes problems that raise no error, and counts for how many steps a reward has had a single value.
+    """Describes problems that raise no error, such as truncated completions, failing verifiers and constant rewards.
 
     Args:
-        limits: The shares above which something is an alarm.
-        best_rewards: The highest reward of an adapter, by its name; 1 for an adapter that is not named.
+        limits: The options, which set the shares above which there is an alarm.
+        best_rewards: The highest possible reward of each adapter, by name. The default for an adapter is 1.
     """
 
     def __init__(self, limits: BatchConfig, best_rewards: Mapping[str, float] | None = None) -> None:
@@ -184,11 +188,11 @@ class StepAlarms:
         self._constant_steps: Counter[str] = Counter()
 
     def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return the alarms of the next step.
+        """Return the alarms of a step. Call this once per step, in order.
 
         Args:
             groups: The groups of the step.
-            verifiers: The entry `verifiers` of `Verification.take_stats`.
+            verifiers: Statistics of each verifier, by name: the entry `verifiers` of `Verification.take_stats`.
         """
         alarms = self._of_samples([sample for group in groups for sample in group.samples])
         for name, stats in verifiers.items():
@@ -227,7 +231,10 @@ class StepAlarms:
         return alarms
 
     def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
-        """Return whether a verifier has given a single reward so far, for long enough, and below its best reward."""
+        """Return whether all rewards of a verifier so far are equal and below its best reward.
+
+        The answer is False until there are `ENOUGH_REWARDS` rewards in `ENOUGH_STEPS` steps. Each call counts a step.
+        """
         only_reward = stats.get("only_reward_so_far")
         best_reward = self._best_rewards.get(name.removesuffix(" (evaluation)"), 1.0)
         if only_reward is None or only_reward >= best_reward:
@@ -238,23 +245,24 @@ class StepAlarms:
 
 
 class EngineUtilization:
-    """Measures when the engines may work: when a slot is free, or admitted sequences are unfinished."""
+    """Measures how long the engines may work: while a budget slot is free or admitted sequences are unfinished."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._since = clock()
         self._is_allowed = True
-        self._seconds = {True: 0.0, False: 0.0}  # by whether the engines were allowed to work
+        # seconds in which the engines may (True) or may not (False) work
+        self._seconds = {True: 0.0, False: 0.0}
 
     def set(self, *, sequences: int, free_slots: int) -> None:
-        """Set the state from now on."""
+        """Record the numbers of unfinished sequences and free slots, which hold from now on."""
         now = self._clock()
         self._seconds[self._is_allowed] += now - self._since
         self._since = now
         self._is_allowed = bool(sequences or free_slots)
 
     def take(self, busy: Sequence[Interval] = ()) -> dict[str, float]:
-        """Return the seconds since the last call.
+        """Return for how many seconds since the last call the engines were busy, allowed to work, and not allowed to.
 
         Args:
             busy: The intervals in which any engine had an unfinished request.
@@ -265,7 +273,8 @@ class EngineUtilization:
         busy_s = sum(end - begin for begin, end in union(busy))
         self._seconds = {True: 0.0, False: 0.0}
         return {
-            "engine_busy_s": min(busy_s, allowed_s),  # an engine may report late, or its clock may differ
+            # limited, because an engine may report late or its clock may differ
+            "engine_busy_s": min(busy_s, allowed_s),
             "engine_allowed_s": allowed_s,
             "wait_generation_budget_s": not_allowed_s,
         }

@@ -1,6 +1,6 @@
-"""`WorkerRegistry`: which workers can work, and which of them gets the next sequences.
+"""`WorkerRegistry`: knows which workers can work, and chooses the one that gets the next sequences.
 
-The unit of admission is one sequence: a worker accepts up to `max_sequences` at once, and each is released when it ends.
+A worker accepts up to `max_sequences` sequences at once. Each sequence is released when it ends.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
 
-# A worker whose cache holds the beginning of a request gets it, unless its load is higher than the lowest one by more than
-# this share of its places or tokens
+# A request goes to the worker whose cache holds its beginning, unless the load of that worker exceeds the lowest load
+# by more than this. A load is the share of a worker's maximum number of sequences or tokens that is in use
 AFFINITY = 0.25
 
 
@@ -26,23 +26,26 @@ class Member:
     """A registered worker and its load."""
 
     info: WorkerInfo
-    active: bool = False  # gets work; False until it holds the current weights
-    is_leaving: bool = False  # gets no work any more
-    sequences: int = 0  # number of outstanding sequences
-    tokens: int = 0  # number of their tokens, as estimated when they were admitted
+    active: bool = False  # whether the worker gets work; False until it holds the current weights
+    is_leaving: bool = False  # whether the worker is about to end and gets no new work
+    sequences: int = 0  # number of unfinished sequences
+    tokens: int = 0  # number of tokens of the unfinished sequences, as estimated at their admission
     column: int = -1  # index among the active members
 
     def has_room(self, sequences: int) -> bool:
-        """Return whether the worker can accept so many further sequences."""
+        """Return whether the worker can accept this number of additional sequences."""
         return self.active and self.sequences + sequences <= self.info.max_sequences
 
 
-# (workers with room, number of sequences, number of their tokens together) -> the worker that gets them
+# Function of (workers with room, number of new sequences, their tokens in total) that returns the worker that gets them
 SchedulingPolicy = Callable[[Sequence[Member], int, int], Member]
 
 
 def least_loaded(members: Sequence[Member], sequences: int, tokens: int) -> Member:
-    """Return the worker with the lowest load after the admission; the load is the larger share of places or tokens."""
+    """Return the worker that has the lowest load after it accepts the new sequences.
+
+    The load is the share of the worker's maximum number of sequences or tokens that is in use, whichever is larger.
+    """
 
     def load(member: Member) -> float:
         share_of_places = (member.sequences + sequences) / member.info.max_sequences
@@ -56,17 +59,17 @@ SCHEDULING_POLICIES: dict[str, SchedulingPolicy] = {"least_loaded": least_loaded
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """Return the policy that `--scheduling` names: an entry, or FILE.py:NAME of a function of the user."""
+    """Return the policy that `--scheduling` names: an entry of `SCHEDULING_POLICIES`, or the user's FILE.py:NAME."""
     return find_entry(name, SCHEDULING_POLICIES, lambda policy: policy, "scheduling")
 
 
 @dataclass
 class Lease:
-    """Sequences that were admitted to one worker."""
+    """Sequences that were admitted together to one worker."""
 
     member: Member
-    sequences: int  # number of sequences that were not released yet
-    tokens_each: int  # estimated length of each
+    sequences: int  # number of sequences that are not released yet
+    tokens_each: int  # estimated length of each sequence, in tokens
 
     @property
     def worker_id(self) -> str:
@@ -75,12 +78,12 @@ class Lease:
 
 
 class WorkerRegistry:
-    """The workers of one kind ("generation", ...). All methods except `acquire` are synchronous; use one event loop.
+    """The registered workers of one kind, such as "generation". Use it in one event loop.
 
     Args:
         kind: The kind of the workers.
-        grace_s: How long `acquire` waits while no worker is registered.
-        policy: Chooses among the workers with room.
+        grace_s: Seconds that `acquire` waits for a worker while none is registered.
+        policy: Chooses among the workers that have room for a request.
     """
 
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
@@ -88,11 +91,12 @@ class WorkerRegistry:
         self.grace_s = grace_s
         self._policy = policy
         self._members: dict[str, Member] = {}
-        self._turn = asyncio.Lock()  # held by the first caller of `acquire`; callers are served in order
-        self._wanted = 1  # number of sequences that this caller waits for
-        self._changed = asyncio.Event()  # set when this caller should try again
+        # held by the first waiting caller of `acquire`, so that callers are served in order
+        self._turn = asyncio.Lock()
+        self._wanted = 1  # number of sequences that the first waiting caller needs
+        self._changed = asyncio.Event()  # set when the first waiting caller should try again
         self._last_loss = "none has registered yet"
-        self._empty_since = time.monotonic()  # meaningful while there are no members
+        self._empty_since = time.monotonic()  # time of the last loss; used only while there are no members
         self._expected_until = 0.0
         self._members_changed()
 
@@ -100,7 +104,8 @@ class WorkerRegistry:
         """Update everything that is derived from the members."""
         self._active = [member for member in self._members.values() if member.active]
         self._largest = max((member.info.max_sequences for member in self._members.values()), default=0)
-        # (2, active): places and tokens. As arrays, the loads of a thousand workers are compared in microseconds
+        # (2, active members): numbers of sequences and of tokens. With arrays, the loads of a thousand workers are
+        # compared in microseconds
         self._limits = np.empty((2, len(self._active)))
         self._held = np.empty((2, len(self._active)))
         for column, member in enumerate(self._active):
@@ -110,7 +115,7 @@ class WorkerRegistry:
         self._changed.set()
 
     def register(self, info: WorkerInfo) -> None:
-        """Add a worker, which gets no work before `activate`."""
+        """Add a worker. It gets work only after `activate`."""
         offer = f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
         refuse(info.max_sequences < 1 or info.max_tokens < 1, offer)
         self.deregister(info.worker_id, "it registered again")
@@ -118,13 +123,13 @@ class WorkerRegistry:
         self._members_changed()
 
     def activate(self, worker_id: str) -> None:
-        """Let a worker that holds the current weights get work, unless it is leaving."""
+        """Start giving work to a worker that holds the current weights, unless it is leaving."""
         member = self._members[worker_id]
         member.active = not member.is_leaving
         self._members_changed()
 
     def retire(self, worker_id: str) -> None:
-        """Give no further work to a worker that is leaving; it keeps its sequences. Unknown ids are ignored."""
+        """Mark a worker as leaving: it finishes its sequences but gets no new work. Unknown ids are ignored."""
         member = self._members.get(worker_id)
         if member is None:
             return
@@ -133,11 +138,11 @@ class WorkerRegistry:
         self._members_changed()
 
     def outstanding(self, worker_id: str) -> int:
-        """Return the number of sequences that a worker has; 0 if it is not registered."""
+        """Return the number of unfinished sequences of a worker, or 0 if it is not registered."""
         return self._members[worker_id].sequences if worker_id in self._members else 0
 
     def deregister(self, worker_id: str, reason: str) -> None:
-        """Remove a worker; its leases become void. Unknown ids are ignored, as a loss may be reported twice."""
+        """Remove a worker, so that its leases become void. Unknown ids are ignored: a loss may be reported twice."""
         member = self._members.pop(worker_id, None)
         if member is None:
             return
@@ -147,28 +152,30 @@ class WorkerRegistry:
         self._members_changed()
 
     def expect(self, for_s: float) -> None:
-        """Let `acquire` wait without any worker for at least this time, because a worker is about to register."""
+        """Let `acquire` wait at least `for_s` seconds while there are no workers, because one is about to register."""
         self._expected_until = time.monotonic() + for_s
 
     def members(self) -> list[WorkerInfo]:
-        """Return the description of every registered worker."""
+        """Return the descriptions of all registered workers."""
         return [member.info for member in self._members.values()]
 
     async def acquire(self, sequences: int, tokens_each: int, prefers: str = "") -> Lease:
-        """Admit sequences to one worker, together, because they share a prefix. Callers are served in order.
+        """Wait for a worker with room, and admit sequences to it. Callers are served in order.
+
+        All sequences go to one worker because they share a prefix.
 
         Args:
             sequences: Number of sequences.
-            tokens_each: Estimated length of each.
-            prefers: Id of a worker whose cache holds their beginning. It is chosen, unless its load is much higher than
-                that of another worker.
+            tokens_each: Estimated length of each sequence, in tokens.
+            prefers: Id of the worker whose cache holds the beginning of the sequences, if any. That worker is chosen
+                unless its load is much higher than that of another worker.
 
         Raises:
-            ConfigurationError: No registered worker could ever accept so many sequences at once.
+            ConfigurationError: No registered worker can ever accept this number of sequences at once.
             WorkerLost: No worker was registered for `grace_s` seconds.
         """
         tokens = sequences * tokens_each
-        async with self._turn:  # other callers wait behind this one, so that none of them starves
+        async with self._turn:  # later callers wait for this one, so that no caller starves
             member = self._choose(sequences, tokens, prefers)
             while member is None:
                 self._refuse_hopeless_wait(sequences)
@@ -183,29 +190,29 @@ class WorkerRegistry:
             return Lease(member, sequences, tokens_each)
 
     def release(self, lease: Lease, sequences: int = 1) -> None:
-        """Release sequences of a lease; the lease of a lost worker may be released too."""
+        """Release some sequences of a lease. This is also allowed if the worker was lost."""
         sequences = min(sequences, lease.sequences)
         lease.sequences -= sequences
         self._add_load(lease.member, -sequences, -sequences * lease.tokens_each)
-        # A waiting caller found no room at any other worker
+        # The waiting caller found no room at the other workers, so only this worker can help
         if lease.member.has_room(self._wanted):
             self._changed.set()
 
     def _add_load(self, member: Member, sequences: int, tokens: int) -> None:
-        """Add to the load of a member, or subtract from it."""
+        """Add sequences and tokens to the load of a member; negative numbers subtract."""
         member.sequences += sequences
         member.tokens += tokens
         if member.active:
             self._held[:, member.column] = member.sequences, member.tokens
 
     def _choose(self, sequences: int, tokens: int, prefers: str) -> Member | None:
-        """Return the active member that gets the sequences; None if no member has room."""
+        """Return the active member that gets the sequences, or None if no member has room."""
         preferred = self._members.get(prefers)
         if self._policy is not least_loaded or not self._active:
             fitting = [member for member in self._active if member.has_room(sequences)]
             chosen = self._policy(fitting, sequences, tokens) if fitting else None
             return preferred if preferred in fitting else chosen
-        # `least_loaded`, for all members at once
+        # The policy `least_loaded`, computed for all members at once
         shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits
         loads = np.where(shares[0] <= 1, shares.max(axis=0), np.inf)
         best = int(loads.argmin())
@@ -215,11 +222,11 @@ class WorkerRegistry:
 
     @property
     def _wait_deadline(self) -> float:
-        """Return the time at which `acquire` ends its wait without any worker."""
+        """Return the time (`time.monotonic`) until which `acquire` waits for a first worker."""
         return max(self._empty_since + self.grace_s, self._expected_until)
 
     def _refuse_hopeless_wait(self, sequences: int) -> None:
-        """Raise an error if a wait for so many sequences can never end, or has taken too long."""
+        """Raise an error if no worker can ever accept this number of sequences, or if none has registered in time."""
         refuse(
             bool(self._members) and sequences > self._largest,
             f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {self._largest} "

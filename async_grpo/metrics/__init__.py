@@ -1,1 +1,1 @@
-"""What a run writes down about itself."""
+"""Metrics of a run: files, trackers, console output, alarms and reports of stalls."""

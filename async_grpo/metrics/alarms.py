@@ -1,8 +1,8 @@
-"""Detect signs of reward hacking in the metrics lines of a run; they become `alarms` of the step.
+"""Detect signs of reward hacking in the metrics of a run. Each sign becomes an alarm of the step.
 
-Means over the last RECENT steps are compared with means over as many steps, BEFORE steps ago. A difference must be large,
-because every good run earns a small reward for the format, and it must be many standard errors, because single steps are
-noise.
+The mean of a metric over the last RECENT steps is compared with its mean over RECENT earlier steps, which begin BEFORE
+steps ago. The difference must be large, because good runs also change, for example when they learn the answer format.
+It must also be many standard errors, because single steps are noisy.
 """
 
 import math
@@ -12,23 +12,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RECENT = 10  # steps of a mean
-BEFORE = 60  # steps between the begin of the earlier window and now
-KEPT = 1000  # steps to look back for evaluations
-ENDING = 60  # characters; honest completions share shorter endings, such as a closing tag
-SURE = 4.0  # standard errors
+RECENT = 10  # number of steps in each window
+BEFORE = 60  # number of steps from the begin of the earlier window until now
+KEPT = 1000  # number of latest steps in which evaluations are compared
+ENDING = 60  # characters of an ending; good completions share only shorter endings, such as a closing tag
+SURE = 4.0  # standard errors by which a metric must have changed to raise an alarm
 SURE_OF_REWARD = SURE / 2  # standard errors by which a reward must have risen to count as risen
-MAX_LENGTH_FACTOR = 2.0  # growth of the length that raises an alarm although the reward has risen
-MAX_UNREWARDED_LENGTH_FACTOR = 1.5  # growth or shrinkage that raises an alarm if the reward has not risen
-MIN_REPEATED_SHARE = 0.2  # by which the share of repeated endings must have grown
+MAX_LENGTH_FACTOR = 2.0  # factor of growth in length that raises an alarm even if the reward has risen
+# factor of growth or shrinkage that raises an alarm if the reward has not risen
+MAX_UNREWARDED_LENGTH_FACTOR = 1.5
+MIN_REPEATED_SHARE = 0.2  # minimum growth of the share of repeated endings that raises an alarm
 Line = Mapping[str, Any]
 
 
 def hacking_alarms(lines: Sequence[Line]) -> list[str]:
-    """Return the alarms of the last step.
+    """Return the alarms for the last step of a run.
 
-    There are four: lengths drift without a higher reward, endings repeat, nearly all samples earn one of several rewards,
-    and evaluations fall as the reward rises.
+    There are four kinds of alarms: the length changes more than the reward justifies, endings repeat, one of several
+    rewards no longer varies, and evaluation results fall while the training reward rises.
 
     Args:
         lines: Metrics lines of the run, the oldest first.
@@ -71,7 +72,10 @@ def _repeated_endings_alarms(then: Sequence[Line], now: Sequence[Line]) -> list[
 
 
 def _exhausted_rewards(lines: Sequence[Line], then: Sequence[Line], now: Sequence[Line]) -> list[str]:
-    """Return alarms of rewards that varied and that nearly every sample earns now; a single reward raises none."""
+    """Return alarms about rewards that varied earlier, but that nearly all samples earn now.
+
+    A run with a single reward gets no such alarm.
+    """
     if not lines:
         return []
     std_keys = [key for key in lines[-1] if re.fullmatch("(?!eval_).*/reward_std", key)]
@@ -94,9 +98,9 @@ def _exhausted_rewards(lines: Sequence[Line], then: Sequence[Line], now: Sequenc
 
 
 def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
-    """Return alarms of evaluations whose last two results are below their best one while the training reward rose.
+    """Return alarms about evaluations whose last two results are below their best one while the training reward rose.
 
-    Results are below the best one if their intervals do not overlap.
+    A result is below the best one if its confidence interval lies below that of the best one.
     """
     evaluated = [(place, line) for place, line in enumerate(lines) if "eval_step" in line]
     if not evaluated:
@@ -129,13 +133,13 @@ def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
 
 
 class _EvaluationResult(NamedTuple):
-    place: int  # index of its line
+    place: int  # index of the metrics line with this result
     mean: float
-    half_interval: float  # half of the 95 % interval
+    half_interval: float  # half width of the 95 % confidence interval
 
 
 class _Comparison(NamedTuple):
-    """A mean over the earlier window and over the recent one. Unknown values are NaN, and no number is above NaN."""
+    """Means over the earlier and the recent window. Unknown values are NaN, for which every comparison is False."""
 
     then: float
     now: float
@@ -158,10 +162,11 @@ def _compare(key: str, then: Sequence[Line], now: Sequence[Line]) -> _Comparison
 
 
 def repeated_endings(completions: Iterable[tuple[Any, str]]) -> float:
-    """Return the share of completions that repeat their last ENDING characters.
+    """Return the share of completions whose last ENDING characters are repeated.
 
-    The ending is repeated if a completion of another prompt ends alike (a phrase that is rewarded whatever was asked), or
-    if it stands earlier in the same completion (a loop). A completion that is not longer than the ending repeats nothing.
+    An ending is repeated if a completion of another prompt has the same ending, which is probably a rewarded phrase, or
+    if it also occurs earlier in the same completion, which is a loop. Completions that are not longer than ENDING
+    characters do not count as repeated.
 
     Args:
         completions: Pairs of prompt and completion.
@@ -188,7 +193,7 @@ def repeated_endings(completions: Iterable[tuple[Any, str]]) -> float:
 
 
 def alarm_kind(alarm: str) -> str:
-    """Return an alarm without its numbers, so that it is the same in every step.
+    """Return an alarm with its numbers replaced by #, so that the same problem gives the same text in every step.
 
     >>> alarm_kind("math: 2 of 1,024 calls failed")
     'math: # of # calls failed'

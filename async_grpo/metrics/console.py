@@ -1,4 +1,4 @@
-"""Console output of a run: what it waits for, results of evaluations, and at the end where its time went."""
+"""Console output of a run: what it waits for, evaluation results, and a final table of how the time was spent."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.processes.untrusted_files import printable
 
-# Keys of a metrics line with the seconds of the trainer, by what it did
+# Keys of a metrics line with seconds of the trainer, by the activity that the table shows
 TRAINER = {
     "trainer waits": "seconds_waiting_for_experience",
     "computes": "seconds_computing",
@@ -33,8 +33,8 @@ CAUSES = TRAINER | {
     "paused for weights": "wait_generation_weights_s",
 }
 MAX_STEPS_SHOWN = 10_000
-REPORT_EVERY_S = 5.0  # on a terminal
-REPORT_TO_FILE_EVERY_S = 15.0
+REPORT_EVERY_S = 5.0  # seconds between messages about a wait on a terminal
+REPORT_TO_FILE_EVERY_S = 15.0  # seconds between messages about a wait in a file
 log = logging.getLogger(__name__)
 
 
@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 def show_waiting(
     wait: str, every_s: float | None = None, until: Callable[[], bool] = lambda: False
 ) -> Iterator[Callable[[], None]]:
-    """Log a wait, and at intervals how long it has lasted, until the block ends.
+    """Log that the `with` block waits, and log at intervals how long it has waited.
 
     Args:
-        wait: The wait, in words.
-        every_s: Seconds between two messages; None takes a default.
-        until: Returns whether the wait is over before the end of the block.
+        wait: Description of the wait.
+        every_s: Seconds between two messages; None uses a default.
+        until: Returns True once the wait is over, which may be before the end of the block.
 
     Yields:
-        A function that ends the messages before the end of the block.
+        A function that stops the messages before the end of the block.
     """
     begin = time.monotonic()
     is_over = threading.Event()
@@ -69,11 +69,11 @@ def show_waiting(
 
 
 def means_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the means of an evaluation as text, each with half of its 95 % interval.
+    """Return the means of an evaluation as text, each with the half width of its 95 % confidence interval.
 
     Args:
         line: The numbers of the evaluation.
-        prefix: Prefix of the keys, which the names in the result do not have.
+        prefix: Prefix of the keys, which is removed from the names in the result.
 
     >>> means_of({"eval_avg@4": 0.25, "eval_avg@4_ci": 0.125, "eval_num_samples": 8}, "eval_")
     {'avg@4': '0.250 +- 0.125'}
@@ -92,7 +92,7 @@ def means_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def show_times(folder: Path) -> None:
-    """Print where the seconds of a run went, summed over its last MAX_STEPS_SHOWN steps; nothing if it has no steps."""
+    """Print a table of how a run spent its time, over its last MAX_STEPS_SHOWN steps. Print nothing without steps."""
     lines = metrics_lines(folder / METRICS_FILE, MAX_STEPS_SHOWN)
     if not lines:
         return

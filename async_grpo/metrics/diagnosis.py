@@ -1,17 +1,17 @@
-"""`diagnose`: say in one sentence what holds up a run.
+"""`diagnose`: describe in one sentence why a run makes no progress.
 
 Kinds of waits:
 
-    rank     what a rank does
+    rank     a rank is busy with an activity or waits
     weights  workers load weights
-    slot     a group waits for a slot of the staleness budget
-    place    a group waits for a place in a worker
-    worker   a group waits for the completions of a worker
+    slot     the rollout loop waits for a slot of the staleness budget
+    place    a group waits for a worker with room
+    worker   a group waits for completions from a worker
     reward   a group waits for a verdict
-    step     a group waits for a place in a step
-    call     a sample is with a worker of its reward
-    permit   a call of a judge waits for the judge's limits
-    sent     a call of a judge waits for the judge's answer
+    step     a finished group waits to be placed in a step
+    call     a worker of a reward processes a sample
+    permit   a call to a judge waits for a permit of the rate limiter
+    sent     a call to a judge waits for the judge's answer
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,23 +22,26 @@ import psutil
 from async_grpo.processes.look import ProcessState
 from async_grpo.processes.waits import Wait
 
-FULL_MB = 8.0  # a disk with less free space is full
-BUSY_CORES = 0.2  # a process that uses more may be in an endless loop
+FULL_MB = 8.0  # free space in MB below which a disk counts as full
+BUSY_CORES = 0.2  # number of cores in use above which a waiting verifier may be in an endless loop
 NOTHING = "nothing is seen that the run waits for: it may be starting, or between two steps"
 NOBODY = "though nobody has one: a permit was lost"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run as its rank 0 sees it."""
+    """The state of a run as seen from rank 0."""
 
-    waits: Sequence[Wait]  # of rank 0 and of the controller
-    silence: str = ""  # why the controller does not answer; "" if it does
-    processes: Sequence[ProcessState] = ()  # of this machine
-    free_mb: Mapping[str, float] = field(default_factory=dict)  # of the disks, by folder
+    waits: Sequence[Wait]  # waits of rank 0 and of the controller
+    silence: str = ""  # why the controller does not answer; "" if it answers
+    processes: Sequence[ProcessState] = ()  # the run's processes on this machine
+    free_mb: Mapping[str, float] = field(default_factory=dict)  # free space of the disks in MB, by folder
 
     def of(self, *kinds: str) -> list[Wait]:
-        """Return the waits of these kinds, the oldest first, and those of evaluations last: no step waits for them."""
+        """Return the waits of these kinds, the oldest first.
+
+        Waits of evaluations come last, because no step depends on them.
+        """
         waits = [wait for wait in self.waits if wait.kind in kinds]
 
         def sort_key(wait: Wait) -> tuple[bool, float]:
@@ -50,13 +53,16 @@ class Snapshot:
 
 
 def diagnose(snapshot: Snapshot) -> str:
-    """Return the first cause, which explains all other waits."""
+    """Return the most likely cause why the run makes no progress, as a sentence."""
     cause = next(_causes(snapshot), NOTHING)
     return cause[0].upper() + cause[1:]
 
 
 def _causes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield what may hold up the run, the first cause first: what is stopped, full or silent explains all waits."""
+    """Yield possible causes of the stall, the most likely first.
+
+    Stopped processes, full disks and a silent controller come first, because they explain all other waits.
+    """
     yield from _stopped_processes(snapshot)
     for path, free_mb in snapshot.free_mb.items():
         if free_mb < FULL_MB:
@@ -65,7 +71,7 @@ def _causes(snapshot: Snapshot) -> Iterator[str]:
         controllers = [str(process) for process in snapshot.processes if process.role == "the controller"]
         controller = controllers[0] if controllers else "the controller"
         yield f"{controller} is silent: {snapshot.silence}"
-    # A rank that does not wait for experience waits for workers to load weights, or for another rank
+    # If a rank does not wait for experience, it waits for workers to load weights, or for another rank
     for wait in snapshot.of("weights"):
         yield f"the weights of {wait.who} have been on their way to {wait.whom} for {wait.age_s:.0f} s"
     yield from _late_ranks(snapshot)
@@ -86,7 +92,7 @@ def _stopped_processes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _late_ranks(snapshot: Snapshot) -> Iterator[str]:
-    """Yield which ranks are late: those that are in no collective, in which the others wait."""
+    """Yield which ranks are late. These are the ranks outside of a collective, while the others wait in one."""
     ranks = [process for process in snapshot.processes if process.role.startswith("rank ")]
     late_ranks = [rank for rank in ranks if not _is_in_collective(rank)]
     places = "; ".join(f"{rank} is in {rank.frames[0]}" for rank in late_ranks or ranks)
@@ -101,9 +107,9 @@ def _is_in_collective(rank: ProcessState) -> bool:
 
 
 def _cause_of_late_group(group: Wait, snapshot: Snapshot) -> str:
-    """Return what a group on its way to a step waits for.
+    """Return a sentence that says what an unfinished group waits for.
 
-    A group that waits for a verdict is explained by the waits of the samples of that reward.
+    If the group waits for a verdict, the sentence is about the samples that wait for the same reward.
 
     Args:
         group: The oldest wait of a group.
@@ -111,7 +117,7 @@ def _cause_of_late_group(group: Wait, snapshot: Snapshot) -> str:
     """
     name = group.whom
     waits = [wait for wait in snapshot.of(group.kind) if wait.whom == name]
-    # Each kind is further on the way of a sample
+    # A sample passes through these kinds of waits in this order, so the last one found is the most specific
     for kind in ("call", "permit", "sent"):
         waits = [wait for wait in snapshot.of(kind) if wait.who == name] or waits
     count = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"

@@ -1,6 +1,6 @@
-"""`FreeNumbers`: bounds for numbers that agents, environments and rewards name as they like, before they become metrics.
+"""`FreeNumbers`: limits the numbers that agents, environments and rewards report under names that they choose.
 
-Each name becomes a column of the metrics file and a gauge of the trackers for the rest of the run. Names that change with
+Each name becomes a key of the metrics file and a metric of the trackers for the rest of the run. Names that change with
 each sample would fill the memory, and a huge number would make the mean infinite.
 """
 
@@ -8,18 +8,19 @@ import logging
 import re
 from collections.abc import Mapping
 
-MAX_EXTRA = 1e38  # absolute value of a number; the squares in its standard deviation still fit a float
-# Names that one source may use in a run. Each source has its own, so that agents do not use up those of rewards
+MAX_EXTRA = 1e38  # maximum absolute value of a number, whose square is still finite in a standard deviation
+# Maximum number of names that one source may use in a run. It applies per source, so that agents cannot use up the
+# names of rewards
 MAX_NUMBER_NAMES = 500
 NUMBER_NAME = r"[\w./-]{1,100}"
 _NAME = re.compile(NUMBER_NAME)
-MAX_LOGGED_CHARACTERS = 200  # of a name
+MAX_LOGGED_CHARACTERS = 200  # maximum length of a name in a warning
 
 log = logging.getLogger(__name__)
 
 
 class FreeNumbers:
-    """Drops numbers whose name or size metrics cannot take, and warns once for each reason."""
+    """Drops numbers with an invalid name or a too large value, and warns once for each reason."""
 
     def __init__(self, max_names: int = MAX_NUMBER_NAMES) -> None:
         self._max_names = max_names
@@ -27,10 +28,10 @@ class FreeNumbers:
         self._reasons = set[str]()
 
     def bounded(self, source: str, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers that are logged.
+        """Return the numbers that may become metrics.
 
         Args:
-            source: The reward that names the numbers, or `environment`, which also stands for agents.
+            source: The reward that reports the numbers, or `environment` for environments and agents.
             numbers: The numbers, by name.
         """
         accepted = {}
@@ -52,7 +53,7 @@ class FreeNumbers:
     def _refusal(self, source: str, name: str, value: float) -> str | None:
         if _NAME.fullmatch(name) is None:
             return "a name has 1 to 100 letters, digits, or any of _ . / -"
-        is_in_range = -MAX_EXTRA <= value <= MAX_EXTRA  # NaN is not
+        is_in_range = -MAX_EXTRA <= value <= MAX_EXTRA  # False for NaN
         if not is_in_range:
             return f"numbers from -{MAX_EXTRA:g} to {MAX_EXTRA:g} are allowed"
         names = self._names_of_sources.setdefault(source, set())

@@ -1,6 +1,6 @@
-"""Lines of a run's files, checked so that readers may rely on their form whoever made the folder.
+"""Read and check the lines of a run's files, so that their users can rely on the form even in foreign folders.
 
-Lines of another form are skipped, and so are values of another kind in a line.
+Invalid lines are skipped, and so are invalid values in a valid line.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,29 +12,31 @@ from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.options.fields import is_number, refuse
 from async_grpo.processes.untrusted_files import is_text
 
-LARGEST_COUNT = 1 << 53  # beyond it a float is no exact number
-LARGEST_NUMBER = 1e30  # so that a sum, a square or a product of a few of them is finite, too
-LONGEST_S = 1e9  # that is told as a time
-LATEST_S = 1e11  # Unix seconds, in the year 5138: beyond it there are no dates
+LARGEST_COUNT = 1 << 53  # largest accepted count; a float cannot represent all larger integers
+# largest accepted number, for which sums, squares and products of a few numbers are still finite
+LARGEST_NUMBER = 1e30
+LONGEST_S = 1e9  # longest duration in seconds that is shown
+LATEST_S = 1e11  # latest accepted Unix time, in the year 5138; much later times cannot be converted to dates
 MAX_NAME_CHARACTERS = 200
-OTHER_KINDS = ("step", "file", "alarms", "verifiers", "staleness_tokens")  # keys that hold no plain number
+# keys whose values are checked separately
+OTHER_KINDS = ("step", "file", "alarms", "verifiers", "staleness_tokens")
 Line = dict[str, Any]
 
 
 def metrics_lines(path: Path, count: int) -> list[Line]:
-    """Return the last lines of a file of metrics or of evaluations, at most `count`, each with a whole `step`."""
+    """Return at most `count` last valid lines of a file of metrics or evaluations. Each has an integer `step`."""
     return list(_checked(last_records(path, count)))
 
 
 def spread_metrics(path: Path, since: int, count: int) -> Iterator[tuple[Line, int]]:
-    """Yield lines of a file of metrics from byte `since` on, as `spread_records` chooses them."""
+    """Yield (valid line, byte at its end) for lines of a metrics file that `spread_records` chooses."""
     for record, end in spread_records(path, since, count):
         for line in _checked([record]):
             yield line, end
 
 
 def span_lines(records: Iterable[Line]) -> list[Line]:
-    """Return the records that are spans of a timeline: a lane, what it did, from when to when, in which step."""
+    """Return the records that are valid spans of a timeline, with lane, activity, begin, end and step."""
     spans = []
     for record in records:
         names = record.get("lane"), record.get("what")
@@ -45,7 +47,7 @@ def span_lines(records: Iterable[Line]) -> list[Line]:
 
 
 def sample_lines(records: Iterable[Line]) -> list[Line]:
-    """Return the records that are samples: a step, a prompt and a completion."""
+    """Return the records that are valid samples, with step, prompt and completion."""
     return [
         record
         for record in records
@@ -56,17 +58,17 @@ def sample_lines(records: Iterable[Line]) -> list[Line]:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number that counts something."""
+    """Return whether a value is an integer from 0 to LARGEST_COUNT."""
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
 def duration(seconds: float) -> timedelta:
-    """Return a time to be shown; negative ones are 0, and longer ones than 30 years are cut there."""
+    """Return a duration to show, rounded to seconds and limited to the range from 0 to LONGEST_S (30 years)."""
     return timedelta(seconds=round(min(max(0.0, seconds), LONGEST_S)))
 
 
 def whole_option(options: Line, name: str) -> int:
-    """Return an option of a run that is a whole number above 0; ConfigurationError: its parameters do not say it."""
+    """Return an option of a run that must be a positive integer, or raise ConfigurationError."""
     value = options.get(name)
     refuse(
         not is_count(value) or value == 0,
@@ -100,9 +102,9 @@ def _checked(records: Iterable[Line]) -> Iterator[Line]:
 
 
 def _numbers(value: Line) -> Line:
-    """Return the numbers of an object, and of the objects in it; None stays, as a run writes it for NaN.
+    """Return the numbers of a JSON object and of the objects within it. None is kept, because runs write it for NaN.
 
-    Larger numbers than a run ever writes are dropped: their mean would be beyond all floats.
+    Numbers above LARGEST_NUMBER are dropped. No run writes them, and their mean could be infinite.
     """
     numbers: Line = {}
     for key, item in value.items():

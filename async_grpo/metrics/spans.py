@@ -1,7 +1,7 @@
-"""Spans of a run's timeline, few enough to be written with every step.
+"""Spans of a run's timeline, joined so that there are few enough to write them with every step.
 
-A span is (lane, what, begin, end). The lane is the process or worker that was busy; `what` is one of "generate", "score",
-"logprobs", "train", "sync", "save", "evaluate" and "wait"; begin and end are Unix times in seconds.
+A span is (lane, what, begin, end). The lane is the process or worker that was busy. `what` is its activity: "generate",
+"score", "logprobs", "train", "sync", "save", "evaluate" or "wait". Begin and end are Unix times in seconds.
 """
 
 import itertools
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 
 Interval = tuple[float, float]  # begin and end, Unix times in seconds
 Span = tuple[str, str, float, float]
-MOST = 12  # maximum number of spans of one kind in a lane and step
-SHORTEST_S = 1e-3  # a shorter span could not be seen in a picture
+MOST = 12  # maximum number of spans with the same lane and activity in one step
+SHORTEST_S = 1e-3  # shortest span in seconds that is kept; shorter ones would be invisible in a picture
 
 
 class Spans(list[Span]):
-    """Collects spans until they are taken. Several tasks of one event loop may measure at the same time."""
+    """Collects spans until `take` returns them. Several tasks of one event loop may measure at the same time."""
 
     @contextmanager
     def measure(self, lane: str, activity: str) -> Iterator[None]:
-        """Add a span of the `with` block, whether it succeeds or fails."""
+        """Add a span for the `with` block, even if it raises an exception."""
         begin = time.time()
         try:
             yield
@@ -28,16 +28,16 @@ class Spans(list[Span]):
             self.append((lane, activity, begin, time.time()))
 
     def take(self) -> list[Span]:
-        """Return the condensed spans since the last call."""
+        """Return the spans since the last call, condensed to few."""
         spans = condensed(self)
         self.clear()
         return spans
 
 
 def condensed(spans: Iterable[Span], max_spans: int = MOST) -> list[Span]:
-    """Join the spans of one lane and kind where they overlap.
+    """Join overlapping spans with the same lane and activity.
 
-    If more than `max_spans` of them are left, those with the shortest gaps between them are joined as well.
+    If more than `max_spans` spans are left, spans with the shortest gaps between them are joined, too.
 
     >>> condensed([("e", "wait", 0, 2), ("e", "wait", 1, 3), ("e", "wait", 3.5, 4), ("e", "wait", 9, 10)], max_spans=2)
     [('e', 'wait', 0, 4), ('e', 'wait', 9, 10)]
@@ -50,7 +50,7 @@ def condensed(spans: Iterable[Span], max_spans: int = MOST) -> list[Span]:
         intervals = union(intervals)
         gaps = [after[0] - before[1] for before, after in itertools.pairwise(intervals)]
         if len(gaps) >= max_spans:
-            # The longest gaps, one less than `max_spans`, stay open
+            # Keep the `max_spans` - 1 longest gaps, and close all others
             longest_closed_gap = sorted(gaps, reverse=True)[max_spans - 1]
             intervals = union(intervals, longest_closed_gap)
         joined += [(*kind, begin, end) for begin, end in intervals if end - begin >= SHORTEST_S]
@@ -58,7 +58,7 @@ def condensed(spans: Iterable[Span], max_spans: int = MOST) -> list[Span]:
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Return the intervals in order, with those joined that overlap or lie at max_spans `gap` apart.
+    """Return the intervals in ascending order. Intervals that overlap or are at most `gap` apart are joined.
 
     >>> union([(1, 3), (5, 6), (0, 2)])
     [(0, 3), (5, 6)]

@@ -1,6 +1,6 @@
-"""Files that a run still writes, read without reading all of them: their ends, and a thin selection of their lines.
+"""Read parts of files that a run may still be writing: the last lines, or a few lines spread over the file.
 
-The run may be somebody else's: only regular files are read, and no more than MAX_TAIL_BYTES of their ends.
+The files may come from somebody else. So only regular files are read, and at most MAX_TAIL_BYTES at their end.
 """
 
 import logging
@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 
 from async_grpo.processes.untrusted_files import CHUNK_BYTES, MAX_LINE_BYTES, open_regular, parse_json
 
-CHUNK = 1 << 18  # bytes read at a time, from the end
-MAX_TAIL_BYTES = 64 << 20  # as JSON their lines may take twenty times as much memory
+CHUNK = 1 << 18  # number of bytes that are read at a time, from the end backwards
+MAX_TAIL_BYTES = 64 << 20  # limited because parsed JSON may take twenty times as much memory
 log = logging.getLogger(__name__)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    r"""Return the last `count` finished lines; fewer if there are no more, [] without a file.
+    r"""Return up to `count` last complete lines, or [] if there is no file.
 
-    Lines of more than MAX_LINE_BYTES, and what lies before the last MAX_TAIL_BYTES, are passed over.
+    Lines longer than MAX_LINE_BYTES are skipped, and so is everything before the last MAX_TAIL_BYTES.
 
     >>> import tempfile; path = Path(tempfile.mkstemp()[1]); _ = path.write_text("a\nb\nc\nunfinish")
     >>> last_lines(path, 2)
@@ -41,21 +41,26 @@ def last_lines(path: Path, count: int) -> list[str]:
             num_ends += parts[-1].count(b"\n")
     lines = b"".join(reversed(parts)).split(b"\n")[:-1]
     if begin > 0:
-        # The first one is only the end of a line
+        # The first line is incomplete
         lines = lines[1:]
     return [line.decode("utf-8", "replace") for line in _short(lines[-count:], path)]
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last objects of a JSONL file; lines that hold no object are skipped."""
+    """Return the objects in the last `count` lines of a JSONL file. Lines without an object are skipped."""
     return list(_records(last_lines(path, count)))
 
 
 def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield objects of a JSONL file from byte `since` on, where a line begins, each with the byte at which its line ends.
+    """Yield (object, byte at the end of its line) for up to `count` lines spread evenly over a JSONL file.
 
-    They are `count` at most, evenly spread, and of a long file no more than them is read; where it has clearly fewer, they
-    are all. Nothing without a file. Lines of more than MAX_LINE_BYTES are passed over.
+    Only about `count` lines are read, even from a long file. A file with clearly fewer lines is read completely. Lines
+    longer than MAX_LINE_BYTES are skipped. If there is no file, nothing is yielded.
+
+    Args:
+        path: The file.
+        since: Byte at which to begin, which must be the begin of a line.
+        count: Maximum number of lines.
     """
     file = _opened(path)
     if file is None:
@@ -67,14 +72,14 @@ def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[st
         for number in range(1, count + 1):
             file.seek(max(0, place - 1))
             if place:
-                _skip_line(file)  # the rest of the line that it lies in
+                _skip_line(file)  # go to the next begin of a line
             line = file.readline(MAX_LINE_BYTES + 1)
             if len(line) > MAX_LINE_BYTES:
                 list(_short([line], path))
                 file.seek(-1, os.SEEK_CUR)
                 _skip_line(file)
                 line = b"\n"
-            if not line.endswith(b"\n"):  # the end, or what the run is writing
+            if not line.endswith(b"\n"):  # the end of the file, or an incomplete line that the run is writing
                 return
             for record in _records([line.decode("utf-8", "replace")]):
                 yield record, file.tell()

@@ -1,6 +1,7 @@
-"""Send metrics to trackers (TensorBoard, Weights & Biases, trackio, MLflow, by accelerate) and to Prometheus.
+"""Send metrics to TensorBoard, Weights & Biases, trackio or MLflow, through accelerate, and to Prometheus.
 
-Each tracker runs in a thread. A tracker that fails is logged once and then left out; no tracker ends or slows a run.
+Each tracker runs in its own thread, so that it cannot slow down or end the run. If a tracker fails, the error is logged
+once, and the tracker gets no more metrics.
 """
 
 import hashlib
@@ -21,17 +22,17 @@ from async_grpo.processes.http_host import REFUSAL, is_address
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# The packages of which each tracker needs one
+# Packages for each tracker, one of which must be installed
 TRACKERS = {
     "tensorboard": ("tensorboardX", "tensorboard"),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
     "mlflow": ("mlflow",),
 }
-WAITING_LINES = 1000  # that a slow tracker may have; further lines are dropped
-CLOSE_S = 15.0  # for trackers to write what they have
+WAITING_LINES = 1000  # maximum number of lines that wait for a slow tracker; more lines are dropped
+CLOSE_S = 15.0  # seconds that the trackers have at the end to write their waiting lines
 PROMETHEUS_HOST = "127.0.0.1"
-SILENT_S = 30.0  # silence after which a client of the Prometheus page is disconnected
+SILENT_S = 30.0  # seconds of silence after which a client of the Prometheus page is disconnected
 MAX_ERROR_CHARACTERS = 300
 Numbers = dict[str, float]
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Tracker(Protocol):
 
 
 def parse_trackers(text: str) -> tuple[str, ...]:
-    """Parse a comma list of trackers.
+    """Parse comma-separated names of trackers.
 
     Raises:
         ConfigurationError: A tracker is unknown or not installed.
@@ -60,7 +61,7 @@ def parse_trackers(text: str) -> tuple[str, ...]:
 
 
 def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a metrics line, nested ones by their path.
+    """Yield (name, value) for each finite number of a metrics line. Nested numbers are named by their path.
 
     >>> dict(numbers_of({"a@2": 1, "b": {"c": 0.5, "d": "text"}, "e": float("nan"), "f": True}))
     {'a_at_2': 1.0, 'b/c': 0.5}
@@ -69,29 +70,29 @@ def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{key}/")
         elif is_number(value):
-            # MLflow refuses an @
+            # MLflow does not accept "@" in names
             yield (prefix + key).replace("@", "_at_"), float(value)
 
 
 class TrackerThread(threading.Thread):
-    """Makes a tracker and passes every line to it, in a thread, because imports and logins may take long.
+    """A thread that creates a tracker and passes all lines to it. Imports and logins of trackers may take long.
 
-    Whatever the tracker's library raises, the run continues without the tracker.
+    If the tracker's library raises any exception, the run continues without the tracker.
 
     Args:
         name: Name of the tracker.
-        make: Makes the tracker.
+        make: Creates the tracker.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         super().__init__(name=name, daemon=True)
         self.make = make
-        self.is_late = False  # lines have been dropped
+        self.is_late = False  # whether lines have been dropped because the tracker is too slow
         self.lines = queue.SimpleQueue[tuple[Numbers, int] | None]()
         self.start()
 
     def log(self, values: Numbers, step: int) -> None:
-        """Queue the numbers of one step; returns at once."""
+        """Queue the numbers of one step, without waiting for the tracker."""
         if self.is_alive() and self.lines.qsize() < WAITING_LINES:
             self.lines.put((values, step))
         elif self.is_alive() and not self.is_late:
@@ -99,7 +100,7 @@ class TrackerThread(threading.Thread):
             log.error("--track %s is slower than the run: lines are left out from step %d", self.name, step)
 
     def run(self) -> None:
-        """Make the tracker, and pass lines to it until the end of the queue (None)."""
+        """Create the tracker, and pass lines to it until None, which ends the queue."""
         try:
             tracker = self.make()
             while (line := self.lines.get()) is not None:
@@ -120,19 +121,19 @@ class Trackers:
     """All trackers of a run.
 
     Args:
-        make: Functions that make the trackers, by name.
+        make: Functions that create the trackers, by name.
     """
 
     def __init__(self, make: Mapping[str, Callable[[], Tracker]]) -> None:
         self._threads = [TrackerThread(name, make_tracker) for name, make_tracker in make.items()]
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Send the numbers of one step to all trackers; returns at once."""
+        """Queue the numbers of one step for all trackers, without waiting for them."""
         for thread in self._threads:
             thread.log(dict(numbers_of(line)), int(line["step"]))
 
     def close(self) -> None:
-        """Wait until the trackers have written all lines, `CLOSE_S` at most."""
+        """Wait until the trackers have written all lines, at most `CLOSE_S` seconds."""
         deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.lines.put(None)
@@ -146,14 +147,14 @@ class Trackers:
 def trackers_of(
     names: Sequence[str], prometheus_port: int | None, folder: Path, run_name: str, options: Mapping[str, Any]
 ) -> Trackers:
-    """Make the trackers of a run.
+    """Create the trackers of a run.
 
     Args:
-        names: The trackers of `--track`.
-        prometheus_port: Port of the page for Prometheus; None serves none.
+        names: The trackers in `--track`.
+        prometheus_port: Port of the page for Prometheus; None serves no page.
         folder: The run's folder.
         run_name: Name of the run.
-        options: The run's options, which hold no secrets.
+        options: The run's options, which contain no secrets.
     """
     make: dict[str, Callable[[], Tracker]] = {}
     for name in names:
@@ -166,18 +167,18 @@ def trackers_of(
 def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping[str, Any]) -> Tracker:
     from accelerate import tracking
 
-    # accelerate's logger needs a state that would set up processes
+    # accelerate's own logger needs an accelerate state, whose creation would set up distributed processes
     tracking.logger = log
     tracker_class = tracking.LOGGER_TYPE_TO_CLASS[name]
     settings = {}
     if tracker_class.requires_logging_directory:
         settings = {"logging_dir": str(folder / name)}
     if name == "wandb":
-        # A resumed run continues the same run there
+        # A stable id makes a resumed run continue the same W&B run
         folder_digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         settings = {"id": f"{run_name}-{folder_digest}", "resume": "allow"}
     tracker = tracker_class(run_name, **settings)
-    # This is rank 0, which the tracker would otherwise find out by a process group
+    # Only rank 0 has trackers, so the tracker need not check the rank with a process group
     tracker.main_process_only = False
     tracker.start()
     plain_options = {
@@ -188,7 +189,7 @@ def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping
 
 
 class PrometheusPage:
-    """`Tracker` that serves the last step's numbers on the loopback interface, http://127.0.0.1:PORT/metrics."""
+    """`Tracker` that serves the numbers of the last step for Prometheus at http://127.0.0.1:PORT/metrics."""
 
     def __init__(self, port: int) -> None:
         import prometheus_client
@@ -200,7 +201,7 @@ class PrometheusPage:
         page = self._server.get_app()
         assert page is not None, "`start_http_server` sets the page"
         self._server.set_app(_under_an_address(page))
-        # A silent connection would keep its thread and its descriptor until the end of the run
+        # Without a timeout, a silent connection would keep its thread and file descriptor until the end of the run
         self._server.RequestHandlerClass.timeout = SILENT_S  # type: ignore[attr-defined]  # `StreamRequestHandler` has it
         log.info("metrics for Prometheus: http://%s:%d/metrics", PROMETHEUS_HOST, self._server.server_port)
 
@@ -213,12 +214,12 @@ class PrometheusPage:
             self._gauges[name].set(value)
 
     def finish(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._server.shutdown()
 
 
 def _under_an_address(page: "WSGIApplication") -> "WSGIApplication":
-    """Return the page for requests whose Host header is an address, and a refusal for others. See `is_address`."""
+    """Return an application that serves the page only if the Host header is an address; see `is_address`."""
 
     def answer(request: "WSGIEnvironment", respond: "StartResponse") -> Iterable[bytes]:
         if is_address(request.get("HTTP_HOST", ""), PROMETHEUS_HOST):

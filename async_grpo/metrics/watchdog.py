@@ -1,4 +1,4 @@
-"""`Watchdog`: when a run makes no progress, it writes the reason to `<output_dir>/stalls/<time>_step<n>/`."""
+"""`Watchdog`: if a run makes no progress, it writes a report to `<output_dir>/stalls/<time>_step<n>/`."""
 
 import logging
 import os
@@ -22,22 +22,23 @@ from async_grpo.processes.look import look
 from async_grpo.processes.untrusted_files import files_inside, read_bytes
 from async_grpo.processes.waits import situation
 
-MIN_S = 120.0  # shortest stall, without --stall-s
-MEDIANS = 3.0  # median steps that a stall lasts, without --stall-s
+MIN_S = 120.0  # shortest time without a step that counts as a stall, without --stall-s
+MEDIANS = 3.0  # time that counts as a stall, in median durations of a step, without --stall-s
 POLL_S = 0.5
 STEPS_OF_MEDIAN = 50
-LOG_LINES = 50  # last lines of each log in a report
+LOG_LINES = 50  # number of last lines of each log in a report
 log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Reports on the run of this process, which is rank 0, in each stall and on request.
+    """Runs in rank 0, and writes a report about the run in each stall and on request.
 
     Args:
         folder: The run's folder.
         steps: Returns the number of steps done.
-        limit_s: Seconds without a finished step that are a stall; None takes three median steps, and at least two minutes.
-        ask: Returns `situation` of the controller within a short deadline, or raises an AsyncGrpoError.
+        limit_s: Seconds without a finished step that count as a stall. None means three times the median duration of a
+            step, but at least two minutes.
+        ask: Returns the controller's `situation` within a few seconds, or raises an AsyncGrpoError.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class Watchdog:
         self.ask = self._is_requested.set
 
     def start(self) -> Callable[[], None]:
-        """Watch from now on, and return `ask`, which requests a report.
+        """Start watching in a thread, and return a function that requests a report.
 
-        It watches in a thread, because the main thread may be in a collective that never ends.
+        The main thread cannot watch, because it may be stuck in a collective.
         """
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self.ask
 
     def _watch(self) -> None:
         step_seconds = deque([0.0], maxlen=STEPS_OF_MEDIAN)
-        is_reported = False  # the present stall
+        is_reported = False  # whether the current stall has been reported
         while True:
             is_requested = self._is_requested.wait(POLL_S)
             self._is_requested.clear()
@@ -82,11 +83,11 @@ class Watchdog:
                 try:
                     self.report()
                 except Exception:
-                    # A report that fails must end neither the run nor this thread
+                    # A failing report must end neither the run nor this thread
                     log.exception("the run could not be looked at")
 
     def report(self) -> None:
-        """Look at the run, and write a report."""
+        """Inspect the run, and write a report."""
         age_s = time.monotonic() - self._step_done_at
         now = time.strftime("%Y%m%d-%H%M%S")
         snapshot = self._look()
@@ -98,7 +99,7 @@ class Watchdog:
         parts_by_file = {
             "stacks": [f"{process}\n{process.stack}" for process in snapshot.processes if process.stack],
             "logs": log_parts,
-            # The last one, so that a reader who sees it finds the other files complete
+            # This file is written last, so that the other files are complete once it exists
             "why": [diagnosis, "", f"Step {self._step} was done {age_s:.0f} s before.", *_details(snapshot)],
         }
         try:
@@ -107,12 +108,12 @@ class Watchdog:
                 (folder / "new").write_text("\n".join([*parts, ""]), encoding="utf-8")
                 (folder / "new").replace(folder / f"{name}.txt")
         except OSError as error:
-            # A full disk may be the cause of the stall
+            # The cause of the stall may be a full disk, so the report is also logged
             log.error("%s cannot be written (%s):\n%s", folder, error, "\n".join(parts_by_file["why"]))
         log.warning("no step for %.0f s: %s (see %s)", age_s, diagnosis, folder)
 
     def _look(self) -> Snapshot:
-        """Return the state of the run: waits, processes and disks."""
+        """Collect the state of the run: its waits, processes and disks."""
         rank_situation = situation()
         silence = ""
         try:
@@ -121,12 +122,12 @@ class Watchdog:
             controller_situation = rank_situation
             silence = str(error)
         own_pid = rank_situation["pid"]
-        # The process that started the run, and torchrun
+        # The processes whose descendants belong to the run: the one that started the run, and torchrun
         roots = {holder(self._folder) or own_pid, os.getppid() if "RANK" in os.environ else own_pid}
         waits = [*controller_situation["waits"]]
         if controller_situation["pid"] != own_pid:
             waits += rank_situation["waits"]
-            # A Ray that was started by hand, which other runs may use, too, is not below the other roots
+            # If Ray was started by hand, its processes are not descendants of the other roots
             with suppress(psutil.Error):
                 roots.add(psutil.Process(controller_situation["pid"]).ppid())
         free_mb = {}
@@ -136,7 +137,7 @@ class Watchdog:
 
 
 def _details(snapshot: Snapshot) -> list[str]:
-    """Return the lines of a report with all waits, processes and disks."""
+    """Return the lines of a report that list all waits, processes and disks."""
     waits = [f"{wait.age_s:9.1f} s  {wait.who} -> {wait.whom} ({wait.kind})" for wait in snapshot.waits]
     processes = []
     for process in snapshot.processes:
@@ -154,7 +155,7 @@ def _details(snapshot: Snapshot) -> list[str]:
 
 
 def stalls_of(folder: Path) -> dict[Path, str]:
-    """Return the diagnosis of each stall of a run by its folder, the newest first."""
+    """Return the text of each stall report of a run, by the report's folder, the newest first."""
     texts: dict[Path, str] = {}
     for path in reversed(files_inside(folder, "stalls/*/why.txt")):
         try:

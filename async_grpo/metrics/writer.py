@@ -1,4 +1,4 @@
-"""Write the folder of a run: one JSON object per optimizer step, and one line on the console."""
+"""Write the files of a run's folder, with one JSON object per optimizer step, and print each step to the console."""
 
 import errno
 import fcntl
@@ -29,27 +29,30 @@ EVAL_FILE = "eval_metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 SET_ASIDE_FILE = "prompts_set_aside.jsonl"
 LOCK_FILE = ".lock"
-MAX_LOCK_BYTES = 1000  # it holds the number of a process
+MAX_LOCK_BYTES = 1000  # largest lock file that is read; it holds a process id
 
 Track = Callable[[dict[str, Any]], None]  # called with each line as it is written
 log = logging.getLogger(__name__)
-# One console for steps and log, so that a line of the log does not break the progress bar
+# Steps and log share one console, so that a log line does not break the progress bar
 _CONSOLE = Console()
-# A lock lasts as long as its file is open; these stay open until this process ends
+# Open lock files. A lock lasts as long as its file is open, usually until this process ends
 _lock_files: list[IO[str]] = []
 
 
 def claim(folder: Path, mark: str | None = None, *, may_hold_run: bool = False) -> None:
-    """Make the folder, and keep other runs out of it until this process ends. Its child processes may claim it, too.
+    """Create the folder if necessary, and lock it against other runs until this process ends.
+
+    Child processes of this process may claim the folder, too.
 
     Args:
         folder: The folder.
-        mark: Name of a file. A folder that holds the file is emptied, and a folder that holds anything else is refused.
-        may_hold_run: The folder may hold a run, which continues.
+        mark: Name of a marker file. A folder with this file is emptied, and any other folder that is not empty is
+            refused.
+        may_hold_run: Whether the folder may already hold a run, which then continues.
 
     Raises:
-        ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must not
-            be replaced.
+        ConfigurationError: The folder cannot be written to, another run writes to it, or it holds something that must
+            not be replaced.
     """
     flag = f"--output-dir {folder}"
 
@@ -65,13 +68,13 @@ def claim(folder: Path, mark: str | None = None, *, may_hold_run: bool = False) 
     refuse(folder.is_file(), f"{flag} is a file: choose another name")
     for name in (METRICS_FILE, PARAMS_FILE, EVAL_FILE, TIMELINE_FILE, SET_ASIDE_FILE, LOCK_FILE):
         is_special = os.path.lexists(folder / name) and not is_regular(folder / name)
-        # A run would write through a link, wherever it leads
+        # A run would follow a link and overwrite its target
         refuse(is_special, f"{folder / name} is no regular file: remove it, or choose another --output-dir")
     refuse_contents()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        # A second time, because another run may have begun and ended before the lock was taken
+        # Check again, because another run may have begun and ended before the lock was acquired
         refuse_contents()
         if mark is not None:
             _empty(folder)
@@ -108,7 +111,7 @@ def _lock(folder: Path) -> None:
             f"another run (process {holder_pid}) is writing to --output-dir {folder}: wait for it or choose another folder",
         )
     except OSError as error:
-        # A file system without locks, as some network mounts are
+        # Some network file systems do not support locks
         log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
     else:
         lock.truncate(0)
@@ -118,7 +121,7 @@ def _lock(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Let other processes claim the folder again, though this one goes on. Harmless where it is not claimed."""
+    """Release this process's lock on the folder, if it has one, so that other processes can claim the folder."""
     for lock in list(_lock_files):
         if Path(lock.name) == folder / LOCK_FILE:
             lock.close()
@@ -126,7 +129,7 @@ def release(folder: Path) -> None:
 
 
 def holder(folder: Path) -> int | None:
-    """Return the process id of the run that writes to the folder; None if no such process runs on this machine."""
+    """Return the id of the process that claimed the folder, or None if it does not run on this machine."""
     try:
         text = read_bytes(folder / LOCK_FILE, MAX_LOCK_BYTES).decode("ascii", "replace").strip()
     except OSError:
@@ -136,12 +139,12 @@ def holder(folder: Path) -> int | None:
 
 
 def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
-    """Move everything that was written after a step into files called `undone_...`; the run continues after that step.
+    """Move all lines of later steps to files named `undone_...`, so that the run can continue after `step`.
 
     Args:
         folder: The run's folder.
-        step: The last step that stays; -1 keeps none.
-        samples_file: The file of samples, if the run writes one.
+        step: The last step whose lines are kept; -1 keeps none.
+        samples_file: The file of samples, or None if the run writes none.
     """
     paths = [folder / name for name in (METRICS_FILE, EVAL_FILE, TIMELINE_FILE, SET_ASIDE_FILE)]
     if samples_file is not None:
@@ -156,7 +159,7 @@ def _rewind_file(path: Path, step: int) -> None:
     undone_lines = []
     with path.open(encoding="utf-8") as file:
         for line in file:
-            # The last line may have been cut short
+            # The last line may be incomplete
             is_whole = line.endswith("\n")
             if is_whole and json.loads(line)["step"] <= step:
                 kept_lines.append(line)
@@ -172,10 +175,10 @@ def _rewind_file(path: Path, step: int) -> None:
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """Return the options of the run in a folder, and its facts.
+    """Return the parameters of the run in a folder: its options and the FACTS of `config.run`.
 
     Raises:
-        ConfigurationError: The folder holds no run, or its options cannot be read.
+        ConfigurationError: The folder holds no run, or its parameters cannot be read.
     """
     path = folder / PARAMS_FILE
     refuse(not path.exists(), f"{folder} holds no run ({PARAMS_FILE})")
@@ -188,15 +191,16 @@ def options_of(folder: Path) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Appends the lines of a run to its metrics file, and its samples to another file, and prints each step.
+    """Appends the metrics, spans and samples of each step to the run's files, and prints each step.
 
-    Lines are flushed at once. Lines that cannot be written, as on a full disk, wait for the next ones.
+    Lines are written immediately. Lines that cannot be written, for example because the disk is full, are kept and
+    written together with later lines.
 
     Args:
         folder: The run's folder.
-        num_steps: Steps of the whole run.
-        samples_file: File for the samples; None writes none.
-        track: Called with each line.
+        num_steps: Number of steps of the whole run.
+        samples_file: File for the samples; None writes no samples.
+        track: Called with each metrics line.
     """
 
     def __init__(
@@ -210,16 +214,20 @@ class MetricsWriter:
         self._track = track
         self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("training", total=num_steps)
-        self._waiting: dict[Path, bytes] = {}  # content that could not be written, by file
+        self._waiting: dict[Path, bytes] = {}  # content that could not be written yet, by file
         self._train_intervals: list[Interval] = []
-        self._alarm_kinds: set[str] = set()  # of the previous step: an alarm is printed when it begins
+        # kinds of alarms of the previous step, which are not printed again
+        self._alarm_kinds: set[str] = set()
         self._metrics.touch()
-        # A resumed run has earlier lines
+        # A resumed run continues with the earlier lines
         self._recent_lines = deque(last_records(self._metrics, KEPT), maxlen=KEPT)
         self._progress.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one step. Its `token_timeline`, `spans`, `samples` and `prompts_set_aside` do not go into the line."""
+        """Write one step.
+
+        The values of `token_timeline`, `spans`, `samples` and `prompts_set_aside` do not go into the metrics line.
+        """
         line = dict(line)
         step = line["step"]
         timeline = line.pop("token_timeline", [])
@@ -248,13 +256,13 @@ class MetricsWriter:
         self._progress.update(self._bar, completed=step)
 
     def _token_counts(self, timeline: Sequence[tuple[float, int]], spans: Sequence[Span]) -> dict[str, int]:
-        """Count the tokens that were generated, and those among them while the trainer trained.
+        """Count the generated tokens, and how many of them were generated while the trainer trained.
 
         Args:
-            timeline: Pairs of Unix time and number of generated tokens, in the order of time.
+            timeline: Pairs of Unix time and number of generated tokens, in time order.
             spans: The spans of this step.
         """
-        # The tokens of a step may have been generated while earlier steps trained
+        # Intervals of earlier steps are kept, because tokens of this step may have been generated during those
         self._train_intervals += [(begin, end) for _, activity, begin, end in spans if activity == "train"]
         first_time = timeline[0][0] if timeline else 0.0
         self._train_intervals = [interval for interval in self._train_intervals if interval[1] >= first_time]
@@ -268,7 +276,7 @@ class MetricsWriter:
         }
 
     def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
-        """Return the alarms whose kind the previous step did not have, and the number of all others."""
+        """Return the alarms whose kind is new in this step, and a text with the number of all other alarms."""
         kind_by_alarm = {alarm: alarm_kind(alarm) for alarm in alarms}
         new_alarms = [alarm for alarm, kind in kind_by_alarm.items() if kind not in self._alarm_kinds]
         self._alarm_kinds = set(kind_by_alarm.values())
@@ -283,7 +291,7 @@ class MetricsWriter:
             with path.open("ab", buffering=0) as file:
                 begin = file.tell()
                 if file.write(content) != len(content):
-                    # No part of a line stays in the file
+                    # Remove the incomplete line from the file
                     file.truncate(begin)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -291,7 +299,7 @@ class MetricsWriter:
             self._waiting[path] = content
 
     def close(self) -> None:
-        """Try once more to write what could not be written, and end the progress bar."""
+        """Try again to write the lines that could not be written, and end the progress bar."""
         for path in list(self._waiting):
             self._append(path, [])
         self._progress.stop()
@@ -302,7 +310,7 @@ def _span(lane: str, activity: str, begin: float, end: float) -> dict[str, Any]:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints the log between the steps, where the log itself goes to a file."""
+    """Prints log messages between the steps on the console, if the log goes to a file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
@@ -310,17 +318,17 @@ class ConsoleHandler(logging.Handler):
 
 
 def as_json(line: dict[str, Any]) -> str:
-    r"""Return one line of strict JSON, in which NaN and infinities are null at any depth.
+    r"""Return one line of strict JSON. NaN and infinities become null, also in nested values.
 
     >>> as_json({"a": {"b": [float("nan"), 1.5]}})
     '{"a": {"b": [null, 1.5]}}\n'
     """
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
-        # Raises for half of a pair of surrogates
+        # This raises an error for an unpaired surrogate
         text.encode()
     except ValueError:
-        # Rare, because checking every number would take seconds for a page of samples
+        # Values are checked one by one only after an error, because that takes seconds for a page of samples
         text = json.dumps(_finite(line), allow_nan=False)
     return text + "\n"
 
@@ -340,7 +348,7 @@ def _finite(value: Any) -> Any:
 
 
 def console_line(line: dict[str, Any], num_steps: int) -> str:
-    """Return the step as one readable line.
+    """Return the metrics of a step as one line for the console.
 
     >>> console_line({"step": 3, "avg_reward": 0.25, "time_per_batch": 1.5}, 100)
     'step 3/100 | reward 0.250 | 1.5 s'

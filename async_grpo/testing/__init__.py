@@ -1,6 +1,6 @@
-"""Fakes for the interfaces in `protocols.py`, with which batcher, packing and trainer run without vLLM and Ray.
+"""Fakes of the interfaces in `protocols.py`, so that batcher and trainer can be tested without vLLM and Ray.
 
-`tests/house/test_fake_chain.py` runs a whole training with them in a few seconds.
+`tests/house/test_fake_chain.py` runs a complete training with these fakes in a few seconds.
 """
 
 from async_grpo.testing.engine import FakeEngine, InProcessRun, InProcessWorker

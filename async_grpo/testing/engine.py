@@ -1,4 +1,4 @@
-"""`FakeEngine`, and a run that joins it with a trainer and a `RunController` in one process."""
+"""`FakeEngine`, and `InProcessRun`, which connects engines, a trainer and a `RunController` in one process."""
 
 import asyncio
 import concurrent.futures
@@ -18,11 +18,11 @@ from async_grpo.types import Completion, FinishReason, Sampling
 class FakeEngine:
     """An `Engine` that draws every token at random and reports the log-probs of that distribution.
 
-    No model generates anything, but the engine does hold the weights that it receives. So the trainer can prove that they
-    arrived, and off-policy corrections see true log-probs.
+    No model is used for generation, but the engine holds the weights that it receives. So the trainer can verify that
+    they arrived, and off-policy corrections get true log-probs.
     """
 
-    STOP_CHANCE = 0.1  # of every token but the first
+    STOP_CHANCE = 0.1  # probability that a token is a stop token; 0 for the first token
     kv_cache_tokens = 1 << 20
 
     def __init__(self, model: Any, settings: SharedRunSettings) -> None:
@@ -37,7 +37,7 @@ class FakeEngine:
 
     @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
-        """Load the weights of `config.model_path`, as a logprob worker would."""
+        """Load the weights from `config.model_path`, as a logprob worker does."""
         from async_grpo.inference.logprob_worker import LogprobWorker
 
         return cls(LogprobWorker.start(config, settings), settings)
@@ -56,7 +56,7 @@ class FakeEngine:
             yield completion
 
     def _draw(self, prompt_length: int, member: int, random: np.random.Generator) -> Completion:
-        """Draw one completion: a stop token has the probability STOP_CHANCE, all other tokens have the same one."""
+        """Draw one completion. A stop token has the probability STOP_CHANCE; all other tokens are equally likely."""
         settings = self._settings
         room_tokens = min(settings.max_completion_tokens, settings.max_total_tokens - prompt_length)
         length = min(room_tokens, 1 + int(random.geometric(self.STOP_CHANCE)))
@@ -72,7 +72,7 @@ class FakeEngine:
             tokens[-1] = settings.stop_token_ids[0]
             logprobs[-1] = np.log(self.STOP_CHANCE)
             text_tokens = tokens[:-1]
-        # One letter for each token
+        # Each token is one letter of the text
         text = (text_tokens % 26 + ord("a")).astype(np.uint8).tobytes().decode()
         return Completion(
             token_ids=tokens,
@@ -97,21 +97,21 @@ class FakeEngine:
         return manifest
 
     async def begin_anew(self) -> bool:
-        """Return that the engine can serve a trainer that was started again; see `Engine`."""
+        """Return True, because the engine can serve a restarted trainer; see `Engine`."""
         return True
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the log-probs of a text by the weights that it holds; see `Engine`."""
+        """Return the log-probs of a text under the engine's current weights; see `Engine`."""
         return await self._model.canary(token_ids)
 
     def progress(self) -> dict[str, Any]:
-        """Return what has happened since the last call; see `Engine`."""
+        """Return the engine's statistics since the last call; see `Engine`."""
         progress = self._progress
         self._progress = _no_progress()
         return progress
 
     async def until_failure(self) -> str:
-        """Wait for ever, because this engine does not fail."""
+        """Wait forever, because this engine does not fail."""
         return await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
@@ -123,9 +123,9 @@ def _no_progress() -> dict[str, Any]:
 
 
 class InProcessWorker:
-    """An `Engine` as a registered worker: it is the handle that it registers, and the `WorkerLink` to itself."""
+    """A worker with an `Engine` in this process. It is its own handle and its own `WorkerLink`."""
 
-    _lost: WorkerLost | None = None  # why it can no longer be called
+    _lost: WorkerLost | None = None  # the error that all calls raise after the worker has died
     _on_lost: Callable[[WorkerLost], None]
 
     def __init__(self, engine: Engine) -> None:
@@ -137,19 +137,19 @@ class InProcessWorker:
         return self
 
     def die(self, reason: str) -> None:
-        """Fail every later call, and every completion under way."""
+        """Make all later calls and all unfinished completions fail."""
         self._lost = WorkerLost(reason)
         self._on_lost(self._lost)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of the engine returns; see `WorkerLink`."""
+        """Call a method of the engine, and return its result; see `WorkerLink`."""
         answer = self._handler(method)(*args)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
-        """Yield what a method of the engine yields; see `WorkerLink`."""
+        """Yield the items of a method of the engine; see `WorkerLink`."""
         async for item in self._handler(method)(*args):
-            # The worker may have died meanwhile
+            # The worker may have died while the item was generated
             self._refuse_if_lost()
             yield item
 
@@ -165,21 +165,23 @@ class InProcessWorker:
         """Do nothing: there is no connection to close."""
 
     async def load(self, package: WeightPackage) -> Receipt:
-        """Load a package of weights, and answer its canary."""
+        """Load a package of weights, and return the receipt with the log-probs of its canary."""
         chunks = [memoryview(chunk) for chunk in package.chunks]
         manifest = await self._handler("update")(package.version, chunks)
         return manifest, await answer_canary(self.engine, package.canary_texts)
 
 
 class InProcessRun:
-    """The `Engines` and the `ExperienceSource` of a trainer, for a `RunController` in the event loop of another thread.
+    """Connects a trainer with a `RunController`, as the trainer's `Engines` and `ExperienceSource`.
+
+    The controller runs in the event loop of another thread.
 
     Attributes:
         controller: The run's controller.
         delivered: Policy versions whose weights were delivered, in order.
     """
 
-    TIMEOUT_S = 30.0  # of each call
+    TIMEOUT_S = 30.0  # timeout of each call
 
     def __init__(self, controller: Any) -> None:
         self.controller = controller
@@ -192,15 +194,15 @@ class InProcessRun:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the controller's event loop, and return what it returns."""
+        """Run a coroutine in the controller's event loop, and return its result."""
         return self.begin(coroutine).result(self.TIMEOUT_S)
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
-        """Return the chunk, which every worker can read in this process; see `Engines`."""
+        """Return the chunk itself, because all workers are in this process; see `Engines`."""
         return chunk
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        """Have every worker load the weights, and return the receipts by worker id; see `Engines`."""
+        """Load the weights into all workers, and return the receipts by worker id; see `Engines`."""
         members: list[tuple[WorkerInfo, InProcessWorker]] = self.run(
             self.controller.begin_sync(package.for_late)
         )
@@ -224,11 +226,11 @@ class InProcessRun:
         self.run(self.controller.end_sync(package, landed))
 
     def abort(self, error: BaseException) -> None:
-        """End the run because weights did not land; see `Engines`."""
+        """End the run because a weight sync failed; see `Engines`."""
         self.run(self.controller.fail(error))
 
     def start(self) -> None:
-        """Begin to generate; see `ExperienceSource`."""
+        """Start generating; see `ExperienceSource`."""
         self.run(self.controller.start())
 
     def next_message(self, rank: int) -> Message:

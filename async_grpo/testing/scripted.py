@@ -1,4 +1,4 @@
-"""Generation, verification and log-probs that follow a script, so that a test decides what happens when."""
+"""Fakes of generation, verification and log-probs whose results and delays are set by the test."""
 
 import asyncio
 import time
@@ -20,18 +20,18 @@ from async_grpo.types import (
     Verdict,
 )
 
-GREEDY_MEMBER = -1  # the member of a greedy completion, as the script sees it
+GREEDY_MEMBER = -1  # member number that the test's functions get for a greedy completion
 
 
 class FakeGeneration:
     """A `Generation` whose completions have `length(ordinal, member)` tokens after `delay(ordinal, member)` seconds.
 
-    Greedy completions have the member GREEDY_MEMBER.
+    For greedy completions, `member` is GREEDY_MEMBER.
 
     Attributes:
-        live: The policy version that new tokens carry.
-        asked: Ordinals of the prompts in the order of the requests.
-        asked_greedily: The same, for greedy completions.
+        live: The policy version of new tokens.
+        asked: Ordinals of the requested prompts, in the order of the requests.
+        asked_greedily: Ordinals of the prompts for which greedy completions were requested, in that order.
         cancelled: Number of completions that were cancelled.
     """
 
@@ -51,7 +51,7 @@ class FakeGeneration:
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, each when its delay is over; see `Generation`."""
+        """Yield `count` completions, each after its delay; see `Generation`."""
         if sampling == GREEDY:
             self.asked_greedily.append(prompt.ordinal)
             members = [GREEDY_MEMBER] * count
@@ -97,7 +97,7 @@ def completion(length: int, version: int = 0, *, truncated: bool = False) -> Com
 class FakeVerification:
     """A `Verification` that returns `reward(sample)` after `delay_s` seconds.
 
-    The function returns a number, a RewardStatus for a failure of that kind, or a whole result.
+    `reward` returns a number, a RewardStatus for a failure with this status, or a complete AdapterResult.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FakeVerification:
         """Do nothing: there is nothing to start."""
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """Do nothing: there is nothing to close."""
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         """Return the verdict on a sample; see `Verification`."""
@@ -129,7 +129,7 @@ class FakeVerification:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """Return the verdicts as they are; see `Verification`."""
+        """Return the verdicts unchanged; see `Verification`."""
         return list(verdicts)
 
     async def take_stats(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class FakeVerification:
 
 
 class FakeLogprobs:
-    """A source of log-probs in which every completion token has the log-prob `value`."""
+    """A `Logprobs` source that returns the log-prob `value` for every completion token."""
 
     def __init__(self, value: float = -1.0) -> None:
         self._value = value
