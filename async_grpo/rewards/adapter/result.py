@@ -4,7 +4,7 @@ A reward returns one of
 
     1.0, 1, True                        the reward
     {"reward": 1.0, "length": 7}        the reward and further numbers to log; `score` may replace `reward`
-    {"abstain": "why"}                  no reward, because it does not apply to this sample
+    {"abstain": "why"}                  no reward for this sample, and the reason
     (answer, query, explanation)        one of these, with a judge's question and its reason as text for the log
 
 All numbers must be finite, and a reward must lie between -1e6 and 1e6 (`MAX_REWARD`). Anything else, including an

@@ -216,7 +216,7 @@ class EndpointClient:
         used_tokens: float | None = 0.0  # nothing is used before the request is sent
         try:
             if call.deadline.left_s <= 0:
-                # Otherwise, a request would be counted as sent although there is no time left to send it
+                # Without this check, a request would be counted although there is no time left to send it
                 raise JudgeTimeout(f"a permit for a request came only with the deadline{call.last_failure}")
             replica = self._replicas.take(call.tried, never)
             if replica is None:

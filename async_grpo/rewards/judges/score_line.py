@@ -135,7 +135,7 @@ def _closed(text: str, position: int) -> int:
 
 
 def _ends_at(text: str, position: int) -> bool:
-    """Return whether the text after the number, which ends at this position, leaves the score as it is."""
+    """Return whether the score ends at this position, with no text after it that could change its value."""
     if _END.match(text, position):
         return True
     mark = _SENTENCE_MARK.match(text, position)
