@@ -47,9 +47,9 @@ class AdapterEntries:
     count: int
     hits: int
     num_bytes: int
-    oldest: float  # Unix time
-    newest: float  # Unix time
-    cost_saved: float  # in the judges' currency
+    oldest: float  # Unix time of the oldest entry
+    newest: float  # Unix time of the newest entry
+    cost_saved: float  # money saved by the entries, in the judges' currency
 
 
 class CacheFile:
@@ -204,7 +204,7 @@ def _refuse_foreign(connection: sqlite3.Connection) -> None:
 
 def _is_empty(connection: sqlite3.Connection) -> bool:
     """Return whether the file contains no table, because it is new or another process is about to create the table."""
-    connection.execute("BEGIN")  # so that both queries read the same state of the file
+    connection.execute("BEGIN")  # both queries must read the same state of the file
     application_id = _first_value(connection, "PRAGMA application_id")
     num_objects = _first_value(connection, "SELECT count(*) FROM sqlite_master")
     connection.execute("COMMIT")

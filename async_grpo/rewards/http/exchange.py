@@ -55,7 +55,7 @@ class RequestFailed(Exception):
 
 
 class Exchange:
-    """A pool of connections. Use it from one event loop.
+    """An HTTP client with a pool of connections. Use it from one event loop.
 
     It follows no redirects, keeps no cookies and does not limit the number of connections. Error messages show ***
     instead of the API key, even if a server repeats the key.

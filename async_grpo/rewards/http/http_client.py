@@ -135,7 +135,7 @@ class EndpointClient:
             raise type(error)(f"{self.name}: {error}") from None
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start.
+        """Return counts since the client was created.
 
         `requests` is the number of requests sent, which is the sum of `outcomes` and `in_flight`. `breakers_open` is
         the number of replicas that are out of service now. `breakers_opened` is how often a replica went out of

@@ -54,7 +54,7 @@ class Replicas:
     """The replicas of one judge. Times are from `time.monotonic`.
 
     Args:
-        urls: The addresses.
+        urls: The addresses of the replicas.
         failures: Number of consecutive failures after which a replica is out of service.
         reset_s: Maximum time between two probes of a replica that is out of service. The first probe comes after a
             sixteenth of this time.

@@ -50,7 +50,7 @@ class ChildRequest:
 
 
 class ChildProcess(asyncio.Protocol):
-    """A process that answers each request once (see `child`). Its `channel` must be connected before the first request.
+    """A process that answers each request once (see `child`). Connect its `channel` before the first request.
 
     A plain reward serves its requests in order, one at a time. An async reward serves all requests at the same time. A
     batched reward reports which requests it begins together. The time limit of a request starts when the process begins

@@ -24,7 +24,7 @@ class ReadingBudget:
         self._end_s = time.thread_time() + READ_S
 
     def left_s(self) -> float:
-        """Return the seconds that are left.
+        """Return the seconds of processor time that are left.
 
         Raises:
             TimeoutError: The budget is spent.

