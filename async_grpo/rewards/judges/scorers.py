@@ -44,8 +44,8 @@ class RewardModelJudge(ModelJudge):
 
     The server renders the conversation with the model's own chat template. The conversation consists of the prompt and
     of the completion as an assistant message without its end token. A prompt that is text, not a list of messages,
-    becomes one user message. Control tokens in the texts are broken (see `judge_prompts`), so that a completion cannot add
-    a turn.
+    becomes one user message. Control tokens in the texts are broken (see `judge_prompts`), so that a completion cannot
+    add a turn.
 
     Args:
         task: "classify", or "pooling" for models that cannot classify.

@@ -141,7 +141,7 @@ class JudgeServer:
             raise
 
     def check(self, forgiven: int | None = None) -> None:
-        """Check that no replica died too often and that all keepers run.
+        """Raise an error if a replica died too often or its keeper has ended.
 
         Args:
             forgiven: Number of deaths of each replica that are not an error. None uses `restarts`.
