@@ -29,8 +29,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.options.redaction import redacted
 
-# A larger reward is implausible: a sum that overflowed, a number in another unit, or an attack. Up to this size, float32
-# can distinguish rewards that differ by 0.1, and the squares and sums of rewards cannot overflow
+# A larger reward is implausible: a sum that overflowed, a number in another unit, or an attack. Up to this size,
+# float32 can distinguish rewards that differ by 0.1, and the squares and sums of rewards cannot overflow
 MAX_REWARD = 1e6
 PLAUSIBLE_REWARD = f"a reward lies between -{MAX_REWARD:g} and {MAX_REWARD:g}"
 KINDS = ("step_rewards", "token_rewards")

@@ -217,7 +217,7 @@ def yes_probability(
 ) -> tuple[float, float]:
     """Return p_yes / (p_yes + p_no) and p_yes + p_no for the reply's first token, from its top log-probs.
 
-    Tokens that differ only in case or surrounding spaces are added up. A token without a log-prob has the probability 0.
+    Tokens that differ only in case or surrounding spaces are added up. A token without a log-prob has probability 0.
 
     Raises:
         BadReply: The reply has no usable log-probs.
