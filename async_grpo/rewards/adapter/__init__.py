@@ -1,1 +1,1 @@
-"""What a reward is: the functions of the registry file, their traits, and the results that they return."""
+"""The interface of rewards: the registry file, decorators, traits, and the results that rewards return."""

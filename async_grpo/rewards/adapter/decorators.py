@@ -1,6 +1,7 @@
-"""Decorators for rewards, on a function or a class alike, and the traits of a reward that result from them.
+"""Decorators for reward functions and classes, and the traits of a reward that result from them.
 
-docs/rewards.md describes the kinds of rewards, under "Your first reward". A judge is an object with `endpoint` and `score`.
+The section "Your first reward" in docs/rewards.md describes the kinds of rewards. A judge is an object
+with `endpoint` and `score`.
 """
 
 import inspect
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 
 from async_grpo.errors import ConfigurationError
 
-ASYNC_CAPACITY = 64  # samples in flight in the process of one async reward
-JUDGE_CAPACITY = 256  # samples in flight of one judge, whose limits may allow fewer requests
+ASYNC_CAPACITY = 64  # maximum number of samples that the process of an async reward serves at a time
+JUDGE_CAPACITY = 256  # maximum number of samples in flight for a judge; its limits may allow fewer requests
 
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
@@ -24,11 +25,11 @@ def _declare(reward: Reward, name: str, value: Any) -> Reward:
 def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward], Reward]:
     """Decorate a reward that takes a list of samples and returns a list with one answer for each.
 
-    If the call raises or its process dies, each sample is tried alone. If the list has another length, all samples fail; if
-    the call takes too long, all samples time out.
+    If the call raises an error or its process dies, each sample is scored again alone. If the list has another length,
+    all samples fail. If the call takes too long, all samples time out.
 
     Args:
-        max_samples: Most samples of one call.
+        max_samples: Maximum number of samples in one call.
         max_wait_s: Seconds that the first sample of a call waits for more samples.
 
     Raises:
@@ -42,7 +43,7 @@ def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward],
 
 
 def cacheable(reward: Reward) -> Reward:
-    """Decorate a costly reward that always gives the same sample the same reward: the verdict cache may keep its answers.
+    """Decorate a costly, deterministic reward, so that the verdict cache may keep its answers.
 
     Judges do not need this decorator.
     """
@@ -52,14 +53,14 @@ def cacheable(reward: Reward) -> Reward:
 def post_process(function: Callable[[list[dict[str, Any]]], list[Any]]) -> Callable[[Reward], Reward]:
     """Decorate a reward with a function that sees all answers to one prompt together, and may change them.
 
-    A class defines a method `post_process_scores` instead. The function may run on any worker. If it fails, all answers
-    have failed.
+    A class can define a method `post_process_scores` instead. The function may run in any worker of the reward. If the
+    function fails, all answers to the prompt count as failed.
 
     Args:
         function: Receives a list of dicts, one for each completion of the prompt, with the keys `sample`, `status` (ok,
             failed, timed_out or abstained), `reward` (None unless the status is ok), `extra` (further numbers), `steps`
             and `reason`. It returns a list of the same length. Each entry is a reward, a dict of a `reward` and further
-            numbers, {"abstain": "why"}, or None, which leaves the answer as it is.
+            numbers, {"abstain": "why"}, or None to leave the answer unchanged.
     """
 
     def mark(reward: Reward) -> Reward:
@@ -71,45 +72,46 @@ def post_process(function: Callable[[list[dict[str, Any]]], list[Any]]) -> Calla
 
 
 def warmed_by(example: dict[str, Any]) -> Callable[[Reward], Reward]:
-    """Decorate a reward that scores `example` when its process starts, so that no real sample waits for imports."""
+    """Decorate a reward, so that its process scores `example` at the start and no real sample waits for imports."""
     return lambda reward: _declare(reward, "warm_up", lambda: reward(dict(example)))
 
 
 def process_reward(reward: Reward) -> Reward:
-    """Decorate a reward for single steps, which returns `step_rewards` or `token_rewards` (see `result`)."""
+    """Decorate a reward that scores single steps and returns `step_rewards` or `token_rewards` (see `result`)."""
     return _declare(reward, "process", True)
 
 
 def best_reward(best: float | Callable[..., float]) -> Callable[[Reward], Reward]:
     """Decorate a reward whose highest value is not 1.
 
-    A reward that gives every sample the same value, lower than this one, raises an alarm.
+    If a reward gives every sample the same value and that value is lower than the highest, an alarm is raised.
 
     Args:
-        best: The highest value, or a function that returns it for the reward's options.
+        best: The highest value, or a function that takes the reward's options and returns the highest value.
     """
     return lambda reward: _declare(reward, "best_reward", best)
 
 
 @dataclass(frozen=True)
 class AdapterTraits:
-    """What a worker of the reward can do."""
+    """Properties of a reward that its workers depend on."""
 
-    capacity: int = 1  # samples at a time
+    capacity: int = 1  # maximum number of samples that a worker serves at a time
     is_async: bool = False
     is_batch: bool = False
     is_process_reward: bool = False
     is_judge: bool = False
     has_post_process: bool = False
     max_wait_s: float = 0.0  # time that the first sample of a batch waits for more samples
-    finishes: bool = False  # a call whose caller goes may use its time; otherwise the process is ended
+    # A cancelled call may continue until its time limit. Otherwise, its process is ended
+    finishes: bool = False
 
 
 def traits_of(adapter: Any) -> AdapterTraits:
     """Return the traits of a registered object.
 
     Raises:
-        ConfigurationError: It is no judge and cannot be called.
+        ConfigurationError: The object is not a judge and cannot be called.
     """
     has_judge_methods = is_judge(adapter)
     if has_judge_methods:
@@ -138,7 +140,7 @@ def traits_of(adapter: Any) -> AdapterTraits:
 
 
 def best_reward_of(adapter: Any, options: Mapping[str, Any]) -> float:
-    """Return the highest reward of the adapter with these options, as `@best_reward` declares it; 1 if nothing does."""
+    """Return the highest reward of the adapter with these options: the one declared by `@best_reward`, or else 1."""
     best = getattr(adapter, "best_reward", 1.0)
     if callable(best):
         best = best(**accepted_options(best, options, num_given=0))
@@ -149,7 +151,7 @@ def is_judge(adapter: Any) -> bool:
     """Return whether a registered object is a judge.
 
     Raises:
-        ConfigurationError: It is the class of a judge, not a judge.
+        ConfigurationError: The object is the class of a judge instead of a judge.
     """
     if not all(callable(getattr(adapter, name, None)) for name in ("endpoint", "score")):
         return False
@@ -159,16 +161,16 @@ def is_judge(adapter: Any) -> bool:
 
 
 def function_of(adapter: Any) -> Callable[..., Any]:
-    """Return the function that scores: the adapter itself, or the `__call__` or `compute_score` of its class.
+    """Return the function that scores samples: the adapter itself, or the `__call__` or `compute_score` of its class.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The adapter has no such function.
     """
     if callable(adapter) and not isinstance(adapter, type):
         return adapter
     owner = adapter if isinstance(adapter, type) else type(adapter)
     for name in ("__call__", "compute_score"):
-        # Looked up in the bases, because `getattr` of a class would find the `__call__` that makes its objects
+        # Search the base classes, because `getattr` on a class would find the `__call__` that creates its objects
         if any(name in vars(base) for base in owner.__mro__):
             return getattr(adapter, name)
     title = getattr(adapter, "__name__", repr(adapter))
@@ -178,12 +180,12 @@ def function_of(adapter: Any) -> Callable[..., Any]:
 def accepted_options(
     function: Callable[..., Any], options: Mapping[str, Any], num_given: int = 1
 ) -> dict[str, Any]:
-    """Return the options that the function names as parameters; all options if it takes `**options`.
+    """Return the options that are parameters of the function. If it takes `**options`, return all of them.
 
     Args:
-        function: The function.
-        options: The options.
-        num_given: Number of first parameters that are no options, such as the sample.
+        function: The function that is called with options.
+        options: Options by name.
+        num_given: Number of parameters at the beginning that are not options, such as the sample.
     """
     parameters = list(inspect.signature(function).parameters.values())[num_given:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -193,7 +195,7 @@ def accepted_options(
 
 
 def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that none of the adapters names; it would be lost without a sign."""
+    """Raise ConfigurationError for an option that no adapter has as a parameter, because it would have no effect."""
     known_options: set[str] = set()
     for adapter in adapters.values():
         if is_judge(adapter):

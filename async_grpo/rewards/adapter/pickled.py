@@ -1,7 +1,7 @@
-"""A reward function of a running program as text, so that the processes of rewards can load it: closures and lambdas, too.
+"""Converts a reward function of the running program, even a lambda, to text that the rewards' processes can load.
 
-cloudpickle pickles what the program's main module and its notebook define by value. A text is loaded only from the file
-of rewards that the same call of `async_grpo.train` has written; nothing of a checkpoint or a network comes here.
+What the program's main module or notebook defines is pickled by value with cloudpickle. Only text from a file that the
+same call of `async_grpo.train` has written is unpickled, never data from a checkpoint or the network.
 """
 
 import base64
@@ -17,26 +17,29 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import secrets
 
 PACKAGE = "async_grpo"
-INSTALLED = ("site-packages", "dist-packages")  # folders of modules that every process of the run can import
-MAX_PICKLE_BYTES = 64 << 20  # the text travels to every process of every reward
+# Names of folders whose modules every process of the run can import
+INSTALLED = ("site-packages", "dist-packages")
+MAX_PICKLE_BYTES = 64 << 20  # limited, because the text is sent to every process of every reward
 
 
 def pickled(reward: Any, name: str) -> str:
     """Return the reward as base64 text.
 
     Args:
-        reward: What `REWARD_ADAPTERS` may hold: a function, a class, an object that can be called.
-        name: What messages call it.
+        reward: A function, a class or a callable object, as in `REWARD_ADAPTERS`.
+        name: Name of the reward in error messages.
 
     Raises:
-        ConfigurationError: it cannot be pickled, is too large, or holds a secret of this process's environment.
+        ConfigurationError: The reward cannot be pickled, is too large, or contains a secret of this process's
+            environment.
     """
     import cloudpickle
 
     with _modules_beside_the_program_by_value():
         try:
             content = cloudpickle.dumps(reward)
-        except Exception as error:  # `__reduce__` of whatever the function refers to may raise anything
+        except Exception as error:
+            # `__reduce__` of any object that the function refers to may raise anything
             raise ConfigurationError(
                 f"the reward {name} cannot be sent to its processes: {type(error).__name__}: {error}. It refers to "
                 "something that cannot be pickled: make that inside of the function, or give the reward as FILE.py:NAME"
@@ -56,14 +59,14 @@ def pickled(reward: Any, name: str) -> str:
 
 
 def unpickled(text: str, sha256: str) -> Any:
-    """Return the reward that `pickled` has made a text of.
+    """Return the reward from the text that `pickled` returned for it.
 
     Args:
-        text: What `pickled` has returned.
-        sha256: The digest of that text (`pickle_digest`).
+        text: The text that `pickled` returned.
+        sha256: The expected digest of that text (see `pickle_digest`).
 
     Raises:
-        ConfigurationError: the text has another digest; it is not loaded then.
+        ConfigurationError: The text has another digest. It is not unpickled.
     """
     import cloudpickle
 
@@ -75,15 +78,16 @@ def unpickled(text: str, sha256: str) -> Any:
 
 
 def pickle_digest(text: str) -> str:
-    """Return the SHA-256 of a text of `pickled`, in hex."""
+    """Return the SHA-256 of a text that `pickled` returned, in hexadecimal."""
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 @contextmanager
 def _modules_beside_the_program_by_value() -> Iterator[None]:
-    """Have cloudpickle pickle by value, too, what modules beside the program define: the rewards' processes lack them.
+    """Let cloudpickle also pickle by value what modules in the program's folder define.
 
-    Their path has no entry for the folder of the user's program, and other nodes may not have that folder.
+    The rewards' processes cannot import these modules: the folder is not in their path, and may not exist on other
+    nodes.
     """
     import cloudpickle
 
@@ -107,7 +111,7 @@ def _lies_beside_the_program(name: str, module: Any) -> bool:
     if top_level in (PACKAGE, "__main__") or top_level in sys.stdlib_module_names:
         return False
     file = getattr(module, "__file__", None)
-    # An entry of `sys.modules` may have another name than the module itself, by which cloudpickle would look it up
+    # cloudpickle looks modules up by `__name__`, which may differ from the key in `sys.modules`
     if not isinstance(module, ModuleType) or module.__name__ != name or not isinstance(file, str):
         return False
     folders = [Path.cwd()]

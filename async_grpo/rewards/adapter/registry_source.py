@@ -1,6 +1,6 @@
-"""The source text of the user's rewards. Every process of a run imports this copy, whatever its disk holds.
+"""The source text of the user's rewards. Every process of a run imports this copy instead of files on its disk.
 
-A reward is named by its key in the registry file, or by a file of its own:
+A reward is named by its key in the registry file, or by its file and the name of an object in the file:
 
     mathd                       REWARD_ADAPTERS["mathd"] of the registry file
     rewards/shout.py:shout      the object `shout` of that file, which is then known as `shout`
@@ -22,7 +22,7 @@ SHIPPED_REGISTRY = Path(__file__).parents[2] / "data" / REGISTRY_FILE
 
 
 def registry_file(path: str | Path | None = None) -> Path:
-    """Return the registry file of a command: the given one, or that of the working folder, or the shipped one.
+    """Return the registry file: the given one, or else the one in the working folder, or else the shipped one.
 
     >>> registry_file("rewards/mine.py")
     PosixPath('rewards/mine.py')
@@ -44,7 +44,7 @@ class RewardRegistrySource(ShippedModule):
         """Read a registry file such as `reward_registry.py`.
 
         Raises:
-            ConfigurationError: The file cannot be read, or its name is no module's name.
+            ConfigurationError: The file cannot be read, or its name cannot be the name of a module.
         """
         path = Path(path)
         if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
@@ -53,11 +53,11 @@ class RewardRegistrySource(ShippedModule):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RewardRegistrySource":
-        """Return the source that `dataclasses.asdict` made these fields of."""
+        """Return the source for fields that `dataclasses.asdict` returned."""
         return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
 
     def with_files(self, names: str | Iterable[str]) -> "RewardRegistrySource":
-        """Return the source with the files of these rewards, which are read here.
+        """Read the files of these rewards, and return the source with the files.
 
         Raises:
             ConfigurationError: A file cannot be read, or two rewards have the same display name.
@@ -68,7 +68,7 @@ class RewardRegistrySource(ShippedModule):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each text by the name of its module or reward, for the run's parameters."""
+        """Return the SHA-256 of each source text, by module or reward name, for the run's parameters."""
         digests = {self.module_name: self.sha256}
         for file in self.files:
             digests[file.name] = file.sha256
@@ -81,18 +81,18 @@ def display_name(name: str) -> str:
 
 
 def parse_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of a list or a comma separated string, once each, in their order."""
-    # A member of an enumeration has its name as its value
+    """Return the distinct names in a list or a comma-separated string, in their order."""
+    # Names may be members of an enumeration, whose values are the names as text
     parts = names.split(",") if isinstance(names, str) else [getattr(name, "value", name) for name in names]
     return tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
 
 
 def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[str, Any]:
-    """Return the rewards of these names, by display name.
+    """Return the rewards with these names, by display name.
 
     Raises:
-        ConfigurationError: There is no name, an unknown name, or two with the same display name; the registry file has no
-            `REWARD_ADAPTERS`; the source lacks a file (see `with_files`); or an object is no reward.
+        ConfigurationError: There is no name, a name is unknown, two names have the same display name, the registry file
+            has no `REWARD_ADAPTERS`, the source lacks a file (see `with_files`), or an object is not a reward.
     """
     full_names = parse_names(names)
     names_shown = _display_names(full_names)
@@ -102,7 +102,7 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
         raise ConfigurationError(
             f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
         )
-    # The registry file is loaded only if a name needs it, or for the error's list of names
+    # The registry file is loaded only if a name refers to it, or to list its names in an error message
     needs_registry = not full_names or bool(set(names_shown) - files.keys())
     registered = _registered(source) if needs_registry else {}
     unknown = ", ".join(name for name in names_shown if name not in registered and name not in files)
@@ -114,7 +114,7 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
     for name in names_shown:
         adapters[name] = files[name].object() if name in files else registered[name]
     for adapter in adapters.values():
-        # Raises for an object that cannot be called
+        # Raises an error for an object that cannot be called
         traits_of(adapter)
     return adapters
 
@@ -128,7 +128,7 @@ def _registered(source: RewardRegistrySource) -> dict[str, Any]:
 
 
 def _display_names(names: Sequence[str]) -> list[str]:
-    """Return the display names; raise ConfigurationError if two are the same."""
+    """Return the display names. Raise ConfigurationError if two of them are the same."""
     names_shown = [display_name(name) for name in names]
     duplicates = sorted({name for name in names_shown if names_shown.count(name) > 1})
     if duplicates:

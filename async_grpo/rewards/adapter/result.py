@@ -1,19 +1,19 @@
-"""What a reward may return for a sample (see docs/rewards.md), and the answer that the run makes of it.
+"""What a reward may return for a sample (see docs/rewards.md), and its conversion to an answer.
 
-It returns one of
+A reward returns one of
 
     1.0, 1, True                        the reward
-    {"reward": 1.0, "length": 7}        with further numbers, logged per component; `score` is read as `reward`
-    {"abstain": "why"}                  it cannot judge this sample
-    (answer, query, explanation)        one of these, and two texts for the log: a judge's question and its reason
+    {"reward": 1.0, "length": 7}        the reward and further numbers to log; `score` may replace `reward`
+    {"abstain": "why"}                  no reward for this sample, and the reason
+    (answer, query, explanation)        one of these, with a judge's question and its reason as text for the log
 
-with finite numbers only, and a reward from -1e6 to 1e6 (`MAX_REWARD`). Anything else, an exception included, is a failure
-and not a zero. A process reward returns a dict with exactly one of
+All numbers must be finite, and a reward must lie between -1e6 and 1e6 (`MAX_REWARD`). Anything else, including an
+exception, is a failure and not a reward of 0. A process reward returns a dict with exactly one of
 
     step_rewards    a list of {"reward": r, "token_end": n} or {"reward": r, "char_end": n}, in any order
     token_rewards   a list with one number for each token of the completion
 
-Ends are exclusive, as in a slice. `reward` is the sum of the steps unless it is given.
+Ends are exclusive, as in a slice. If the dict has no `reward`, the reward is the sum of the steps.
 """
 
 import math
@@ -29,35 +29,36 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.free_numbers import MAX_EXTRA
 from async_grpo.options.redaction import redacted
 
-# A larger reward is implausible: a sum that overflowed, a number in another unit, or an attack. Up to this size float32
-# tells rewards apart that differ by 0.1, and their squares and sums cannot overflow.
+# A larger reward is implausible: a sum that overflowed, a number in another unit, or an attack. Up to this size,
+# float32 can distinguish rewards that differ by 0.1, and the squares and sums of rewards cannot overflow
 MAX_REWARD = 1e6
 PLAUSIBLE_REWARD = f"a reward lies between -{MAX_REWARD:g} and {MAX_REWARD:g}"
 KINDS = ("step_rewards", "token_rewards")
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500
-MAX_QUOTED_NUMBER = 40  # characters of a number in a reason
-MAX_SHOWN_CHARACTERS = 60  # characters of a wrong value in a reason
+MAX_QUOTED_NUMBER = 40  # a number is quoted in a reason with at most this many characters
+MAX_SHOWN_CHARACTERS = 60  # a wrong value is quoted in a reason with at most this many characters
+# Fields of a group's member in `post_process_scores`, besides `reward`
 _MEMBER_FIELDS = {
     "sample",
     "status",
     "extra",
     "steps",
     "reason",
-}  # fields of a group's member besides `reward`
+}
 
 
 def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False) -> dict[str, Any]:
-    """Return the answer for what a reward returned.
+    """Convert the value that a reward returned to an answer.
 
     Args:
-        returned: What the reward returned.
-        sample: The sample, by which the steps of a process reward are measured.
-        process: The reward is a process reward.
+        returned: The value that the reward returned.
+        sample: The scored sample, in which the steps of a process reward are located.
+        process: Whether the reward is a process reward.
 
     Returns:
-        A dict of `status`, `reward`, `extra` (further numbers by name), `steps` (pairs of the index of the step's last
-        token and its reward) and `reason`, as JSON can hold it.
+        A JSON-compatible dict of `status`, `reward`, `extra` (further numbers by name), `steps` (for each step, the
+        index of its last token and its reward) and `reason`.
 
     >>> read_answer(({"score": 0.5}, "Is it polite?", "Mostly."), {})
     {'status': 'ok', 'reward': 0.5, 'extra': {}, 'steps': [], 'reason': "Mostly. (asked: 'Is it polite?')"}
@@ -87,13 +88,13 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
         "status": "ok",
         "reward": numbers.pop("reward"),
         "extra": numbers,
-        "steps": [list(step) for step in steps],  # JSON makes lists of tuples
+        "steps": [list(step) for step in steps],  # lists, because JSON has no tuples
         "reason": "",
     }
 
 
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer after `post_process_scores` returned this for it (see `decorators.post_process`)."""
+    """Return an answer after the change that `post_process_scores` returned for it (see `decorators.post_process`)."""
     if isinstance(returned, dict):
         # The function may return the member that it received, with another reward
         returned = {name: value for name, value in returned.items() if name not in _MEMBER_FIELDS}
@@ -107,7 +108,7 @@ def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
-    """Return the answer of a call without a reward."""
+    """Return the answer for a call that gave no reward."""
     reason = excerpt(reason, 2 * MAX_REASON_CHARACTERS)
     return {"status": status, "reward": None, "extra": {}, "steps": [], "reason": reason}
 
@@ -115,8 +116,8 @@ def failure(reason: str, status: str = "failed") -> dict[str, Any]:
 def describe(error: BaseException) -> str:
     """Return the error's type, its message and the line that raised it.
 
-    For a ConfigurationError, return its message and the line that raised its cause: the type, and the line of this package
-    that refuses a setting, would tell the user nothing.
+    For a ConfigurationError, return only its message and the line that raised its cause. The type, and the line of this
+    package that refuses a setting, would not help the user.
     """
     is_refusal = isinstance(error, ConfigurationError)
     kind = "" if is_refusal else f"{type(error).__name__}: "
@@ -136,12 +137,12 @@ def is_finite_number(value: Any) -> bool:
 
 
 def is_plausible(reward: Any) -> bool:
-    """Return whether a number may be a reward: finite, and no larger than `MAX_REWARD`."""
+    """Return whether a number may be a reward: finite, and with an absolute value of at most `MAX_REWARD`."""
     return is_finite_number(reward) and abs(reward) <= MAX_REWARD
 
 
 def finite(text: str) -> float:
-    """Return the number of a JSON text.
+    """Convert the text of a number in JSON to a float.
 
     Raises:
         ValueError: The number is NaN or infinite, too large for a float, or so small that a float would be 0.
@@ -159,7 +160,7 @@ def finite(text: str) -> float:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of a JSON object, as an `object_pairs_hook` of `json.loads`.
+    """Return the pairs of a JSON object as a dict. Pass this function as `object_pairs_hook` to `json.loads`.
 
     Raises:
         ValueError: A name appears twice, so that the value is ambiguous.
@@ -171,29 +172,29 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def excerpt(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
-    """Return the beginning of a text, without secrets, and fit for a file."""
-    # Before the cut, because half of a secret would not be recognized
+    """Return the beginning of a text, without secrets and without characters that a file cannot hold."""
+    # Remove secrets before truncating the text, because half of a secret would not be recognized
     text = redacted(text)
     if len(text) > length:
         text = text[:length] + " ..."
-    # JSON may hold a lone surrogate, which no file can hold
+    # JSON may contain a lone surrogate, which cannot be encoded in UTF-8
     return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value: Any, length: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Return the beginning of a value for a reason, without secrets."""
+    """Return the beginning of a value's `repr` for an error message, without secrets."""
     return excerpt(repr(value), length)
 
 
 def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, float]:
-    """Return the numbers of an answer, `reward` among them, under names without secrets.
+    """Return the numbers of an answer, including `reward`, by name. Secrets in names are replaced.
 
     Args:
-        answer: What a reward returned.
-        default: The reward if the answer names none; None if it must name one.
+        answer: The dict that a reward returned.
+        default: The reward to use if the answer contains none. None makes a missing reward an error.
 
     Raises:
-        ValueError: The answer holds something else than numbers of a reasonable size, or no reward.
+        ValueError: The answer contains something other than numbers of a reasonable size, or no reward.
     """
     numbers = {}
     for name, value in answer.items():
@@ -221,13 +222,14 @@ def _refuse_implausible(place: str, reward: Any) -> None:
 
 
 def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
-    """Return the index of the last token and the reward of each step, in the order of tokens.
+    """Return for each step the index of its last token and its reward, in the order of tokens.
 
-    The rewards of steps that end in the same token are added up. A step that ends in text which no token wrote ends with
-    the last token.
+    The rewards of steps that end in the same token are added up. A step that ends in text after the last token is
+    assigned to the last token.
 
     Raises:
-        ValueError: The answer has not exactly one well-formed list of rewards, or has one without being a process reward.
+        ValueError: A process reward did not return exactly one well-formed list of rewards, or another reward returned
+            one.
     """
     kinds = [name for name in KINDS if name in answer]
     if kinds and not process:
@@ -272,7 +274,7 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
 
 
 def _last_token(step: Any, sample: Mapping[str, Any], place: str) -> int:
-    """Return the index of the last token of a step, whose end is named in tokens or in characters.
+    """Return the index of the last token of a step. The step gives its end in tokens or in characters.
 
     Raises:
         ValueError: The step is malformed, or its end lies outside the completion.

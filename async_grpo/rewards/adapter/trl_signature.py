@@ -1,7 +1,7 @@
 """Reward functions with the signature of TRL, as rewards of this library.
 
-TRL's form is `f(completions, prompts=..., completion_ids=..., **columns) -> [1.0, None, ...]`: all arguments are keywords
-and lists with one entry for each completion. Ours is `f(sample) -> 1.0`.
+TRL's signature is `f(completions, prompts=..., completion_ids=..., **columns) -> [1.0, None, ...]`. All arguments are
+passed by keyword, as lists with one entry for each completion. This library's signature is `f(sample) -> 1.0`.
 """
 
 import inspect
@@ -11,17 +11,17 @@ from typing import Any
 from async_grpo.rewards.adapter.decorators import function_of
 
 Sample = dict[str, Any]
-GENERATED = ("prompts", "completions", "completion_ids")  # the arguments that are no columns
-# Columns of TRL's data sets that it does not hand to reward functions
+GENERATED = ("prompts", "completions", "completion_ids")  # TRL's arguments that are no data set columns
+# Columns of data sets that TRL does not pass to reward functions
 NO_ARGUMENTS = ("prompt", "completion", "completion_ids")
-# What a sample holds beside the columns of its row
+# Keys that every sample has in addition to the columns of its data set row
 OF_EVERY_SAMPLE = ("input", "sample_text", "completion_token_ids", "truncated", "group_id")
-# Marks of `decorators` that mean the same for both signatures
+# Attributes set by `decorators` that have the same meaning for both signatures
 KEPT_MARKS = ("batching", "cacheable", "best_reward", "post_process_scores")
 
 
 def has_trl_signature(reward: Any) -> bool:
-    """Whether a reward is called in TRL's way: it names `completions`, or takes keywords alone.
+    """Return whether a reward has TRL's signature: it has the parameter `completions`, or only `**keywords`.
 
     >>> has_trl_signature(lambda completions, **columns: [0.0]), has_trl_signature(lambda sample: 0.0)
     (True, False)
@@ -32,7 +32,7 @@ def has_trl_signature(reward: Any) -> bool:
 
 
 def unknown_arguments(reward: Any, columns: Collection[str]) -> list[str]:
-    """Return the arguments that a reward with TRL's signature needs, and that no sample with these columns has."""
+    """Return the required arguments of a reward with TRL's signature that samples with these columns lack."""
     sample_keys = {*GENERATED, *OF_EVERY_SAMPLE, *columns} - {"prompt", "completion"}
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [
@@ -43,15 +43,15 @@ def unknown_arguments(reward: Any, columns: Collection[str]) -> list[str]:
 
 
 def trl_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward of this library that calls `function` with TRL's keywords.
+    """Convert a function with TRL's signature to a reward of this library.
 
-    It is called with one sample at a time, that is with lists of length one: a sample is scored as soon as it is
-    generated. A function that compares the completions of one call with each other needs `@batch`, by which it is
-    called with whatever samples wait, or `@post_process`, which shows all completions of one prompt together
-    (`async_grpo.rewards.adapter.decorators`). `None` leaves the sample without this reward, as in TRL.
+    The function is called with lists of length one, because each sample is scored as soon as it is generated. To
+    compare completions with each other, decorate the function (see `async_grpo.rewards.adapter.decorators`): `@batch`
+    passes several waiting samples in one call, and `@post_process` shows all completions of one prompt together. If the
+    function returns `None` for a sample, the sample gets no value from this reward, as in TRL.
 
-    Completions are texts; where the column `prompt` is a list of messages, each completion is a list of one message. TRL's
-    `trainer_state`, `log_extra` and `log_metric` do not exist here.
+    Completions are strings. If the column `prompt` is a list of messages, each completion is a list of one message.
+    TRL's `trainer_state`, `log_extra` and `log_metric` are not available.
 
     >>> def brevity(completions, **columns):
     ...     return [-len(text) / 10 for text in completions]
@@ -84,7 +84,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trl_arguments(function: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the keywords by which TRL would call the function for these samples, of which it gets those that it names."""
+    """Return TRL's keyword arguments for these samples, without those that the function does not accept."""
     arguments: dict[str, list[Any]] = {
         name: [sample.get(name) for sample in samples]
         for name in samples[0]
@@ -100,7 +100,7 @@ def trl_arguments(function: Callable[..., Any], samples: Sequence[Sample]) -> di
 
 
 def _parameters(reward: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a reward's function; those of a method without `self`."""
+    """Return the parameters of a reward's function. For a method of a class, `self` is left out."""
     function = function_of(reward)
     parameters = dict(inspect.signature(function).parameters)
     if isinstance(reward, type):
@@ -109,10 +109,10 @@ def _parameters(reward: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _prompt(sample: Sample) -> Any:
-    """Return the column `prompt`, a text or a list of messages; without it the prompt's text.
+    """Return the column `prompt` if it is a text or a list of messages, or else the prompt's text from `input`.
 
-    The column `messages` does not decide: a row may have it beside the text or the tokens that are its prompt, and a
-    function that expects texts would find nothing in messages, and pay 0.
+    The column `messages` is ignored, because a row may contain it in addition to the text or tokens that are its
+    prompt. A function that expects text would find nothing in messages and return 0.
     """
     prompt = sample.get("prompt")
     return prompt if isinstance(prompt, str | list) else sample.get("input", "")
@@ -126,7 +126,7 @@ def _completion(sample: Sample) -> Any:
 
 
 def _answers(returned: Any, num_samples: int) -> list[Any]:
-    """Return the answer of each sample, in this library's form."""
+    """Convert the function's return value to a list with this library's answer for each sample."""
     if hasattr(returned, "tolist"):  # an array, or a tensor
         returned = returned.tolist()
     if not isinstance(returned, list | tuple) or len(returned) != num_samples:

@@ -1,7 +1,8 @@
 """The verdict cache on disk: one SQLite table, shared by any number of processes of one machine.
 
-A process that is killed while it writes loses its last entry at most. The file must not lie on a network file system,
-whose locks SQLite cannot trust. (The library diskcache would unpickle whatever the file holds.)
+A process that is killed while it writes loses at most its last entry. The file must not be on a network file system,
+because SQLite cannot rely on the locks there. The library diskcache is not used, because it would unpickle whatever the
+file contains.
 """
 
 import math
@@ -15,8 +16,8 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 
-APPLICATION_ID = 0x67725643  # in the header of every verdict cache; a new table layout needs a new number
-_HEADER = b"SQLite format 3\0"  # beginning of every file of SQLite
+APPLICATION_ID = 0x67725643  # marks a verdict cache in the file's header; change it with the table layout
+_HEADER = b"SQLite format 3\0"  # beginning of every SQLite file
 _CREATE = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     """
@@ -32,33 +33,35 @@ _SETTINGS = """
     PRAGMA journal_size_limit = 16777216
 """
 _NUM_PROGRAMS = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"
-ENTRY_OVERHEAD_BYTES = 150  # rough size of the columns beside key and answer, and of the entry in the index
-STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # what a broken file can raise
-LOCK_POLL_S = 0.02  # between two attempts to switch the file to a write-ahead log
+# Rough size of an entry's columns other than key and answer, and of its entry in the index
+ENTRY_OVERHEAD_BYTES = 150
+STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # errors that a broken file can cause
+LOCK_POLL_S = 0.02  # seconds between two attempts to switch the file to a write-ahead log
 
 
 @dataclass(frozen=True)
 class AdapterEntries:
-    """The entries of one adapter in the cache."""
+    """A summary of the entries of one adapter in the cache."""
 
     adapter: str
     count: int
     hits: int
     num_bytes: int
-    oldest: float  # Unix time
-    newest: float  # Unix time
-    cost_saved: float  # in the judges' currency
+    oldest: float  # Unix time of the oldest entry
+    newest: float  # Unix time of the newest entry
+    cost_saved: float  # money saved by the entries, in the judges' currency
 
 
 class CacheFile:
-    """Answers as text, by keys of the form `ADAPTER:DIGEST`. Every method blocks; use it from one thread at a time.
+    """A file with answers as text, by keys of the form `ADAPTER:DIGEST`. Every method blocks.
 
-    A missing file is made, with its folder. Every method may raise ConfigurationError (the file cannot be made, is no
-    verdict cache of this version, or is damaged) and `STORAGE_ERRORS`; the next call then opens the file again.
+    Use an object from one thread at a time. A missing file is created with its folder. Every method may raise one of
+    `STORAGE_ERRORS`, or ConfigurationError if the file cannot be created, is not a verdict cache of this version, or is
+    damaged. After an error, the next call opens the file again.
 
     Args:
-        path: The file.
-        busy_s: Seconds to wait for another process's lock.
+        path: Path of the file.
+        busy_s: Maximum number of seconds to wait for another process's lock.
     """
 
     def __init__(self, path: str | Path, *, busy_s: float = 2.0) -> None:
@@ -67,28 +70,28 @@ class CacheFile:
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> sqlite3.Connection:
-        """Return the connection to the file, after opening and checking the file if it is not open."""
+        """Return the connection to the file. If the file is not open, open and check it first."""
         if self._connection is None:
             self._connection = _connect(self.path, self._busy_s)
         return self._connection
 
     def get(self, key: str) -> tuple[str, float] | None:
-        """Return the answer and its cost; None if there is none, or if it has changed since it was written."""
+        """Return the answer to a key and its cost, or None if there is none or it has changed since it was written."""
         rows = self._execute("SELECT answer, cost, checksum FROM verdicts WHERE key = ?", key)
         if not rows:
             return None
         answer, cost, checksum = rows[0]
-        # SQLite keeps no checksums of its pages
+        # Entries have their own checksum, because SQLite keeps no checksums of its pages
         if checksum != _checksum(key, answer, cost):
             return None
         use = "UPDATE verdicts SET hits = hits + 1, last_used = max(last_used, ?) WHERE key = ?"
-        # The file may be locked for long; the answer is worth more than the count
+        # If the file is locked for too long, the answer is returned without counting its use
         with suppress(sqlite3.OperationalError):
             self.open().execute(use, (time.time(), key))
         return answer, cost
 
     def put(self, key: str, answer: str, cost: float = 0.0) -> int:
-        """Write an answer, in place of an older answer to this key, and return its size in bytes."""
+        """Write an answer, replacing an older answer to this key, and return the size of the entry in bytes."""
         now = time.time()
         adapter = key.rpartition(":")[0]
         size = len(key.encode()) + len(answer.encode()) + ENTRY_OVERHEAD_BYTES
@@ -113,12 +116,13 @@ class CacheFile:
         """Delete entries, shrink the file and return the number of deleted entries.
 
         Args:
-            unused_for_s: Delete entries that were not used for so many seconds; of `adapter` alone, if that is set, too.
-            adapter: Delete entries of this adapter.
-            max_bytes: Then delete the longest unused entries, until the rest has at most this size.
+            unused_for_s: Delete entries that were not used for this number of seconds. With `adapter`, delete only such
+                entries of this adapter.
+            adapter: Delete only entries of this adapter, all of them if `unused_for_s` is None.
+            max_bytes: Afterwards, delete the least recently used entries until the rest has at most this size.
         """
         if unused_for_s is None:
-            # Without an age, all entries of the adapter are deleted, and none if no adapter is named
+            # Without an age, all entries of the adapter are deleted, or no entries if there is no adapter
             unused_for_s = math.inf if adapter is None else -math.inf
         delete_old = "DELETE FROM verdicts WHERE last_used <= ? AND (? IS NULL OR adapter = ?) RETURNING 1"
         deleted = self._execute(delete_old, time.time() - unused_for_s, adapter, adapter)
@@ -136,7 +140,7 @@ class CacheFile:
         return [AdapterEntries(*row) for row in rows]
 
     def close(self) -> None:
-        """Close the file; the next call opens it again."""
+        """Close the file. The next call opens it again."""
         connection = self._connection
         self._connection = None
         if connection is not None:
@@ -152,7 +156,7 @@ class CacheFile:
 
 
 def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
-    """Open the file, check all of it, and make the table if the file is new."""
+    """Open the file, check all of it, and create the table if the file is new."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
@@ -163,7 +167,7 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         if not has_header:
-            # SQLite would take a file of a few bytes for an empty one
+            # SQLite would treat a file of a few bytes as empty
             raise sqlite3.DatabaseError("it does not begin as SQLite's files do")
         if _is_empty(connection):
             _make_table(connection)
@@ -185,9 +189,9 @@ def _first_value(connection: sqlite3.Connection, query: str) -> Any:
 
 
 def _refuse_foreign(connection: sqlite3.Connection) -> None:
-    """Raise DatabaseError if the file is no verdict cache or is damaged.
+    """Raise DatabaseError if the file is not a verdict cache or is damaged.
 
-    The number of views and triggers comes first: the check of a damaged file may run a foreign view, which may never end.
+    A verdict cache has no views or triggers. Those of a foreign file could run without an end.
     """
     application_id = _first_value(connection, "PRAGMA application_id")
     num_programs = _first_value(connection, _NUM_PROGRAMS)
@@ -199,8 +203,8 @@ def _refuse_foreign(connection: sqlite3.Connection) -> None:
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:
-    """Return whether the file holds no table: it is new, or another process is about to make the table."""
-    connection.execute("BEGIN")  # so that both queries read the same state of the file
+    """Return whether the file contains no table, because it is new or another process is about to create the table."""
+    connection.execute("BEGIN")  # both queries must read the same state of the file
     application_id = _first_value(connection, "PRAGMA application_id")
     num_objects = _first_value(connection, "SELECT count(*) FROM sqlite_master")
     connection.execute("COMMIT")
@@ -208,8 +212,8 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def _make_table(connection: sqlite3.Connection) -> None:
-    """Make the table, unless another process that opened the same new file has made it meanwhile."""
-    # Has an effect only before the first table, and outside a transaction
+    """Create the table, unless another process that opened the same new file has already created it."""
+    # This setting takes effect only before the first table is created, and outside a transaction
     connection.execute("PRAGMA auto_vacuum = FULL")
     connection.execute("BEGIN IMMEDIATE")
     if _first_value(connection, "SELECT count(*) FROM sqlite_master") == 0:
@@ -219,9 +223,10 @@ def _make_table(connection: sqlite3.Connection) -> None:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection, busy_s: float) -> None:
-    """Switch the file to a write-ahead log, waiting `busy_s` for other processes.
+    """Switch the file to a write-ahead log. Wait up to `busy_s` for other processes.
 
-    SQLite's own waiting does not cover this switch: of two processes that open a new file at once, one is refused.
+    SQLite's own time-out does not cover this switch: if two processes open a new file at once, one of them gets an
+    error.
     """
     deadline = time.monotonic() + busy_s
     while True:

@@ -1,7 +1,8 @@
-"""`VerdictCache`: keeps the answers of rewards, so that neither this run nor a later one repeats a call.
+"""`VerdictCache` keeps the answers of rewards, so that neither this run nor a later one repeats a call.
 
-It keeps answers (see `adapter.result`) with the status ok or abstained. If the file breaks during the run (full disk,
-locked or damaged file), the cache logs it once and works without the file until it is usable again: no sample fails.
+It keeps only answers with the status ok or abstained (see `adapter.result`). If the file becomes unusable during the
+run, for example because of a full disk or a lock, the cache logs this once and works without the file until it is
+usable again. No sample fails because of the cache.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.cache.file import STORAGE_ERRORS, CacheFile
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
-# Settings of a judge that decide how it is called, and not what it answers
+# Settings of a judge that affect how it is called, but not what it answers
 DELIVERY = frozenset(
     "limits api_key_env timeout_s attempts hedge_quantile endpoint_options price_per_million_tokens".split()
 )
-COST = "judge_cost"  # name among an answer's extras: the cost of the call, in the judge's currency
+COST = "judge_cost"  # name of the extra with the cost of a call, in the judge's currency
 WRITES_PER_PRUNE = 1000
-TIMEOUT_S = 10.0  # longest look-up or write, after which the file counts as broken
-RETRY_S = 30.0  # time for which a broken file is not used
+TIMEOUT_S = 10.0  # time limit of a look-up or write, after which the file counts as broken
+RETRY_S = 30.0  # seconds until a broken file is tried again
 COUNTS = ("hits", "shared", "misses", "stored", "errors", "skipped", "cost_saved")
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,19 @@ Answer = dict[str, Any]
 
 
 class VerdictCache:
-    """Answers by key, in a `CacheFile`. Use it from one event loop.
+    """Answers of rewards by key, in a `CacheFile`. Use it from one event loop.
 
-    `counts` holds numbers since the start: answers from the file (`hits`), calls shared with a concurrent caller
-    (`shared`), calls made (`misses`), answers written (`stored`), errors of the file (`errors`), operations without
-    it (`skipped`), and the money saved (`cost_saved`).
+    `counts` contains totals since the start: answers from the file (`hits`), calls shared with a concurrent caller
+    (`shared`), calls made (`misses`), answers written (`stored`), errors of the file (`errors`), operations skipped
+    while the file was unusable (`skipped`), and the money saved (`cost_saved`).
 
     Args:
-        path: The file.
-        max_bytes: Limit of the file's size, which is enforced from time to time: the longest unused entries are deleted.
+        path: Path of the file.
+        max_bytes: Limit of the file's size. From time to time, the least recently used entries are deleted to enforce
+            it.
 
     Raises:
-        ConfigurationError: The file cannot be made, is no verdict cache of this version, or is damaged.
+        ConfigurationError: The file cannot be created, is not a verdict cache of this version, or is damaged.
     """
 
     def __init__(self, path: str | Path, *, max_bytes: int | None = None) -> None:
@@ -56,17 +58,17 @@ class VerdictCache:
         self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
         self._calls: dict[str, asyncio.Future[str]] = {}  # calls in flight, by key
-        self._retry_at = 0.0  # 0 while the file works
+        self._retry_at = 0.0  # when a broken file is tried again; 0 while the file works
         try:
             self._file.open()
         except STORAGE_ERRORS as error:
             self._note_error(error)
 
     async def get_or_call(self, key: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the kept answer, or the answer of `call`.
+        """Return the cached answer, or else the answer of `call`.
 
-        Concurrent callers of one key share a call, and its error. If the caller that makes the call is cancelled, another
-        one makes it. An answer that cost nothing this time has 0 as its extra `judge_cost`.
+        Concurrent callers with the same key share one call and its error. If the caller that makes the call is
+        cancelled, another one makes it. In a cached or shared answer, the extra `judge_cost` is 0.
         """
         while key in self._calls:
             shared_call = self._calls[key]
@@ -89,7 +91,7 @@ class VerdictCache:
             text = json.dumps(answer)
         except Exception as error:
             outcome.set_exception(error)
-            # Marks the error as retrieved; asyncio would log it if no other caller waits
+            # Mark the error as retrieved, because asyncio would log it if no other caller waits
             outcome.exception()
             raise
         else:
@@ -98,7 +100,7 @@ class VerdictCache:
             await self._keep(key, text, answer)
         finally:
             del self._calls[key]
-            # Has an effect only if this caller was cancelled: the first of the waiting callers takes over
+            # This takes effect only if this caller was cancelled. The first of the waiting callers then makes the call
             outcome.cancel()
         return answer
 
@@ -114,14 +116,14 @@ class VerdictCache:
             await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
 
     async def close(self) -> None:
-        """Close the file; later calls are made without the cache."""
+        """Close the file. Later calls are made without the cache."""
         self._retry_at = math.inf
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
         await asyncio.wait({closing}, timeout=TIMEOUT_S)
         self._thread.shutdown(wait=False)
 
     async def _use(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of an operation on the file, in a thread; None while the file is broken or closed."""
+        """Run an operation on the file in a thread. Return its result, or None while the file is broken or closed."""
         if time.monotonic() < self._retry_at:
             self.counts["skipped"] += 1
             return None
@@ -140,7 +142,7 @@ class VerdictCache:
         """Count an error of the file, and log it if the file worked until now."""
         self.counts["errors"] += 1
         if not self._retry_at:
-            # A TimeoutError, of a disk that hangs, has no text
+            # The TimeoutError for a disk that hangs has no text
             reason = str(error) or f"no answer within {TIMEOUT_S:g} s"
             log.error(
                 "the verdict cache %s failed, the run goes on without it and tries again every %g s: %s: %s",
@@ -152,7 +154,7 @@ class VerdictCache:
         self._retry_at = max(self._retry_at, time.monotonic() + RETRY_S)
 
     def _free_answer(self, text: str) -> Answer:
-        """Return an answer that costs nothing this time, and count the money that it saves."""
+        """Return a cached or shared answer with a cost of 0, and count the money that it saves."""
         answer: Answer = json.loads(text)
         cost = answer.get("extra", {}).get(COST, 0.0)
         if cost:
@@ -162,10 +164,10 @@ class VerdictCache:
 
 
 def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
-    """Return the key `ADAPTER:DIGEST` of a call; every column of the sample but `group_id` makes a difference.
+    """Return the key `ADAPTER:DIGEST` of a call. It depends on every column of the sample except `group_id`.
 
     Raises:
-        ValueError: The sample holds something that JSON cannot hold.
+        ValueError: The sample contains something that JSON cannot represent.
 
     >>> key = key_of("mathd", "v1", {"completion": "4", "answer": "4", "group_id": 1})
     >>> key == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), key[:6]
@@ -178,14 +180,15 @@ def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
 def version_of(*settings: Any) -> str:
     """Return a digest of everything that a reward's answers depend on.
 
-    It includes this library's rewards and judges, so that their upgrade invalidates the answers. It does not include other
-    packages: after their upgrade, `async-grpo cache --prune-adapter` deletes the old answers.
+    The digest covers the source of this library's rewards and judges, so that an upgrade of this library invalidates
+    the cached answers. It does not cover other packages. After an upgrade of those, delete the old answers with
+    `async-grpo cache --prune-adapter`.
 
     Args:
         settings: The settings, such as the SHA-256 of the registry file and the reward's options.
 
     Raises:
-        ValueError: A setting holds something that JSON cannot hold.
+        ValueError: A setting contains something that JSON cannot represent.
     """
     return _digest([_library(), *settings])
 
@@ -193,15 +196,15 @@ def version_of(*settings: Any) -> str:
 def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | None = None) -> str:
     """Return a digest of a judge's class and of the settings that its answers depend on.
 
-    The settings of `DELIVERY` and the order of replicas make no difference.
+    The digest does not depend on the settings in `DELIVERY` and on the order of replicas.
 
     Args:
         judge: The judge.
-        code: SHA-256 of the user's file; it counts if the judge's class is not this library's.
-        addresses: Addresses of the run's judges; if their model's id is known, it counts instead of the addresses.
+        code: SHA-256 of the user's file. It is included if the judge's class is not a class of this library.
+        addresses: Addresses of the run's judges. If they contain a model id, it is included instead of the URLs.
 
     Raises:
-        ConfigurationError: A setting is no plain value.
+        ConfigurationError: A setting is not a value that JSON can represent.
     """
     kind = type(judge)
     if dataclasses.is_dataclass(judge):
@@ -211,7 +214,7 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
     settings = {name: getattr(judge, name) for name in names if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
         if addresses and addresses.judge_model_id and addresses.are_asked_by(judge):
-            # Judges that a run starts have other ports in each run
+            # The servers that a run starts for its judges have different ports in each run
             settings[name] = addresses.judge_model_id
         elif not isinstance(settings[name], str):
             settings[name] = sorted(settings[name])

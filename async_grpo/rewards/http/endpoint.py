@@ -1,6 +1,6 @@
-"""`Endpoint`: the addresses and `Limits` of a remote judge; `Deadline`; and the errors of calling a judge.
+"""`Endpoint` (the addresses and `Limits` of a remote judge), `Deadline`, and the errors that a call can raise.
 
-No error contains the API key.
+No error message contains the API key.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from async_grpo.options.redaction import register_secrets
 
 Answer = TypeVar("Answer")
 
-WINDOW_S = 60.0  # time to which the limits per minute apply
-CHARACTERS_PER_TOKEN = 4  # an estimate for the rate limiter, until the reply reports the tokens used
+WINDOW_S = 60.0  # length of the time window for limits per minute, in seconds
+CHARACTERS_PER_TOKEN = 4  # to estimate the tokens of a request before the reply reports them
 
 
 def require_all(*rules: tuple[object, str]) -> None:
-    """Raise ConfigurationError with the message of the first rule that does not hold."""
+    """Raise ConfigurationError with the message of the first pair (condition, message) whose condition is false."""
     for is_kept, message in rules:
         if not is_kept:
             raise ConfigurationError(message)
 
 
 def check_field(settings: object, name: str, fits: Callable[[Any], bool], requirement: str) -> None:
-    """Raise ConfigurationError if the field's value does not fit; `requirement` completes "NAME must ..."."""
+    """Raise ConfigurationError if `fits` is false for the field's value. `requirement` completes "NAME must ..."."""
     value = getattr(settings, name)
     require_all((fits(value), f"{name} must {requirement}: {value}"))
 
@@ -38,39 +38,41 @@ def check_field(settings: object, name: str, fits: Callable[[Any], bool], requir
 class JudgeError(AsyncGrpoError, RuntimeError):
     """A remote judge gave no usable answer. `spent` holds the cost of the call (`judge_tokens`, `judge_cost`)."""
 
-    spent: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
+    spent: dict[str, float] = {}  # noqa: RUF012 - errors replace the dict and never change it
 
 
 class JudgeTimeout(JudgeError, TimeoutError):
-    """The deadline passed before an answer came, while the call waited for a permit or for the server."""
+    """The deadline passed while the call waited for a permit or for the server's reply."""
 
 
 class JudgeUnavailable(JudgeError):
-    """All attempts failed, or every replica is out of service until after the deadline. A later call may work."""
+    """All attempts failed, or every replica is out of service until after the deadline. A later call may succeed."""
 
 
 class BadReply(JudgeError, ValueError):
-    """The judge answered twice with something else than a JSON object of acceptable size."""
+    """The judge's replies were unusable: not a JSON object, too large, or without a readable score."""
 
 
 class JudgeRefused(JudgeError):
-    """The judge refuses this request (4xx, redirect); another attempt would not help."""
+    """The judge refused the request with a 4xx status or a redirect. Another attempt would fail as well."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the calls of one key; None means no limit.
+    """Rate limits for the requests to one judge. None means no limit.
 
     Args:
-        concurrency: Number of permits that may be out at the same time.
-        requests_per_minute: Number of calls that may start per minute, spread evenly over the minute.
-        tokens_per_minute: Number of tokens of the calls that may start per minute, spread evenly.
-        burst_s: After a lull or a late timer, calls worth this many seconds may start at once, and at least one call.
-        slack_s: Delay from a permit to the start of its call that the limits allow for. The rates are 60 / (60 + slack_s)
-            of the limits.
+        concurrency: Maximum number of requests at the same time.
+        requests_per_minute: Maximum number of requests that start per minute, spread evenly over the minute.
+        tokens_per_minute: Maximum number of tokens in the requests that start per minute, spread evenly over the
+            minute.
+        burst_s: After a time without requests or a late timer, the requests of this many seconds may start at once, but
+            at least one.
+        slack_s: Expected maximum delay from a permit to the start of its request. To allow for it, the limiter uses 60
+            / (60 + slack_s) of the limits per minute.
 
     Raises:
-        ConfigurationError: A limit is no number, or would let nothing through.
+        ConfigurationError: A limit is not a number, or would allow no request.
     """
 
     concurrency: int | None = None
@@ -88,7 +90,7 @@ class Limits:
             check_field(self, name, lambda s: 0 <= s < WINDOW_S, f"lie in [0, {WINDOW_S:g}) seconds")
 
     def over(self, defaults: "Limits") -> "Limits":
-        """Return these limits, with the other ones where these have their default.
+        """Return these limits, with the values of `defaults` for fields that still have their default value.
 
         >>> Limits(concurrency=8).over(Limits(concurrency=2, requests_per_minute=60)).requests_per_minute
         60
@@ -98,29 +100,29 @@ class Limits:
 
 
 class Deadline:
-    """The deadline of a call, shared by its requests. Waits in queues put it off. Moments are those of `time.monotonic`.
+    """The deadline of a call, shared by its requests. Waits in queues extend it. Times are from `time.monotonic`.
 
     Args:
-        timeout_s: Seconds until the deadline, without waits.
-        queue_s: Most seconds by which waits put it off.
+        timeout_s: Seconds until the deadline, not counting waits in queues.
+        queue_s: Maximum number of seconds by which waits extend the deadline.
     """
 
     def __init__(self, timeout_s: float, queue_s: float = math.inf) -> None:
-        self._at = time.monotonic() + timeout_s  # without waits
+        self._at = time.monotonic() + timeout_s  # deadline if there are no waits
         self.latest = self._at + queue_s
-        self._num_waits = 0  # waits going on, which may overlap
+        self._num_waits = 0  # number of current waits, which may overlap
         self._waits_since = 0.0
         self._past_waits_s = 0.0
 
     @property
     def queue_s(self) -> float:
-        """Return the seconds by which the deadline was put off so far."""
+        """Return the number of seconds that waits have taken so far."""
         current_wait_s = time.monotonic() - self._waits_since if self._num_waits else 0.0
         return self._past_waits_s + current_wait_s
 
     @property
     def at(self) -> float:
-        """Return the moment of the deadline as it stands now."""
+        """Return the time of the deadline, including the extensions so far."""
         return min(self._at + self.queue_s, self.latest)
 
     @property
@@ -130,7 +132,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
-        """Put the deadline off by the time that the block takes."""
+        """Extend the deadline by the time that the `with` block takes."""
         if not self._num_waits:
             self._waits_since = time.monotonic()
         self._num_waits += 1
@@ -144,25 +146,25 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Settings of one remote judge. They hold the name of the API key's variable, never the key.
+    """Connection settings for one remote judge. They contain the name of the API key's variable, never the key.
 
     Args:
-        urls: Addresses of equal replicas, http or https, to which `EndpointClient.post` appends its path.
-        limits: Limits of all replicas together, and of all callers that share the rate limiter.
-        api_key_env: Environment variable with the key, which is sent as `Authorization: Bearer`.
-        attempts: Most requests per call, without hedges; a BadReply is retried once.
+        urls: http or https addresses of equivalent replicas. `EndpointClient.post` appends its path to them.
+        limits: Limits for all replicas together. All callers of the same rate limiter share them.
+        api_key_env: Environment variable that contains the API key. The key is sent as `Authorization: Bearer`.
+        attempts: Maximum number of requests per call, not counting hedges. An unusable reply is retried only once.
         timeout_s: Time limit of one request, from its permit to the end of the reply.
-        max_body_bytes: Size limit of a reply, decompressed.
-        hedge_quantile: Send a second request to another replica when the first one takes longer than this quantile of the
-            latencies; None: never.
-        breaker_failures: Number of failures in a row that take a replica out of service.
-        breaker_reset_s: Longest time between two probes of a replica that is out of service.
-        backoff_s: Upper bound of the pause before the second attempt. It doubles with each attempt; the pause is drawn
-            uniformly from 0 to the bound.
-        backoff_max_s: Largest upper bound of a pause.
+        max_body_bytes: Size limit of a reply after decompression.
+        hedge_quantile: Send a second request (a hedge) to another replica if the first one takes longer than this
+            quantile of the latencies. None sends no hedges.
+        breaker_failures: Number of consecutive failures after which a replica is out of service.
+        breaker_reset_s: Maximum time between two probes of a replica that is out of service.
+        backoff_s: Upper bound of the pause before the second attempt. The bound doubles with each attempt. The pause is
+            drawn uniformly from 0 to the bound.
+        backoff_max_s: Maximum of this upper bound.
 
     Raises:
-        ConfigurationError: An address is none or contains a password, or a setting cannot work.
+        ConfigurationError: An address is invalid or contains a password, or a setting is invalid.
     """
 
     urls: tuple[str, ...]
@@ -173,7 +175,7 @@ class Endpoint:
     max_body_bytes: int = 4 * 2**20
     hedge_quantile: float | None = None
     breaker_failures: int = 5
-    breaker_reset_s: float = 2.0  # a longer time would miss a server that recovers within a call's time-out
+    breaker_reset_s: float = 2.0  # short, because the server may recover within a call's time-out
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
 
@@ -193,10 +195,10 @@ class Endpoint:
         check_field(self, "hedge_quantile", lambda q: q is None or 0 < q < 1, "lie between 0 and 1")
 
     def api_key(self) -> str | None:
-        """Return the key from the environment; None if the judge needs none.
+        """Return the API key from the environment, or None if `api_key_env` is None.
 
         Raises:
-            ConfigurationError: The variable is missing, or its value does not fit into a header.
+            ConfigurationError: The variable is missing, or its value is not allowed in an HTTP header.
         """
         if self.api_key_env is None:
             return None
@@ -206,13 +208,13 @@ class Endpoint:
             raise ConfigurationError(
                 f"the variable {self.api_key_env} must hold the key of {', '.join(self.urls)}, in plain characters"
             )
-        # The key must be registered by value, because its variable may have any name
+        # Register the key's value, because its variable may not be recognizable as a secret by name
         register_secrets([key])
         return key
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigurationError for anything but a plain http(s) address."""
+    """Raise ConfigurationError unless the address is a plain http or https URL, without user, query and fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -231,14 +233,14 @@ def check_url(url: str) -> None:
 
 
 async def call_beside(function: Callable[[], Answer], size: int, large: int) -> Answer:
-    """Return the function's result. From the size `large` on, it runs in a thread, so that the event loop goes on."""
-    import asyncio  # not at the top, because registry files import this module and must start fast
+    """Return the function's result. Run it in a thread if `size` is at least `large`, so as not to block the loop."""
+    import asyncio  # imported here, because registry files import this module and must load fast
 
     return function() if size < large else await asyncio.to_thread(function)
 
 
 def said_tokens(reply: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of tokens from a reply's `usage`; None if it has no usable number of this name."""
+    """Return a number of tokens from a reply's `usage`, or None if it contains no valid number of this name."""
     usage = reply.get("usage")
     value: Any = usage.get(name) if isinstance(usage, dict) else None
     return float(value) if is_number(value) and value >= 0 else None

@@ -1,7 +1,7 @@
-"""`Exchange`: one HTTP request and its reply. Every failure is a `RequestFailed`.
+"""`Exchange` sends one HTTP request and returns its reply. If this fails, it raises `RequestFailed`.
 
-It uses aiohttp, which notices when a connection holds data that belongs to no request (`should_close`). With httpx 0.28,
-the next sample would get another sample's reply.
+It uses aiohttp, which notices if a connection contains data that belongs to no request (`should_close`). httpx 0.28
+would take such data as the reply to the next request, so that a sample would get another sample's reply.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from async_grpo.rewards.http.endpoint import JudgeUnavailable, call_beside
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
 OUTCOME_OF_STATUS = {408: "timeout", 425: "429", 429: "429"}  # 425: Too Early (RFC 8470)
-ERROR_BODY_BYTES = 2**16  # size limit of the body of an error
-ERROR_BODY_S = 1.0  # time limit for reading it
+ERROR_BODY_BYTES = 2**16  # size limit for the body of an error reply
+ERROR_BODY_S = 1.0  # time limit for reading the body of an error reply, in seconds
 EXCERPT_CHARACTERS = 200
 MAX_BYTES_PER_CHARACTER = 4  # in UTF-8
-LARGE_BODY_BYTES = 2**16  # size from which on a reply is parsed in a thread
+LARGE_BODY_BYTES = 2**16  # replies of this size or more are parsed in a thread
 HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json",
@@ -38,13 +38,13 @@ HEADERS = {
 
 
 class RequestFailed(Exception):
-    """One request has failed.
+    """One request failed.
 
     Args:
         outcome: One of OUTCOMES.
         message: Description of the failure.
-        pause_s: Seconds for which the server requests a pause.
-        worked: The server may have done the work all the same, and used tokens.
+        pause_s: Length of the pause that the server requested, in seconds.
+        worked: Whether the server may nevertheless have done the work and used tokens.
     """
 
     def __init__(self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = True) -> None:
@@ -55,14 +55,14 @@ class RequestFailed(Exception):
 
 
 class Exchange:
-    """A pool of connections. Use it from one event loop.
+    """An HTTP client with a pool of connections. Use it from one event loop.
 
-    It follows no redirects, keeps no cookies and does not limit the number of connections. *** replaces the key in every
-    message, even if a server repeats the key.
+    It follows no redirects, keeps no cookies and does not limit the number of connections. Error messages show ***
+    instead of the API key, even if a server repeats the key.
 
     Args:
-        key: API key, sent with every request.
-        max_body_bytes: Size limit of a reply, decompressed.
+        key: API key to send with every request.
+        max_body_bytes: Size limit of a reply after decompression.
     """
 
     def __init__(self, key: str | None, max_body_bytes: int) -> None:
@@ -72,20 +72,20 @@ class Exchange:
             connector=_Connector(limit=0),
             headers={**HEADERS, "Authorization": f"Bearer {key}"} if key else HEADERS,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=None
-            ),  # `post` limits the time of all steps
+            # No time limits here, because `post` limits the total time of a request
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         )
-        self.close = self._session.close  # requests in flight fail
+        self.close = self._session.close  # makes requests in flight fail
 
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
-        """Return the JSON object of a reply with status 200.
+        """Send a POST request and return the JSON object of its reply.
 
         Raises:
-            RequestFailed: The reply is anything else, or did not come within `allowed_s`.
+            RequestFailed: The reply did not arrive within `allowed_s`, has another status than 200, or is not a JSON
+                object.
             JudgeUnavailable: The pool is closed.
         """
-        address = url.partition("?")[0]  # for messages: the query may contain a secret
+        address = url.partition("?")[0]  # without the query, which may contain a secret
         if self._session.closed:
             raise JudgeUnavailable(f"{address}: the client was closed")
         has_reply_begun = False
@@ -107,18 +107,18 @@ class Exchange:
             raise RequestFailed("bad_reply", f"{address}: {error}{reply_text}") from None
 
     def _connection_failure(self, error: Exception, address: str, has_reply_begun: bool) -> RequestFailed:
-        """Return the failure of a connection that could not be made, or broke."""
+        """Return the error for a connection that could not be made or broke."""
         prefix = "the reply breaks off: " if has_reply_begun else ""
-        # aiohttp's text lacks the operating system's name of the error ("connection refused")
+        # aiohttp's message lacks the operating system's description of the error, such as "connection refused"
         error_number = getattr(error, "errno", None) or 0
         error_name = f"{os.strerror(error_number).lower()}: " if error_number > 0 else ""
         text = self._excerpt(f"{error_name}{type(error).__name__}: {error}".encode())
-        # A ClientResponseError means that the server has replied something
+        # aiohttp raises ClientResponseError only if the server has sent something
         has_replied = has_reply_begun or isinstance(error, aiohttp.ClientResponseError)
         return RequestFailed("connection", f"{address}: {prefix}{text}", worked=has_replied)
 
     async def _failure_of(self, response: aiohttp.ClientResponse, address: str) -> RequestFailed:
-        """Return the failure of a status other than 200, with the beginning of the server's explanation."""
+        """Return the error for a status other than 200, with the beginning of the server's explanation."""
         status = response.status
         outcome = _outcome_of(status)
         explanation = b""
@@ -126,17 +126,17 @@ class Exchange:
             async with asyncio.timeout(ERROR_BODY_S):
                 explanation = await self._body_of(response, ERROR_BODY_BYTES)
         if 300 <= status < 400:
-            # The target, which the body may contain too, may contain a secret
+            # The body may contain the target of the redirect, which may contain a secret
             explanation = b"a redirect, which is not followed"
         message = f"{address} replied with status {status}: {self._excerpt(explanation)}"
         pause_s = retry_after_s(response.headers.get("retry-after")) if outcome in ("429", "5xx") else 0.0
         return RequestFailed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
 
     async def _body_of(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        """Return the body, which is read a chunk at a time.
+        """Read the body chunk by chunk, and return it.
 
         Raises:
-            ValueError: The body is too large, or in an unknown encoding.
+            ValueError: The body is too large or has an unknown encoding.
         """
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
@@ -151,7 +151,7 @@ class Exchange:
     def _excerpt(self, content: bytes) -> str:
         """Return the beginning of a text, without the key, on one line."""
         if self._key:
-            # Before the cut, which could leave half of the key
+            # Replace the key before truncating the text, which could leave a part of the key
             content = content.replace(self._key.encode(), b"***")
         text = content[: MAX_BYTES_PER_CHARACTER * EXCERPT_CHARACTERS].decode("utf-8", "replace")
         printable = "".join(character if character.isprintable() else " " for character in text)
@@ -160,7 +160,7 @@ class Exchange:
 
 
 def _outcome_of(status: int) -> str:
-    """Return the outcome, of OUTCOMES, of a status other than 200."""
+    """Return the entry of OUTCOMES for a status other than 200."""
     if status in OUTCOME_OF_STATUS:
         return OUTCOME_OF_STATUS[status]
     if status >= 500:
@@ -169,10 +169,10 @@ def _outcome_of(status: int) -> str:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Does not reuse a connection on which data has come after the reply, however late."""
+    """Does not reuse a connection on which more data arrived after the reply."""
 
     async def connect(self, *arguments: Any, **options: Any) -> Any:
-        """Return a connection without unread data; aiohttp calls this."""
+        """Return a connection without unread data. aiohttp calls this method."""
         while True:
             connection = await super().connect(*arguments, **options)
             if connection.protocol is None or not connection.protocol.should_close:
@@ -181,7 +181,9 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def retry_after_s(value: str | None, now: float | None = None) -> float:
-    """Return the seconds that a `Retry-After` header requests (RFC 9110, 10.2.3), as a number or a date; or 0.
+    """Return the seconds that a `Retry-After` header requests. Return 0 if the header cannot be read.
+
+    The header is a number or a date (RFC 9110, 10.2.3).
 
     >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
     (120.0, 30.0, 0.0)
@@ -191,7 +193,7 @@ def retry_after_s(value: str | None, now: float | None = None) -> float:
         seconds = float(value)
     except ValueError:
         seconds = _seconds_until(value, time.time() if now is None else now)
-    # A NaN or 1e400 must not stop all calls of the judge
+    # A NaN or 1e400, which is read as infinity, must not stop all calls of the judge
     return seconds if 0 < seconds < math.inf else 0.0
 
 
@@ -207,22 +209,22 @@ def _seconds_until(date: str, now: float) -> float:
 
 
 def _proxy_for(url: str) -> str | None:
-    """Return the environment's proxy for the address; aiohttp's own look-up would also read .netrc."""
+    """Return the proxy for the address from the environment. aiohttp's own look-up would also read .netrc."""
     parts = urlsplit(url)
     bypassed = urllib.request.proxy_bypass(parts.netloc)
     return None if bypassed else urllib.request.getproxies().get(parts.scheme)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, with finite numbers and with distinct names in each object.
+    """Parse a JSON object. Its numbers must be finite, and the names in each object must be distinct.
 
     Raises:
-        ValueError: The body holds something else, or is not UTF-8.
+        ValueError: The body is something else, or is not UTF-8.
     """
     try:
         text = body.decode("utf-8-sig")
         value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique_names)
-    except (ValueError, RecursionError) as error:  # the latter for 100000 brackets
+    except (ValueError, RecursionError) as error:  # RecursionError for deeply nested brackets
         raise ValueError(f"the reply is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"the reply is no JSON object but a {type(value).__name__}")

@@ -1,10 +1,10 @@
-"""`EndpointClient`: POST JSON to a remote judge that may be slow, overloaded, broken or hostile.
+"""`EndpointClient` sends JSON to a remote judge that may be slow, overloaded, broken or hostile.
 
     client = EndpointClient("judge", Endpoint(urls=("http://judge:8000/v1",)), Limiter())
     reply = await client.post("/chat/completions", {...}, tokens=800, deadline=time.monotonic() + 60)
 
-A call makes up to `attempts` requests. Each has its own permit, which is taken just before the request and always given
-back. Only this module repeats a request that failed on the network (tenacity decides when).
+A call makes up to `attempts` requests. Each request takes its own permit just before it is sent, and always releases
+it. Only this module repeats requests that failed on the network. tenacity schedules these attempts.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.http.replicas import Replica, Replicas
 from async_grpo.rewards.verifier_worker import quantile
 
-# Whether an outcome shows that the replica works; None: it shows nothing. All other outcomes are failures.
+# Whether an outcome shows that the replica works, or None if it shows nothing. All other outcomes are failures
 HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}
-BAD_REPLIES = 2  # after so many bad replies to one call, a further one would be bad as well
-ENOUGH = 20  # latencies that are needed for a quantile
-REMEMBERED = 500  # latencies that are kept
+BAD_REPLIES = 2  # a call fails after this many bad replies, because a further one would be bad as well
+ENOUGH = 20  # number of latencies that a quantile needs
+REMEMBERED = 500  # number of latencies that are kept
 
 
 @dataclass
 class _Call:
-    """A call, which may take several requests, and its state."""
+    """A call and its state. One call may need several requests."""
 
     path: str
     content: bytes
@@ -51,12 +51,11 @@ class _Call:
     phase: str
     deadline: Deadline
     unanswered: Callable[[], None] | None
-    tried: set[str] = field(default_factory=set)  # addresses that a request was sent to
+    tried: set[str] = field(default_factory=set)  # addresses to which a request was sent
     bad_replies: int = 0
-    last_failure: str = ""  # addition to the message of a time-out
-    sent: asyncio.Future[str] | None = (
-        None  # of a hedged call, the address of its first request once it is sent
-    )
+    last_failure: str = ""  # the last failure, to be appended to the message of a time-out
+    # Only in a hedged call: the address of its first request, set when the request is sent
+    sent: asyncio.Future[str] | None = None
 
     def is_worth_another(self, error: BaseException) -> bool:
         """Return whether another request may succeed after this error."""
@@ -65,9 +64,9 @@ class _Call:
 
 
 class EndpointClient:
-    """Calls a remote judge (see the module). Use it from one event loop, and `close` it.
+    """Calls a remote judge, with retries. Use it from one event loop, and call `close` at the end.
 
-    Clients of the same name and addresses share their limits.
+    Clients with the same rate limiter, name and addresses share their limits.
 
     Raises:
         ConfigurationError: The API key is not in the environment.
@@ -75,7 +74,7 @@ class EndpointClient:
 
     def __init__(self, name: str, endpoint: Endpoint, rate_limiter: RateLimiter) -> None:
         self.name = name
-        # With the addresses, because two runs that share a limiter may each have a judge of this name
+        # Includes the addresses, because two runs that share a limiter may each have a judge of this name
         self.key = f"{name} at {', '.join(sorted(endpoint.urls))}"
         self._endpoint = endpoint
         self._rate_limiter = rate_limiter
@@ -96,26 +95,29 @@ class EndpointClient:
         deadline: Deadline | float,
         unanswered: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """Return the JSON object of the judge's reply.
+        """Send a request to the judge, and return the JSON object of its reply.
 
         Args:
-            path: Path that is appended to the address of a replica; it begins with a slash.
+            path: Path to append to the address of a replica. It begins with a slash.
             payload: Content of the request.
-            tokens: Estimated tokens for the limits; the total in the reply's `usage` replaces it.
-            phase: "train" or "eval", which share the limits fairly.
-            deadline: A moment of `time.monotonic`, or a `Deadline`, which waits put off.
-            unanswered: Called for each request that was sent and not answered, which may have cost as much as an answer.
+            tokens: Estimated number of tokens, for the limits. The total in the reply's `usage` replaces it.
+            phase: "train" or "eval". Waiting calls of the two phases take turns.
+            deadline: A time of `time.monotonic`, or a `Deadline`, which waits in queues extend.
+            unanswered: Function to call for each request that was sent and not answered. Such a request may have cost
+                as much as an answer.
 
         Raises:
-            JudgeError: JudgeTimeout, JudgeUnavailable, BadReply or JudgeRefused (see `endpoint`), with the last cause.
-            ValueError: The payload is no JSON (it may hold a NaN), or the path does not begin with a slash.
+            JudgeError: The call failed with a JudgeTimeout, JudgeUnavailable, BadReply or JudgeRefused (see
+                `endpoint`).
+            ValueError: The payload is not valid JSON, for example because of a NaN, or the path does not begin with a
+                slash.
         """
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline - time.monotonic(), 0.0)
         call = _Call(path, content, tokens, phase, until, unanswered)
-        # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), so that callers do not return all at once
+        # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), so that callers do not retry all at once
         retrying = AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
             wait=wait_random_exponential(self._endpoint.backoff_s, self._endpoint.backoff_max_s),
@@ -133,10 +135,11 @@ class EndpointClient:
             raise type(error)(f"{self.name}: {error}") from None
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start.
+        """Return counts since the client was created.
 
-        `requests` is the number of requests sent, the sum of `outcomes` and `in_flight`. `breakers_open` is the number of
-        replicas that are out of service now, `breakers_opened` how often a replica went out of service.
+        `requests` is the number of requests sent, which is the sum of `outcomes` and `in_flight`. `breakers_open` is
+        the number of replicas that are out of service now. `breakers_opened` is how often a replica went out of
+        service.
         """
         return {
             **self._counts,
@@ -147,7 +150,7 @@ class EndpointClient:
         }
 
     async def _ask(self, call: _Call) -> dict[str, Any]:
-        """Make one attempt, and note its failure."""
+        """Make one attempt. If it fails, record the failure in `call`."""
         hedge_quantile = self._endpoint.hedge_quantile
         try:
             if hedge_quantile is None or len(self._latencies) < ENOUGH:
@@ -160,10 +163,10 @@ class EndpointClient:
             raise
 
     async def _request_with_hedge(self, call: _Call, patience_s: float) -> dict[str, Any]:
-        """Send a request, and after `patience_s` a second one to another replica; return the first reply.
+        """Send a request, and after `patience_s` a second one to another replica. Return the first reply.
 
-        Dean and Barroso, "The Tail at Scale", 2013. If one of the requests fails, the other one may still succeed; if both
-        fail, the error is that of the first one.
+        See Dean and Barroso, "The Tail at Scale", 2013. If one request fails, the other one may still succeed. If both
+        fail, the error of the first request is raised.
         """
         call.sent = asyncio.get_running_loop().create_future()
         first: asyncio.Future[Any] = asyncio.ensure_future(self._request(call))
@@ -183,24 +186,24 @@ class EndpointClient:
         finally:
             for task in tasks:
                 task.cancel()
-            # So that the permit of the slower request is back when this function returns
+            # The slower request must have released its permit when this function returns
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _request(self, call: _Call) -> dict[str, Any]:
-        """Send a request as soon as a replica can serve it."""
+        """Send a request as soon as a replica can serve it, and return the reply."""
         while True:
             await self._replicas.ready(call.deadline)
             reply = await self._request_with_permit(call)
-            # Without a reply, all replicas went out of service during the wait for the permit
+            # None means that all replicas went out of service during the wait for the permit
             if reply is not None:
                 return reply
 
     async def _request_with_permit(self, call: _Call, never: str | None = None) -> dict[str, Any] | None:
-        """Wait for a permit and send a request; return None if no replica can serve it when the permit comes.
+        """Wait for a permit and send a request. Return None if no replica can serve it when the permit is granted.
 
         Args:
             call: The call.
-            never: Of a hedge, the address of the first request, to which it must not be sent.
+            never: Address that the request must not be sent to. For a hedge, this is the address of the first request.
         """
         try:
             with call.deadline.put_off(), waiting("permit", self.name, self.key):
@@ -210,10 +213,10 @@ class EndpointClient:
                     )
         except TimeoutError:
             raise JudgeTimeout(f"no permit for a request before the deadline{call.last_failure}") from None
-        used_tokens: float | None = 0.0  # until the request is sent
+        used_tokens: float | None = 0.0  # nothing is used before the request is sent
         try:
             if call.deadline.left_s <= 0:
-                # The request would be counted and not sent
+                # Without this check, a request would be counted although there is no time left to send it
                 raise JudgeTimeout(f"a permit for a request came only with the deadline{call.last_failure}")
             replica = self._replicas.take(call.tried, never)
             if replica is None:
@@ -222,11 +225,11 @@ class EndpointClient:
                 call.sent.set_result(replica.url)
             if never is not None:
                 self._counts["hedges"] += 1
-            used_tokens = None  # unknown, so that the limiter keeps the estimate
+            used_tokens = None  # unknown, so the limiter keeps its estimate
             reply = await self._send(call, replica)
             used_tokens = said_tokens(reply, "total_tokens")
             return reply
-        except BaseException as error:  # a cancellation, too
+        except BaseException as error:  # including a cancellation
             if isinstance(error, RequestFailed) and not error.worked:
                 used_tokens = 0.0
             if used_tokens is None and call.unanswered:
@@ -236,10 +239,10 @@ class EndpointClient:
             await self._rate_limiter.release(self.key, permit, used_tokens=used_tokens)
 
     async def _send(self, call: _Call, replica: Replica) -> dict[str, Any]:
-        """Send a request to a replica, and note its outcome."""
+        """Send a request to a replica, record its outcome, and return the reply."""
         is_probe = replica.is_probing
         left_s = call.deadline.left_s
-        # A probe must leave its call enough time for another request, because the replica may still not answer
+        # A probed replica may not answer. The probe must leave its call enough time for a request to another replica
         allowed_s = min(self._endpoint.timeout_s, left_s / 2 if is_probe else left_s)
         started_at = time.monotonic()
         outcome = "cancelled"
@@ -262,7 +265,7 @@ class EndpointClient:
             self._replicas.settle(replica, is_probe, HEALTHY.get(outcome, False), failure_text)
 
     def _error(self, failure: RequestFailed, num_attempts: int, call: _Call) -> JudgeError:
-        """Return the error of a call whose last request failed."""
+        """Return the error that the call raises after its last request failed."""
         is_late = num_attempts < self._endpoint.attempts and call.is_worth_another(failure)
         kinds = {
             "refused": JudgeRefused,

@@ -1,21 +1,24 @@
-"""Limits on the calls of remote judges: calls at once, calls per minute, tokens per minute.
+"""Limits the calls of remote judges: concurrent calls, calls per minute and tokens per minute.
 
     permit = await limiter.acquire("judge", limits, tokens=800)     # waits for its turn
     try: ...
     finally: await limiter.release("judge", permit, used_tokens=650)
 
-These statements hold for one key, over all its callers, if every call starts within `slack_s` of its permit:
+For the calls of one key, from all callers together, the limiter guarantees the following if every call starts within
+`slack_s` after its permit. A rate is the limit per minute divided by 60 + `slack_s` seconds.
 
-- At most `concurrency` permits are out at any time.
-- In every window of 60 s, wherever it begins, at most `requests_per_minute` calls start, with at most `tokens_per_minute`
-  tokens together. (A call that is larger than this limit starts alone.)
-- In every shorter window of W seconds, at most rate * (W + burst_s + slack_s) + 1 calls start; the same holds for tokens,
-  plus one call. While the limiter makes up for time that was lost to late timers or busy slots, it is 1.1 times that.
+- At most `concurrency` permits are in use at any time.
+- In every window of 60 s, at most `requests_per_minute` calls start, with at most `tokens_per_minute` tokens in total.
+  A call that needs more tokens than this limit starts alone.
+- In every shorter window of W seconds, at most rate * (W + burst_s + slack_s) + 1 calls start. For tokens, the bound is
+  their rate * (W + burst_s + slack_s), plus the tokens of one call. Both bounds are 1.1 times as high while the limiter
+  makes up for time that was lost to late timers or full concurrency.
 
-A call's number of tokens is an estimate until its release. Tokens that it did not use are free at once; tokens that it used
-in excess delay later calls. A call takes its slot and its share of the rate in the same moment; otherwise calls that wait
-for a slot could collect shares and start all at once. Within a phase, calls start in their order; phases take turns.
-(Neither aiolimiter nor pyrate-limiter does all this.)
+A call's number of tokens is an estimate until its permit is released. Tokens that it did not use are available at once.
+Tokens that it used beyond the estimate delay later calls. A call counts toward the rates only when there is also a free
+slot, one of `concurrency`. Otherwise, calls that wait for a slot could all start at once later. Within a phase
+(training or evaluation), calls start in order of arrival. The phases take turns. Neither aiolimiter nor pyrate-limiter
+can do all of this.
 """
 
 import asyncio
@@ -29,25 +32,26 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import WINDOW_S, Limits
 
 ROUNDING = 1e-9  # tolerance in tokens, because sums of fractions are not exact
-CATCH_UP_FACTOR = 1.1  # multiple of the rate at which calls start that make up for lost time
-CATCH_UP_S = 5.0  # most lost time that is made up for
+CATCH_UP_FACTOR = 1.1  # calls start at this multiple of the rate to make up for lost time
+CATCH_UP_S = 5.0  # maximum lost time that the limiter makes up for, in seconds
 
 
 class RateLimiter(Protocol):
-    """Gives permits: a `Limiter` in this process, or one for a whole cluster."""
+    """Grants permits for calls. It is a `Limiter` in this process, or one for a whole cluster."""
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """Wait for a permit for one call that is expected to use `tokens`. The wait may be cancelled."""
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
-        """Return the permit of a call that has ended; `used_tokens` replaces the estimate. This must not wait."""
+        """Release the permit of a call that has ended. `used_tokens` replaces the estimate. This must not wait."""
 
 
 class Limiter:
     """The `RateLimiter` of this process. Use it from one event loop.
 
     Args:
-        resumed: It replaces a limiter whose calls it does not know, so that no key may begin with a burst.
+        resumed: Whether it replaces an earlier limiter whose calls it does not know. Then no key may begin with a
+            burst.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:
@@ -55,7 +59,7 @@ class Limiter:
         self._queues: dict[str, _Queue] = {}
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
-        """Wait for a permit; see `RateLimiter`. Cancelling the wait gives the slot and the tokens back.
+        """Wait for a permit (see `RateLimiter`). If the wait is cancelled, the slot and the tokens are returned.
 
         Raises:
             ConfigurationError: The key is in use with other limits.
@@ -68,10 +72,10 @@ class Limiter:
         return await queue.wait(phase, float(tokens))
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
-        """Return a permit; see `RateLimiter`.
+        """Release a permit (see `RateLimiter`).
 
         Raises:
-            ValueError: The permit is not out, or the number of tokens is negative or not finite.
+            ValueError: The permit is not in use, or the number of tokens is negative or not finite.
         """
         if used_tokens is not None and not 0 <= used_tokens < math.inf:
             raise ValueError(f"permit {permit} of {key!r} cannot have used {used_tokens} tokens")
@@ -81,26 +85,26 @@ class Limiter:
         queue.end(permit, used_tokens)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return by key the numbers of permits `in_flight` and `granted` so far, and of calls `waiting` by phase."""
+        """Return, by key, the number of permits `in_flight`, permits `granted` so far, and calls `waiting` by phase."""
         return {key: queue.stats() for key, queue in self._queues.items()}
 
 
 class _Queue:
-    """The calls of one key: waiting calls by phase, and permits that are out."""
+    """The calls of one key: waiting calls by phase, and permits that are in use."""
 
     def __init__(self, resumed: bool) -> None:
         self._requests = Meter(resumed=resumed)
         self._tokens = Meter(resumed=resumed)
-        # By phase, with the next phase first: the tokens of each waiting call, and the moment from which it waits
+        # By phase, with the next phase first: the tokens of each waiting call, and the time at which it began to wait
         self._phases: dict[str, dict[asyncio.Future[int], tuple[float, float]]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._granted = 0
         self._limits: Limits | None = None
-        self.permits: dict[int, Start] = {}  # the start of each call that is out, in the meter of tokens
+        self.permits: dict[int, Start] = {}  # by permit in use, the start of its call in the meter of tokens
 
     def set_limits(self, key: str, limits: Limits) -> None:
-        """Set the limits; raise ConfigurationError if the key is in use with other limits."""
+        """Set the limits. Raise ConfigurationError if the key is in use with other limits."""
         if limits == self._limits:
             return
         if self.permits or any(self._phases.values()):
@@ -114,7 +118,7 @@ class _Queue:
         self._tokens.set(limits.tokens_per_minute, limits.burst_s, limits.slack_s)
 
     async def wait(self, phase: str, tokens: float) -> int:
-        """Wait for a permit."""
+        """Wait for a permit and return its number."""
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         waiting_turns = self._phases.setdefault(phase, {})
         waiting_turns[turn] = (tokens, _now())
@@ -124,25 +128,25 @@ class _Queue:
         except asyncio.CancelledError:
             self._phases[phase].pop(turn, None)
             if not turn.cancelled():
-                # The permit was granted in this turn of the event loop, and nobody else will return it
+                # The permit was granted just before the cancellation, and only this code can release it
                 self.end(turn.result(), 0.0)
             self._grant()
             raise
 
     def end(self, permit: int, used_tokens: float | None) -> None:
-        """Take a permit back."""
+        """Release a permit, and correct the number of tokens of its call."""
         start = self.permits.pop(permit)
         if used_tokens is not None:
             self._tokens.correct(start, used_tokens, _now())
         self._grant()
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of `Limiter.stats`."""
+        """Return the counts of this key for `Limiter.stats`."""
         waiting = {phase: len(turns) for phase, turns in self._phases.items() if turns}
         return {"in_flight": len(self.permits), "waiting": waiting, "granted": self._granted}
 
     def _grant(self) -> None:
-        """Give permits to the calls that may start now, and set a timer for the next call."""
+        """Grant permits to the calls that may start now, and set a timer for the next call."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -157,11 +161,11 @@ class _Queue:
             now = _now()
             may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(tokens, now))
             if may_start > now:
-                # No other call may overtake the first one in line, however small it is
+                # Not even a small call may overtake the first call in line
                 self._timer = asyncio.get_running_loop().call_at(may_start, self._grant)
                 return
             del self._phases[phase][turn]
-            # The phase becomes the last one
+            # Move the phase to the end, so that the phases take turns
             self._phases[phase] = self._phases.pop(phase)
             permit = next(self._ids)
             self._requests.start(1.0, now, since)
@@ -170,9 +174,9 @@ class _Queue:
             turn.set_result(permit)
 
     def _next_phase(self) -> str | None:
-        """Return the first phase with a waiting call; None if no call waits."""
+        """Return the first phase with a waiting call, or None if no call waits."""
         for phase, turns in self._phases.items():
-            # A call may be cancelled without its task having run since then; it cannot take a permit
+            # A cancelled call stays in line until its task runs again, but it must not get a permit
             cancelled_turns = list(itertools.takewhile(asyncio.Future.done, turns))
             for turn in cancelled_turns:
                 del turns[turn]
@@ -183,40 +187,41 @@ class _Queue:
 
 @dataclass(slots=True)
 class Start:
-    """The start of a call."""
+    """When a call started, and its cost."""
 
-    at: float  # time of the event loop
-    cost: float  # 1 in a meter of requests, the number of tokens in a meter of tokens
+    at: float  # by the clock of the event loop
+    cost: float  # 1 in a meter of requests, or the number of tokens in a meter of tokens
 
 
 class Meter:
-    """Measures one rate. Call `may_start`, and then `start` in the same moment. All moments are in seconds.
+    """Enforces the limit of one rate. Call `start` directly after `may_start`, with the same time `now`, in seconds.
 
-    An exact record of the last window enforces the limit. A pace spreads the calls over the window (generic cell rate
-    algorithm, ITU-T I.371): each call moves a virtual clock on by cost / rate, and this clock may run `burst_s` ahead of
-    the real one. The cost of a call delays the next call and not itself, so that a call larger than a burst waits no longer
-    than any other.
+    A record of all calls in the last window enforces the limit exactly. In addition, the generic cell rate algorithm
+    (ITU-T I.371) spreads the calls over the window: each call advances a virtual clock by cost / rate, and this clock
+    may be `burst_s` ahead of the real one. The cost of a call delays only the next calls, not the call itself, so that
+    a call larger than a burst waits no longer than any other.
 
     Args:
-        resumed: Calls may have started before that the meter does not know: it begins with a pause and without a burst.
+        resumed: Whether calls may have started earlier that the meter does not know. Then it begins with a pause and
+            without a burst.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:
         self._starts: deque[Start] = deque()
-        self._total = 0.0  # cost of `_starts`
+        self._total = 0.0  # total cost of `_starts`
         self._resumed = resumed
-        self._clock = -math.inf  # moment at which all calls so far would be over at the rate
-        self._hasty_clock = -math.inf  # the same at CATCH_UP_FACTOR times the rate
+        self._clock = -math.inf  # virtual clock: when the rate allows the next call, without bursts
+        self._hasty_clock = -math.inf  # the same for CATCH_UP_FACTOR times the rate
 
     def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
-        """Change the limit (None removes it). Calls that were already counted stay counted."""
+        """Change the limit. None removes it. Calls that were already counted stay counted."""
         self._limit = math.inf if per_minute is None else per_minute
         self._burst_s = burst_s
         self._window_s = WINDOW_S + slack_s
         self._rate = self._limit / self._window_s  # per second
 
     def may_start(self, cost: float, now: float) -> float:
-        """Return the first moment at which a call of `cost` may start, if no other call starts before."""
+        """Return the earliest time at which a call of this cost may start if no other call starts first."""
         self._forget(now)
         if self._resumed:
             self._resumed = False
@@ -231,7 +236,7 @@ class Meter:
         return moment
 
     def start(self, cost: float, now: float, since: float) -> Start:
-        """Record that a call starts now, which has waited since the moment `since`."""
+        """Record that a call starts now. It has waited since the time `since`."""
         start = Start(now, cost)
         self._starts.append(start)
         self._total += cost
@@ -240,7 +245,7 @@ class Meter:
         return start
 
     def correct(self, start: Start, cost: float, now: float) -> None:
-        """Replace the cost of a call. Additional cost delays later calls; cost that was not used is free again."""
+        """Replace the cost of a call. Additional cost delays later calls. Unused cost becomes available again."""
         self._forget(now)
         additional_cost = cost - start.cost
         start.cost = cost

@@ -1,7 +1,8 @@
-"""`Replicas`: chooses the address of the next request among equal servers.
+"""`Replicas` chooses which of several equivalent servers gets the next request.
 
-Each replica has a circuit breaker: failures in a row take it out of service; then one request at a time probes it.
-(The libraries aiobreaker and purgatory do not choose among addresses, let callers wait, or obey a `Retry-After`.)
+Each replica has a circuit breaker. Consecutive failures take the replica out of service. Then only one request at a
+time is sent to it as a probe, until a probe succeeds. The libraries aiobreaker and purgatory cannot choose among
+addresses, let callers wait, or obey `Retry-After`.
 """
 
 import asyncio
@@ -15,30 +16,30 @@ from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 
-LOGGED_PAUSE_S = 10.0  # shortest requested pause that is logged
-MAX_PAUSE_S = 300.0  # longest requested pause that is waited for
-# A server that fails for a moment should soon be in service again, so the first probe comes early
-FIRST_PROBE = 1 / 16  # time until the first probe, as a share of `reset_s`
-GROWTH = 1.5  # factor from one time between probes to the next
+LOGGED_PAUSE_S = 10.0  # shortest requested pause that is logged, in seconds
+MAX_PAUSE_S = 300.0  # longest requested pause for which calls wait, in seconds
+# The first probe comes early, so that a server that failed only briefly is soon in service again
+FIRST_PROBE = 1 / 16  # time until the first probe, as a fraction of `reset_s`
+GROWTH = 1.5  # factor by which the time between probes grows
 
 
 class Replica:
-    """State of one address. Moments are those of `time.monotonic`."""
+    """The state of one replica. Times are from `time.monotonic`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.in_flight = 0  # requests
-        self.sent = 0  # requests so far
-        self.failures = 0  # in a row
-        self.paused_until = 0.0  # as the server has requested
-        self.requested_pause_s = 0.0  # length of that pause
-        self.open_until: float | None = None  # end of its time out of service; None: it is in service
-        self.open_s = 0.0  # length of its last time out of service
-        self.is_probing = False  # a probe is in flight; only while it is out of service
+        self.in_flight = 0  # number of requests in flight
+        self.sent = 0  # number of requests so far
+        self.failures = 0  # number of consecutive failures
+        self.paused_until = 0.0  # end of the pause that the server requested
+        self.requested_pause_s = 0.0  # length of that pause, in seconds
+        self.open_until: float | None = None  # time of the next probe; None while the replica is in service
+        self.open_s = 0.0  # seconds between taking it out of service, or its last probe, and the next probe
+        self.is_probing = False  # whether a probe is in flight, while the replica is out of service
         self.last_failure = ""
 
     def ready_at(self) -> float:
-        """Return the moment at which the next request may be sent; infinite while a probe is in flight."""
+        """Return the time at which the next request may be sent. It is infinite while a probe is in flight."""
         return math.inf if self.is_probing else max(self.open_until or 0.0, self.paused_until)
 
     def describe(self) -> str:
@@ -50,19 +51,20 @@ class Replica:
 
 
 class Replicas:
-    """The replicas of one judge. Moments are those of `time.monotonic`.
+    """The replicas of one judge. Times are from `time.monotonic`.
 
     Args:
-        urls: The addresses.
-        failures: Number of failures in a row that take a replica out of service.
-        reset_s: Longest time between two probes of a replica out of service; the first probe comes after a sixteenth of it.
+        urls: The addresses of the replicas.
+        failures: Number of consecutive failures after which a replica is out of service.
+        reset_s: Maximum time between two probes of a replica that is out of service. The first probe comes after a
+            sixteenth of this time.
     """
 
     def __init__(self, urls: Sequence[str], failures: int, reset_s: float) -> None:
         self._replicas = [Replica(url) for url in urls]
         self._max_failures = failures
         self._reset_s = reset_s
-        self._changed = asyncio.Event()  # replaced each time that it is set
+        self._changed = asyncio.Event()  # wakes waiting calls; replaced each time it is set
         self.num_opened = 0  # how often a replica went out of service
 
     @property
@@ -71,10 +73,10 @@ class Replicas:
         return sum(replica.open_until is not None for replica in self._replicas)
 
     async def ready(self, deadline: Deadline) -> None:
-        """Wait until a request or a probe may be sent to some replica.
+        """Wait until a request or a probe may be sent to at least one replica.
 
-        A wait that a server has requested (`Retry-After`) extends the deadline. A wait while all replicas are out of
-        service does not, so that the call of a judge that is gone fails in time.
+        A wait that a server requested with `Retry-After` extends the deadline. A wait while all replicas are out of
+        service does not extend it, so that calls to an unreachable judge fail in time.
 
         Raises:
             JudgeUnavailable: No request may be sent before the deadline.
@@ -97,21 +99,21 @@ class Replicas:
                     await self._changed.wait()
 
     def usable(self, never: str | None = None) -> list[Replica]:
-        """Return the replicas that a request may be sent to now, without the one of the address `never`."""
+        """Return the replicas to which a request may be sent now, except the one with the address `never`."""
         now = time.monotonic()
         return [replica for replica in self._replicas if replica.ready_at() <= now and replica.url != never]
 
     def take(self, tried: Collection[str], never: str | None = None) -> Replica | None:
-        """Return the replica to send a request to now; the caller must `settle` it afterwards.
+        """Choose the replica for a request that is sent now. The caller must call `settle` afterwards.
 
-        A replica that is due for a probe comes first, then replicas that were not tried, then the least busy ones.
+        Replicas that are due for a probe come first, then replicas that were not tried, then the least busy ones.
 
         Args:
-            tried: Addresses that the call was sent to before.
-            never: Address that the request must not be sent to.
+            tried: Addresses to which the call has already sent a request.
+            never: Address to which the request must not be sent.
 
         Returns:
-            The replica, with `is_probing` set if it is out of service; None if there is none.
+            The replica, with `is_probing` set if it is out of service, or None if no replica can take a request.
         """
         usable_replicas = self.usable(never)
         if not usable_replicas:
@@ -127,7 +129,7 @@ class Replicas:
         return chosen
 
     def pause(self, replica: Replica, seconds: float) -> None:
-        """Send no request to a replica for some time, as its server has requested."""
+        """Send no requests to a replica for some time, because its server requested it."""
         until = time.monotonic() + min(seconds, MAX_PAUSE_S)
         if until > replica.paused_until:
             replica.paused_until = until
@@ -136,18 +138,18 @@ class Replicas:
                 logger.warning("the judge at %s asks to be left alone for %g s", replica.url, seconds)
 
     def settle(self, replica: Replica, probe: bool, healthy: bool | None, failure: str = "") -> None:
-        """Note the end of a request.
+        """Record the end of a request.
 
         Args:
-            replica: The replica that the request was sent to.
-            probe: The request was a probe.
-            healthy: Whether the server works; None if the request does not show it.
-            failure: Description of the failure.
+            replica: The replica to which the request was sent.
+            probe: Whether the request was a probe.
+            healthy: Whether the server works, or None if the request does not show this.
+            failure: Description of the failure, or "".
         """
         replica.in_flight -= 1
         replica.last_failure = failure or replica.last_failure
         if probe:
-            # The probe may have been cancelled; then the next request probes
+            # This is also done if the probe was cancelled, so that the next request becomes a probe
             replica.is_probing = False
         if probe and healthy:
             logger.warning("the judge at %s is back in service", replica.url)
@@ -157,7 +159,7 @@ class Replicas:
         elif probe and healthy is False:
             self._open(replica, min(GROWTH * replica.open_s, self._reset_s))
         elif replica.open_until is None and healthy is not None:
-            # While a replica is out of service, only its probes count
+            # While a replica is out of service, only the results of probes count, so earlier requests are ignored
             replica.failures = 0 if healthy else replica.failures + 1
             if replica.failures >= self._max_failures:
                 self._open(replica, self._reset_s * FIRST_PROBE)
@@ -167,6 +169,6 @@ class Replicas:
         self._changed = asyncio.Event()
 
     def _open(self, replica: Replica, seconds: float) -> None:
-        """Take a replica out of service until its next probe."""
+        """Keep a replica out of service until its next probe, which is due after `seconds`."""
         replica.open_s = seconds
         replica.open_until = time.monotonic() + seconds

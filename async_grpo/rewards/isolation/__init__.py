@@ -1,1 +1,1 @@
-"""The process of a user's reward, which may hang, crash, fork or exhaust its memory: that costs one sample alone."""
+"""Processes for users' rewards: a reward that hangs, crashes, forks or exhausts its memory loses only one sample."""

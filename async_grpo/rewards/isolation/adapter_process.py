@@ -1,4 +1,4 @@
-"""`AdapterProcess`: a user's reward in a process, which is killed at its deadline. The queue repeats lost calls."""
+"""`AdapterProcess` runs a user's reward in a child process, which is killed when a call takes too long."""
 
 import asyncio
 import os
@@ -18,36 +18,36 @@ from async_grpo.rewards.isolation.lines import encode_line
 from async_grpo.rewards.verifier_worker import ProcessDied, fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
-CLOSE_S = 2.0  # time for the `close` of a reward
+CLOSE_S = 2.0  # time limit for the `close` of a reward, in seconds
 FORWARDED_VARIABLES = "PATH PYTHONPATH LD_LIBRARY_PATH HOME TMPDIR LANG LC_ALL LC_CTYPE TZ".split()
 FIXED_VARIABLES = dict.fromkeys("OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS".split(), "1") | {
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONHASHSEED": "0",  # the same text gets the same reward in every process
-    "CUDA_VISIBLE_DEVICES": "",  # the accelerators belong to the trainers and the engines
+    "PYTHONHASHSEED": "0",  # text hashes, and rewards based on them, are the same in every process
+    "CUDA_VISIBLE_DEVICES": "",  # hides the GPUs, which the trainers and engines use
 }
 
 
 class AdapterProcess:
     """A verifier worker (see `VerifierWorker`) that runs one reward in a child process.
 
-    `start` or the first call starts the process. A new one is started after a time-out, a crash or a cancelled call, so
-    that an answer to an abandoned call is never read.
+    `start` or the first call starts the process. If the process has ended, for example after a time-out or a crash, the
+    next call starts a new one. Therefore a late answer to an abandoned call is never read.
 
     Args:
-        source: The registry file, and further files of rewards.
+        source: The registry file, and further files with rewards.
         adapter: Name of the reward.
-        options: Keyword options; the reward receives those that it names.
-        environment: Variables for the process, beside the allow-list. Their values are secrets: *** replaces them in the
-            logs and reasons of both processes, and in what the reward's process prints.
+        options: Keyword options. The reward receives those that are among its parameters.
+        environment: Environment variables for the process, in addition to the allow-listed ones. Their values are
+            treated as secrets: logs, error messages and the output of the reward's process show *** instead.
         memory_limit_bytes: Limit of the process's address space (RLIMIT_AS).
     """
 
-    host = "async_grpo.rewards.isolation.child:hosted_reward"  # function that makes the `Host` in the process
-    max_processes = 128  # number of processes, with all that the reward starts; with more, all are ended
-    max_message_bytes = 16 * 2**20  # size of one sample or one reply
-    start_timeout_s = (
-        60.0  # time to start, import the registry file and warm up; no sample's time-out includes it
-    )
+    # Function that creates the `Host` in the process
+    host = "async_grpo.rewards.isolation.child:hosted_reward"
+    max_processes = 128  # including processes that the reward starts; if there are more, all are ended
+    max_message_bytes = 16 * 2**20  # size limit of one sample or one reply
+    # Time limit to start, import the registry file and warm up, in seconds. It is not part of a sample's time-out
+    start_timeout_s = 60.0
     grace_s = 2.0  # time for an async reward to obey a cancellation before its process is killed
 
     def __init__(
@@ -75,7 +75,7 @@ class AdapterProcess:
         self._is_closed = False
 
     async def start(self) -> Self:
-        """Start the process if it does not run, and return this worker.
+        """Start the process unless it is running, and return this worker.
 
         Raises:
             ConfigurationError: The registry file or the reward in it cannot be used.
@@ -111,17 +111,18 @@ class AdapterProcess:
             self.traits = traits
             self.capacity = traits.capacity
             self.has_post_process = traits.has_post_process
-            # A plain reward serves one sample at a time; further samples can wait in the pipe to its process
+            # A plain reward scores one sample at a time, while the next ones can already wait in the pipe to its
+            # process
             self.prefetch = not traits.is_async and not traits.is_batch
             return self
 
     @property
     def is_alive(self) -> bool:
-        """Return whether there is a process that answers."""
+        """Return whether the process is running and can answer."""
         return self._child is not None and not self._child.is_lost and not self._is_closed
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Return the result of one sample. An exception of the reward and a time-out are results; see `VerifierWorker`."""
+        """Return the result of one sample, also after a time-out or an exception (see `VerifierWorker`)."""
         started_at = time.monotonic()
         (answer,) = await self._exchange("sample", sample, 1, timeout_s)
         return AdapterResult(self.adapter, **fields_of(answer), latency_s=time.monotonic() - started_at)
@@ -129,7 +130,7 @@ class AdapterProcess:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
     ) -> list[AdapterResult]:
-        """Return a group's results after the reward's `post_process_scores`; unchanged if it has none."""
+        """Return a group's results after the reward's `post_process_scores`, or unchanged if it has none."""
         group = []
         for sample, result in zip(samples, results, strict=True):
             member = {
@@ -145,7 +146,7 @@ class AdapterProcess:
         return [replace(result, **fields_of(answer)) for result, answer in zip(results, answers, strict=True)]
 
     async def close(self) -> None:
-        """End the process for good; calls in flight raise WorkerLost."""
+        """End the process permanently. Calls in flight raise WorkerLost."""
         self._is_closed = True
         if self._child is not None:
             await self._child.end(WorkerLost(f"the worker of {self.adapter!r} is closed"), CLOSE_S)
@@ -153,7 +154,7 @@ class AdapterProcess:
     async def _exchange(
         self, kind: str, content: Any, num_answers: int, timeout_s: float
     ) -> list[dict[str, Any]]:
-        """Return the process's answers to a `sample` or a `group`, or that many times the reason why there is none."""
+        """Return the process's answers to a `sample` or a `group`, or `num_answers` failures if there are none."""
         try:
             body = encode_line(content, self.max_message_bytes * max(1, num_answers))
             await self.start()
@@ -170,7 +171,7 @@ class AdapterProcess:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a child's variables: the allow-listed and the extra ones, with one thread per library.
+    """Return a child's environment: allow-listed variables, the extra ones, and one thread per numerical library.
 
     `PYTHONPATH` begins with the folder of this package.
     """
@@ -182,9 +183,9 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def named_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return these variables of this process, for rewards that call a service and need its key (`--reward-env`).
+    """Return environment variables by name, for rewards that need the API key of a service (`--reward-env`).
 
-    The values are passed to the rewards' processes and kept nowhere else; *** replaces them in the logs of this process.
+    The values are passed to the rewards' processes and stored nowhere else. Logs of this process show *** instead.
 
     Raises:
         ConfigurationError: A variable is not set.

@@ -1,16 +1,16 @@
-"""The main program of one reward's process. It reads requests from its end of a socket pair and answers each.
+"""The main program of a reward's process. It reads requests from its end of a socket pair and answers each of them.
 
 A message is a line of JSON:
 
     {"id": 0, "at": moment, "greeting": {...}}  ->  {"id": 0, "traits": {...}}, or `error` if it cannot start
     {"id": 7, "at": moment, "sample": {...}}    ->  {"id": 7, "answers": [answer]}
     {"id": 8, "at": moment, "group": [...]}     ->  {"id": 8, "answers": [...]}, after `post_process_scores`
-    {"cancel": 7}           drops request 7 if its turn has not come, and cancels it if the reward is async. The request
-                            is answered all the same, perhaps with an empty list
-    {"begun": [7, 9]}       comes from a batched reward: one call now serves these requests
+    {"cancel": 7}           drops request 7 if it has not begun, or cancels it if the reward is async. The request is
+                            still answered, possibly with an empty list
+    {"begun": [7, 9]}       is sent to the parent by a batched reward: one call now serves these requests
 
-The reward runs in this process's main thread, where libraries may use signals; what it prints goes to stderr. Only the
-standard library is imported before the reward is, and asyncio only for a reward that needs it.
+The reward runs in this process's main thread, where libraries may use signals. Its output goes to stderr. To start
+fast, the process imports no third-party libraries before the reward, and asyncio only if the reward needs it.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 RECEIVE_BYTES = 2**18
 
-Answers = list[dict[str, Any]]  # as `result.read_answer` makes them
+Answers = list[dict[str, Any]]  # in the format of `result.read_answer`
 
 
 def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
-    """Serve until the parent closes the channel, below a guardian (see `process_tree`)."""
+    """Serve requests until the parent closes the channel, as the child of a guardian process (see `process_tree`)."""
     split_off_guardian(parent_pid, channel_fd, max_processes)
     os.set_inheritable(channel_fd, False)  # a program started by the reward must not keep the channel open
     with socket.socket(fileno=channel_fd) as channel:
@@ -61,31 +61,31 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
             is_async, make_host = make_host_factory(greeting)
             if is_async:
                 from asyncio import run
-        except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
+        except BaseException as error:  # report any error in the user's file to the parent
             server.send({"id": 0, "error": describe(error)})
             return
         run(server.serve(make_host))
 
 
 def _hide(secret_variables: Sequence[str]) -> None:
-    """Keep the variables' values out of this process's answers, logs and output."""
+    """Keep the values of these variables out of this process's answers, logs and output."""
     if secret_variables:
         register_secrets(os.environ[name] for name in secret_variables)
         redact_output()
 
 
 def hosted_reward(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:
-    """Return whether the reward needs an event loop, and a function that makes its host there."""
+    """Return whether the reward needs an event loop, and a function that creates its host."""
     name = greeting["adapter"]
     adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
     return traits_of(adapter).is_async, partial(Reward, adapter, greeting["options"])
 
 
 class Server:
-    """Serves the requests of the channel.
+    """Serves the requests that arrive on the channel.
 
-    Without an event loop it makes one call after the other. In an event loop it runs a task for each request at once, or
-    for one batch at a time if the reward is batched.
+    Without an event loop, it makes one call after the other. In an event loop, it runs a task for each request, all at
+    the same time. If the reward is batched, it runs a task for one batch at a time.
 
     Args:
         channel: This process's end of the socket pair.
@@ -95,23 +95,23 @@ class Server:
     def __init__(self, channel: socket.socket, max_bytes: int) -> None:
         self._channel = channel
         self._max_bytes = max_bytes
-        self._lines = Lines()  # without a limit: the parent limits its own messages
-        self._poll = select.poll()  # `select` takes no descriptor above 1023
+        self._lines = Lines()  # no size limit, because the parent limits its own messages
+        self._poll = select.poll()  # unlike `select`, it supports file descriptors above 1023
         self._poll.register(channel, select.POLLIN)
         self._pid = os.getpid()
         self._traits = AdapterTraits()
         self._waiting: list[Message] = []
-        self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}  # by the number of a request that they serve
-        self._woken: asyncio.Event | None = (
-            None  # in an event loop; set when data has come or a task has ended
-        )
+        # By the number of each request that the task serves
+        self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}
+        # Set when data has arrived or a task has ended. None without an event loop
+        self._woken: asyncio.Event | None = None
 
     async def serve(self, make: Callable[[], "Host"]) -> None:
-        """Make the host, answer the greeting, and answer requests until the parent closes the channel."""
+        """Create the host, answer the greeting, and answer requests until the parent closes the channel."""
         try:
-            reward = make()  # in the event loop, to which its connections may belong
+            reward = make()  # made in the event loop, because its connections may belong to the loop
             await reward.call("warm_up")
-        except BaseException as error:  # the parent must learn the reason, whatever the user's code raised
+        except BaseException as error:  # report any error in the user's code to the parent
             self.send({"id": 0, "error": describe(error)})
             return
         self._traits = reward.traits
@@ -134,11 +134,11 @@ class Server:
         await reward.call("close")
 
     def send(self, message: Message) -> None:
-        """Send a message to the parent; raise ValueError if it is too large."""
+        """Send a message to the parent. Raise ValueError if it is too large."""
         self._channel.sendall(encode_line(message, self._max_bytes) + b"\n")
 
     def _receive(self) -> bool:
-        """Read the data that has come, and return False if the parent has closed the channel."""
+        """Read the data that has arrived. Return False if the parent has closed the channel, otherwise True."""
         piece = self._channel.recv(RECEIVE_BYTES)
         for message in self._lines.feed(piece):
             number = message.get("cancel")
@@ -151,7 +151,7 @@ class Server:
         return bool(piece)
 
     def _drop_waiting(self, number: int) -> None:
-        """Answer a waiting request with an empty list; do nothing if it was answered before."""
+        """Answer a waiting request with an empty list. Do nothing if it has already been answered."""
         for request in self._waiting:
             if request["id"] == number:
                 self._waiting.remove(request)
@@ -159,7 +159,7 @@ class Server:
                 return
 
     def _time_to_next_call_s(self) -> float | None:
-        """Return the seconds until the next call may begin; None if no call can begin before something happens.
+        """Return the seconds until the next call may begin, or None if it must wait for a request or the end of a task.
 
         A batch begins when it is full, or when its first request was sent `max_wait_s` ago.
         """
@@ -171,7 +171,7 @@ class Server:
         return max(0.0, first["at"] + self._traits.max_wait_s - time.monotonic())
 
     async def _has_data_within(self, wait_s: float | None) -> bool:
-        """Wait for data from the parent, and return whether some has come; in an event loop, a task's end ends the wait."""
+        """Wait for data from the parent, and return whether it has arrived. The end of a task also ends the wait."""
         if self._woken is not None and wait_s != 0.0:
             import asyncio
 
@@ -183,7 +183,7 @@ class Server:
         return bool(self._poll.poll(wait_ms))
 
     def _take_requests(self) -> list[Message]:
-        """Take the requests of the next call. A batched reward reports them, because the parent cannot know them."""
+        """Remove and return the requests of the next call. Report them to the parent if the reward is batched."""
         first = self._waiting[0]
         max_size = self._traits.capacity if self._traits.is_batch and "sample" in first else 1
         further_samples = itertools.takewhile(lambda request: "sample" in request, self._waiting[1:max_size])
@@ -194,13 +194,13 @@ class Server:
         return requests
 
     def _start(self, requests: Sequence[Message], replies: Coroutine[Any, Any, list[Answers]]) -> None:
-        """Serve requests in a task, which answers them when it ends."""
+        """Serve requests in a task. Send the answers when the task ends."""
         import asyncio
 
         def answer_requests(task: "asyncio.Task[list[Answers]]") -> None:
             for request in requests:
                 del self._tasks[request["id"]]
-            if task.cancelled():  # before it began
+            if task.cancelled():  # it was cancelled before it began
                 self._answer(requests, [[] for _ in requests])
             else:
                 self._answer(requests, task.result())
@@ -214,7 +214,7 @@ class Server:
 
     def _answer(self, requests: Sequence[Message], replies: Sequence[Answers]) -> None:
         if os.getpid() != self._pid:
-            # The reward has forked, and the fork has returned here as its parent does
+            # The reward has forked, and this is the forked process, which must not answer
             os._exit(1)
         for request, answers in zip(requests, replies, strict=True):
             try:
@@ -225,21 +225,22 @@ class Server:
 
 
 class Host(Protocol):
-    """Serves the requests of such a process: a reward or something else. `greeting["host"]` names its factory."""
+    """Serves the requests that a child process receives, such as a reward's. `greeting["host"]` names its factory."""
 
     traits: AdapterTraits
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method if there is one: `warm_up` before the first request, `close` after the last."""
+        """Call a method if the host has it: `warm_up` before the first request, `close` after the last one."""
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
-        """Return the answers to each request; raise nothing."""
+        """Return the answers to each request. This must not raise an error."""
 
 
 class Reward:
-    """The `Host` of a registered reward with the options that it names. If the reward is a class, an object is made.
+    """The `Host` of a registered reward. It passes the options that the reward has as parameters.
 
-    `run_plain` can run its coroutines if the reward awaits nothing.
+    If the reward is a class, one object of it is created. `run_plain` can run the coroutines of this class if the
+    reward awaits nothing.
 
     >>> reward = Reward(lambda sample, weight=1.0: weight * sample["value"], {"weight": 2.0, "url": "x"})
     >>> run_plain(reward.replies([{"sample": {"value": 3}}]))[0][0]["reward"]
@@ -255,25 +256,25 @@ class Reward:
         self._options = accepted_options(self._function, options)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the registered object, and return its result; None if it has no such method."""
+        """Call a method of the registered object and return its result. Return None if it has no such method."""
         returned = getattr(self._adapter, method, lambda: None)(*arguments)
         return await returned if inspect.isawaitable(returned) else returned
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
-        """Return the answers to each request, one for each sample or member of a group; raise nothing."""
+        """Return the answers to each request, one for each sample or member of a group. This raises no error."""
         if "group" in requests[0]:
             return [await self._post_process(requests[0]["group"])]
-        # Copies, because the reward may change its samples and steps are measured on the original ones
+        # Pass copies, because the reward may change them, and its steps are located in the original samples
         samples = [dict(request["sample"]) for request in requests]
         returned: Any
         try:
             returned = self._function(samples if self.traits.is_batch else samples[0], **self._options)
             if inspect.isawaitable(returned):
                 returned = await returned
-        except BaseException as error:  # sys.exit() and time-outs of libraries would end the process
+        except BaseException as error:  # also sys.exit() and libraries' time-outs must not end the process
             if len(requests) == 1 or not isinstance(error, Exception | SystemExit):
                 return [[failure(describe(error))] for _ in requests]
-            # A sample of the batch may be to blame, so each is tried alone
+            # A single sample of the batch may have caused the error, so each sample is tried alone
             replies = []
             for request in requests:
                 replies += await self.replies([request])
@@ -304,14 +305,13 @@ class Reward:
     def _read(self, returned: Any, request: Message) -> dict[str, Any]:
         try:
             return read_answer(returned, request["sample"], self.traits.is_process_reward)
-        except (
-            Exception
-        ) as error:  # a number may be too large for a float, an object may pretend to be a dict
+        except Exception as error:
+            # A number may be too large for a float, or an object may pretend to be a dict
             return failure(describe(error))
 
 
 def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that needs no event loop; where it awaits something, raise a TypeError in it."""
+    """Run a coroutine without an event loop and return its result. If it awaits something, raise a TypeError in it."""
     try:
         coroutine.send(None)
         while True:
@@ -325,7 +325,7 @@ def _refuse_judge(sample: Any) -> None:
 
 
 def _mismatch(returned: Any, num_answers: int) -> str:
-    """Return what was returned instead of a list of so many answers; "" if it is one."""
+    """Describe what was returned instead of a list of `num_answers` answers, or return "" if it is such a list."""
     if not isinstance(returned, list | tuple):
         return f"a {type(returned).__name__}, not a list"
     return "" if len(returned) == num_answers else f"{len(returned)} answers"

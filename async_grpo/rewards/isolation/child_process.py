@@ -1,4 +1,4 @@
-"""The parent's end of a reward's process: start it, send it requests, keep their time limits, and end it."""
+"""The parent's side of a reward's process: starts it, sends requests to it, enforces their time limits, and ends it."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,18 @@ from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # time for a process that closed its channel to end by itself
 REAP_S = 10.0  # time for a killed process to end
-POLL_INTERVAL_S = 0.002  # between two looks whether the process has ended
-EXIT_READ_BYTES = 2**16  # per read of the last answers of a process that has ended
+POLL_INTERVAL_S = 0.002  # seconds between two checks whether the process has ended
+EXIT_READ_BYTES = 2**16  # size of one read of the last answers from a process that has ended
 _MAIN = "import sys; from async_grpo.rewards.isolation.child import main; main(*map(int, sys.argv[1:]))"
 
 
 class ChildRequest:
-    """A message to the process. Its reply or error is set even if the caller no longer waits.
+    """A request to the process. Its reply or error is set even if the caller no longer waits.
 
     Args:
-        number: Number of the request in the process.
-        timeout_s: Time limit, from when the process begins to serve the request.
-        limit: The caller's time-out, which is set when the process begins.
+        number: Number that identifies the request in the process.
+        timeout_s: Time limit in seconds, from when the process begins to serve the request.
+        limit: The time-out object of the caller. Its deadline is set when the process begins to serve the request.
     """
 
     def __init__(self, number: int, timeout_s: float, limit: asyncio.Timeout) -> None:
@@ -39,10 +39,9 @@ class ChildRequest:
         self.timeout_s = timeout_s
         self.limit = limit
         self.reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self.batch: Sequence[
-            ChildRequest
-        ] = ()  # the requests of the call that serves this one, once it has begun
-        self.is_given_up = False  # by its caller
+        # All requests that the same call serves, including this one. It is empty until the call begins
+        self.batch: Sequence[ChildRequest] = ()
+        self.is_given_up = False  # whether its caller no longer waits
 
     @property
     def has_begun(self) -> bool:
@@ -51,31 +50,31 @@ class ChildRequest:
 
 
 class ChildProcess(asyncio.Protocol):
-    """A process that answers each request once (see `child`). Its `channel` must be connected before the first request.
+    """A process that answers each request once (see `child`). Connect its `channel` before the first request.
 
-    A plain reward serves its requests in order, one at a time; an async reward serves all at once; a batched reward reports
-    which requests it begins together. A request's time limit starts when it begins. The process dies with the thread that
-    made it.
+    A plain reward serves its requests in order, one at a time. An async reward serves all requests at the same time. A
+    batched reward reports which requests it begins together. The time limit of a request starts when the process begins
+    to serve it. The process dies with the thread that created it.
 
     Args:
         adapter: Name of the reward, for messages.
         max_message_bytes: Size limit of a message from the process.
-        max_processes: Number of processes that the reward may have, this one included.
-        environment: All environment variables of the process.
+        max_processes: Maximum number of processes, including this one and those that the reward starts.
+        environment: The complete environment of the process.
     """
 
     def __init__(
         self, adapter: str, max_message_bytes: int, max_processes: int, environment: Mapping[str, str]
     ) -> None:
-        self.is_lost = False  # it will answer nothing any more
+        self.is_lost = False  # the process will send no more answers
         self.traits = AdapterTraits()  # set by the owner when the greeting has been answered
         self._adapter = adapter
         self._lines = Lines(max_message_bytes)
         self._numbers = itertools.count()
-        self._requests: dict[int, ChildRequest] = {}  # not answered yet, in their order
+        self._requests: dict[int, ChildRequest] = {}  # unanswered requests, in the order of sending
         self._transport: asyncio.Transport | None = None
         self._bury_task: asyncio.Task[None] | None = None
-        self._gone = asyncio.Event()  # the process and all that it started have ended
+        self._gone = asyncio.Event()  # set when the process and all that it started have ended
         self._max_processes = max_processes
         self.channel, child_end = socket.socketpair()
         arguments = [str(child_end.fileno()), str(os.getpid()), str(max_processes)]
@@ -84,29 +83,30 @@ class ChildProcess(asyncio.Protocol):
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _MAIN, *arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # what a reward prints must not mix with the program's own output
+                    stdout=2,  # to stderr, because a reward's output must not mix with the program's own output
                     pass_fds=(child_end.fileno(),),
-                    start_new_session=True,  # the terminal's Ctrl-C must not reach it
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach the process
                     env=environment,
                 )
         except BaseException:
             self.channel.close()
             raise
-        self.pid = self._process.pid  # of the guardian (see `process_tree`), with which all others end
+        # Id of the guardian process (see `process_tree`), with which all others end
+        self.pid = self._process.pid
 
     async def ask(self, kind: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
-        """Return the reply to a request.
+        """Send a request and return the reply to it.
 
         Args:
-            kind: Kind of the request: `greeting`, which must be the first, `sample` or `group`.
+            kind: Kind of the request: `greeting`, `sample` or `group`. The first request must be the greeting.
             body: Content of the request as JSON.
-            timeout_s: Time limit, from when the process begins to serve the request.
+            timeout_s: Time limit in seconds, from when the process begins to serve the request.
             grace_s: See `AdapterProcess`.
 
         Raises:
             TimeoutError: The process did not answer in time.
             ProcessDied: The process died while it served the request.
-            CallInterrupted: The process was ended for another request.
+            CallInterrupted: The process was ended because of another request.
         """
         number = next(self._numbers)
         head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), kind.encode())
@@ -132,7 +132,7 @@ class ChildProcess(asyncio.Protocol):
             raise
 
     async def end(self, error: WorkerLost, grace_s: float = 0.0) -> None:
-        """End the process; its unanswered requests raise the error. An idle process may use `grace_s` to end by itself."""
+        """End the process. Its unanswered requests raise the error. An idle process gets `grace_s` to end by itself."""
         if self._transport is not None and not self.is_lost and not self._requests:
             self._transport.write_eof()
             with contextlib.suppress(TimeoutError):
@@ -141,14 +141,14 @@ class ChildProcess(asyncio.Protocol):
         await self._gone.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport; asyncio calls this."""
-        # A cast, because uvloop's transport, in a Ray actor, is no subclass of asyncio's
+        """Store the transport. asyncio calls this method."""
+        # The type is cast, because Ray actors use uvloop, whose transport is not a subclass of asyncio's
         self._transport = cast(asyncio.Transport, transport)
         if self.is_lost:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read messages of the process; asyncio calls this."""
+        """Read messages from the process. asyncio calls this method."""
         try:
             for message in self._lines.feed(data):
                 if "begun" in message:
@@ -161,7 +161,7 @@ class ChildProcess(asyncio.Protocol):
             self._kill(ProcessDied(reason))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Collect the process; asyncio calls this."""
+        """Wait in a task for the end of the process, after its channel was closed. asyncio calls this method."""
         if error is not None:
             self._read_last_answers()
         # Killing a process that is about to end would hide the cause of its death
@@ -185,7 +185,7 @@ class ChildProcess(asyncio.Protocol):
         self._write(encode_line({"cancel": request.number}))
 
     def _begin_next(self) -> None:
-        """Start the time of the first request, if the process serves requests in order."""
+        """Start the time limit of the oldest unanswered request, if the process serves requests one by one."""
         if self.traits.is_async or self.traits.is_batch:
             return
         first = next(iter(self._requests.values()), None)
@@ -193,14 +193,14 @@ class ChildProcess(asyncio.Protocol):
             self._begin([first])
 
     def _begin(self, requests: Sequence[ChildRequest]) -> None:
-        """Start the time of requests that one call of the reward serves."""
+        """Start the time limits of requests that one call of the reward serves together."""
         loop = asyncio.get_running_loop()
         for request in requests:
             request.batch = requests
             if not request.is_given_up and not request.reply.done():
                 request.limit.reschedule(loop.time() + request.timeout_s)
         if all(request.is_given_up for request in requests):
-            # Cancelled after it had started: no caller enforces its time limit any more
+            # No caller waits for these requests and enforces their time limit, so a timer does
             loop.call_later(requests[0].timeout_s, self._interrupt, requests)
 
     def _interrupt(self, requests: Sequence[ChildRequest]) -> None:
@@ -209,11 +209,11 @@ class ChildProcess(asyncio.Protocol):
             self._kill(CallInterrupted(f"the process of {self._adapter!r} was ended for another sample"))
 
     async def _abandon(self, request: ChildRequest, grace_s: float) -> None:
-        """Free the process from a request that its caller has given up.
+        """Stop the work on a request whose caller no longer waits.
 
-        A request that has not begun is withdrawn. A batch goes on while a caller waits for another sample of it. Otherwise
-        an async reward gets a cancellation and `grace_s` to obey it; a reward that does not obey, or that cannot be
-        cancelled, loses its process.
+        A request that has not begun is withdrawn. A batch continues while a caller waits for another sample in it.
+        Otherwise, the call of an async reward is cancelled and gets `grace_s` to end. If it does not end, or if the
+        reward is not async, the process is ended.
         """
         if not request.has_begun:
             self._withdraw(request)
@@ -232,12 +232,12 @@ class ChildProcess(asyncio.Protocol):
             await self._gone.wait()
 
     async def _bury(self, wait_s: float) -> None:
-        """Kill and collect the process and all that it started, unless it ends by itself within `wait_s`."""
+        """Wait `wait_s` for the process to end by itself. Then end all that is left of it, and fail its requests."""
         await self._ends_within(wait_s)
         self._process.terminate()
-        self._process.send_signal(signal.SIGCONT)  # the reward may have stopped its guardian
+        self._process.send_signal(signal.SIGCONT)  # resumes the guardian, which the reward may have stopped
         if not await self._ends_within(REAP_S):
-            self._process.kill()  # whatever blocks the guardian, the reward's process dies with it
+            self._process.kill()  # kills a guardian that does not respond; the reward's process dies with it
         error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
         self._kill(error, CallInterrupted(f"{error}, before it began this sample"))
         self._gone.set()
@@ -253,24 +253,24 @@ class ChildProcess(asyncio.Protocol):
         return f"died (exit status {exit_code})"
 
     def _kill(self, error: WorkerLost, error_before_turn: WorkerLost | None = None) -> None:
-        """Close the connection, with which the process ends, and set the error of all unanswered requests.
+        """Close the connection, which ends the process, and set an error for all unanswered requests.
 
         Args:
-            error: Error of all requests.
-            error_before_turn: Error of the requests that have not begun, if it is another one.
+            error: Error for the requests.
+            error_before_turn: Error for the requests that have not begun. None uses `error`.
         """
         self.is_lost = True
         requests = list(self._requests.values())
         self._requests = {}
         for request in requests:
             request.reply.set_exception(error if request.has_begun else error_before_turn or error)
-            # Marks the error as retrieved: the caller may have gone, and asyncio would log it
+            # Mark the error as retrieved, because asyncio would log it if no caller waits
             request.reply.exception()
         if self._transport is not None:
             self._transport.abort()
 
     async def _ends_within(self, timeout_s: float) -> bool:
-        """Return whether the process ends in time. It is polled, because waiting for it would take a thread."""
+        """Return whether the process ends in time. It is polled, because waiting for it would need a thread."""
         deadline = time.monotonic() + timeout_s
         while self._process.poll() is None:
             if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 def encode_line(message: Any, max_bytes: int = sys.maxsize) -> bytes:
-    """Return the message as JSON, which contains no line end.
+    """Return the message as one line of JSON, without a line end.
 
     Raises:
         ValueError: The message is too large.
@@ -22,7 +22,7 @@ def encode_line(message: Any, max_bytes: int = sys.maxsize) -> bytes:
 
 
 class Lines:
-    r"""Splits a stream, which arrives in pieces, into messages.
+    r"""Splits a stream that arrives in pieces into messages.
 
     >>> lines = Lines()
     >>> list(lines.feed(b'{"a":1}\n{"b"')), list(lines.feed(b':2}\n'))
@@ -31,7 +31,7 @@ class Lines:
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
         self._max_bytes = max_bytes
-        self._rest = bytearray()  # beginning of a line whose end has not come yet
+        self._rest = bytearray()  # beginning of a line whose end has not arrived yet
 
     def feed(self, piece: bytes) -> Iterator[Message]:
         """Yield the messages that end in this piece.

@@ -1,16 +1,16 @@
-"""Remote judges: rewards that a server gives. They stand in `REWARD_ADAPTERS` like any function.
+"""Remote judges: rewards that a server computes. Register them in `REWARD_ADAPTERS` like any reward function.
 
     REWARD_ADAPTERS = {..., RewardType.JUDGE: LLMJudge(url="http://127.0.0.1:8000", model="judge")}
 
-A judge consists of settings only: it holds no connection, and can be compared and pickled. Its client (`rewards.http`)
-takes care of limits, retries and load balancing. A call either returns an answer or raises; a failure never becomes a
-reward of 0.
+A judge object holds only settings and no connection, so it can be compared and pickled. Its client (`rewards.http`)
+handles rate limits, retries and load balancing. A call either returns an answer or raises an error. A failure never
+becomes a reward of 0.
 
-Any object can be a judge that has `endpoint() -> Endpoint` and `async score(sample, client, *, phase, deadline)`. The
-method `score` returns an answer (see `adapter.result`) and passes `phase` and `deadline` to the `EndpointClient`. It raises
-JudgeError if there is no verdict, and ConfigurationError if the sample lacks what the judge needs.
+Any object with `endpoint() -> Endpoint` and `async score(sample, client, *, phase, deadline)` can be a judge. The
+method `score` returns an answer (see `adapter.result`) and passes `phase` and `deadline` to the `EndpointClient`. It
+raises JudgeError if there is no verdict, and ConfigurationError if the sample lacks a column that the judge needs.
 
-`JudgeServer` (in `server`) starts vLLM for judges that ask a model.
+`JudgeServer` (in `server`) starts vLLM servers for judges that call a model.
 """
 
 from async_grpo.rewards.judges.llm import GenerativeRM, LLMJudge

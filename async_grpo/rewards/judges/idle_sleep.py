@@ -1,4 +1,4 @@
-"""`IdleSleep`: vLLM servers sleep while they have no calls, and their GPU memory is free for other processes."""
+"""`IdleSleep` puts idle vLLM servers to sleep, which frees their GPU memory for other processes."""
 
 import asyncio
 import json
@@ -12,19 +12,19 @@ from typing import Any
 
 from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
-ANSWER_S = 5.0  # time limit of a question to a server
-MOVE_S = 120.0  # time limit for moving the weights of a large model
-MAX_REPLY_BYTES = 2**16  # replies are short: whether the server sleeps
-UNABLE = (OSError, HTTPException, ValueError, KeyError, TypeError)  # errors of a request to a server
+ANSWER_S = 5.0  # time limit of a GET request, in seconds
+MOVE_S = 120.0  # time limit of a POST request, which may move the weights of a large model, in seconds
+MAX_REPLY_BYTES = 2**16  # size limit of a reply, which only states whether the server sleeps
+UNABLE = (OSError, HTTPException, ValueError, KeyError, TypeError)  # what a failed request can raise
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 log = logging.getLogger(__name__)
 
 
 def server_reply(url: str, method: str = "GET") -> dict[str, Any]:
-    """Send a request to one of our vLLM servers, and return its reply. The call blocks.
+    """Send a request to a vLLM server and return its JSON reply. The call blocks.
 
     Raises:
-        OSError or another of UNABLE: There is no usable reply.
+        OSError: There is no usable reply. Instead of OSError, another error in `UNABLE` is possible.
     """
     request = urllib.request.Request(url, method=method)
     with _NO_PROXY.open(request, timeout=ANSWER_S if method == "GET" else MOVE_S) as reply:
@@ -32,10 +32,10 @@ def server_reply(url: str, method: str = "GET") -> dict[str, Any]:
 
 
 def set_sleeping(url: str, asleep: bool) -> None:
-    """Let a server sleep (at level 1, which keeps the weights in main memory) or wake. The call blocks.
+    """Put a server to sleep or wake it. The call blocks. Sleep level 1 keeps the weights in main memory.
 
     Raises:
-        OSError or another of UNABLE: The server does not answer or does not obey.
+        OSError: The server does not answer or does not obey. Instead of OSError, another error in `UNABLE` is possible.
     """
     if server_reply(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
         server_reply(url + ("/sleep?level=1" if asleep else "/wake_up"), "POST")
@@ -44,7 +44,7 @@ def set_sleeping(url: str, asleep: bool) -> None:
 
 
 class IdleSleep:
-    """Puts servers to sleep while nobody calls them. All callers of a process share one object, in one event loop.
+    """Puts servers to sleep while no call uses them. All callers in a process share one object, in one event loop.
 
     Args:
         urls: Base addresses of vLLM servers that were started with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
@@ -56,13 +56,14 @@ class IdleSleep:
         self._after_s = after_s
         self._num_callers = 0
         self._last_call_at = 0.0
-        # From waking to sleeping. It is a task of its own, because a caller that gives up would leave servers half awake
+        # The task that wakes the servers and later puts them to sleep. It is independent of the callers, because a
+        # cancelled caller would leave some of the servers asleep
         self._wake_period: asyncio.Task[None] | None = None
         self._awake: asyncio.Future[None]
 
     @asynccontextmanager
     async def keep_awake(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Keep the servers awake inside the context. The deadline is put off by the time that waking takes.
+        """Keep the servers awake inside the context. The time that waking takes extends the deadline.
 
         Raises:
             JudgeUnavailable: A server cannot be woken.
@@ -80,13 +81,13 @@ class IdleSleep:
             self._last_call_at = time.monotonic()
 
     async def close(self) -> None:
-        """Leave the servers as they are."""
+        """Stop managing the servers. They stay asleep or awake, as they are now."""
         if self._wake_period:
             self._wake_period.cancel()
             self._awake.cancel()
 
     async def _stay_awake_while_called(self) -> None:
-        """Wake the servers, and let them sleep once nobody has called for a while; repeat if somebody calls meanwhile."""
+        """Wake the servers, and put them to sleep when they are idle. Repeat this if a call arrives in the meantime."""
         try:
             while self._num_callers:
                 await self._set(asleep=False)
@@ -108,7 +109,7 @@ class IdleSleep:
 
     async def _set(self, *, asleep: bool) -> None:
         moves = [asyncio.to_thread(set_sleeping, url, asleep) for url in self._urls]
-        # The limits of `server_reply` begin again with each byte that arrives
+        # This limits the total time, because the time-outs in `server_reply` restart with each byte that arrives
         async with asyncio.timeout(MOVE_S + 2 * ANSWER_S):
             errors = await asyncio.gather(*moves, return_exceptions=True)
         for url, error in zip(self._urls, errors, strict=True):

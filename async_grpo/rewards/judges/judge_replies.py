@@ -1,7 +1,8 @@
-"""Functions that turn a judge's replies into one score. Replies are data like completions: parsed, checked, and never run.
+"""Parse and check a judge's replies, and combine them into one score. Nothing in a reply is executed.
 
-Replies are read beside the event loop of all judges, which shares Python's lock with them. So the length of what is read is
-limited, reading takes linear time, and patterns and schemas of the user have a budget (see `reading`).
+Replies are parsed in threads, which share Python's global lock with the judges' event loop. To keep the loop
+responsive, the length of a reply is limited, parsing takes linear time, and the user's patterns and schemas have a time
+budget (see `reading`).
 """
 
 import json
@@ -19,24 +20,25 @@ from async_grpo.rewards.judges.judge_schemas import MATCH_S, breach_of
 from async_grpo.rewards.judges.reading import ReadingBudget
 from async_grpo.rewards.judges.score_line import score_in
 
-MAX_QUOTE = 200  # characters of a reply in the reason of a failure
-# More characters are written than are quoted, so that a secret is found that the quote would cut in half
+MAX_QUOTE = 200  # characters of a reply that an error message quotes
+# Characters of a reply's JSON in which secrets are replaced before MAX_QUOTE of them are quoted. A secret cut in half
+# by the quote would not be recognized
 MAX_WRITTEN_CHARACTERS = 4000
-MAX_REPLY_CHARACTERS = 400_000  # of one reply, its thought included: some 100,000 tokens
-MAX_CHOICES_CHARACTERS = 4 * MAX_REPLY_CHARACTERS  # of all choices of one request
-MAX_VERDICT_CHARACTERS = 32_768  # of a verdict in JSON, without the thought
-MAX_EXTRAS = 64  # numbers beside the score, each of which becomes a column of the metrics
-MAX_NAME_CHARACTERS = 100  # of such a number's name
-MAX_TOP_LOGPROBS = 1000  # of one token; servers return 20 at most
-MAX_MASS = 1.001  # sum of probabilities, with rounding errors
-NUM_SHOWN_TOKENS = 5  # of the likeliest ones, in a message
-# Finish reasons of a complete reply. Other replies are cut off ("length"), censored ("content_filter") or no answer
-# ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
+MAX_REPLY_CHARACTERS = 400_000  # length limit of one reply with its reasoning, about 100,000 tokens
+MAX_CHOICES_CHARACTERS = 4 * MAX_REPLY_CHARACTERS  # length limit of all choices in a reply together
+MAX_VERDICT_CHARACTERS = 32_768  # length limit of a JSON verdict, without the reasoning before it
+MAX_EXTRAS = 64  # numbers in one verdict, including the score; each becomes a column of the metrics
+MAX_NAME_CHARACTERS = 100  # length limit of a number's name, in characters
+MAX_TOP_LOGPROBS = 1000  # limit of the entries for one token; servers usually return at most 20
+MAX_MASS = 1.001  # largest accepted sum of probabilities, above 1 because of rounding errors
+NUM_SHOWN_TOKENS = 5  # number of likeliest tokens that an error message lists
+# Finish reasons of complete replies. Other replies are truncated ("length"), censored ("content_filter") or no answer
+# ("tool_calls"). A truncated reply may end with "Score: 1" where the judge meant "Score: 10"
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
 
 
 class Vote(NamedTuple):
-    """One verdict: the score on the judge's own scale, and further numbers of the reply."""
+    """One verdict of a judge: the score on the judge's own scale, and further numbers in the reply."""
 
     score: float
     extra: Mapping[str, float] = {}
@@ -46,7 +48,7 @@ def reply_choices(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Return the choices of a chat completion.
 
     Raises:
-        BadReply: There is no list of `count` choices, or they are too long to be read.
+        BadReply: The reply does not contain exactly `count` choices, or the choices are too long.
     """
     choices = reply.get("choices")
     if not isinstance(choices, list):
@@ -73,11 +75,11 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
 
     Args:
         choice: A choice of a chat completion.
-        cut_off: The reply may also be cut off at max_tokens.
+        cut_off: Accept a reply that was cut off at max_tokens.
 
     Raises:
-        BadReply: There is no text, it is too long to be read, or its `finish_reason` says that it is not complete (null
-            means that it continues).
+        BadReply: There is no text, the text is too long, or its `finish_reason` says that it is not complete. A reason
+            of null means that the reply continues.
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
@@ -96,10 +98,10 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
 
 
 def by_score_line(text: str, best: float) -> Vote:
-    """Return the score of a reply that ends with `Score: x` (see `score_line`). A thought before it does not count.
+    """Return the score of a reply that ends with `Score: x` (see `score_line`). Reasoning before `</think>` is ignored.
 
     Raises:
-        BadReply: The whole number cannot be read.
+        BadReply: There is no score, or it is not a plain decimal number.
     """
     try:
         return Vote(score_in(_behind_thought(text), best))
@@ -108,17 +110,17 @@ def by_score_line(text: str, best: float) -> Vote:
 
 
 def by_pattern(text: str, pattern: str, budget: ReadingBudget | None = None) -> Vote:
-    """Return the number in the group of the pattern's last match.
+    """Return as the score the number in the capture group of the pattern's last match.
 
     Args:
         text: The reply.
-        pattern: A regular expression with one group.
-        budget: Budget of the reply of which the text is a part; None takes a new one.
+        pattern: A regular expression with one capture group.
+        budget: Time budget of the reply that contains the text. None starts a new budget.
 
     Raises:
         BadReply: There is no such number, or matching takes too long.
     """
-    # `re` has no time limit
+    # Unlike `re`, `regex` supports a time limit
     import regex
 
     last = None
@@ -127,14 +129,14 @@ def by_pattern(text: str, pattern: str, budget: ReadingBudget | None = None) -> 
         for match in regex.finditer(pattern, text, timeout=min(MATCH_S, budget.left_s())):
             budget.left_s()
             last = match
-        # Python would read 1_0 as 10
+        # `float` ignores underscores: 1_0 would become 10
         if last is None or "_" in last[1]:
             raise ValueError("no number")
         return Vote(finite(last[1]))
     except TimeoutError:
         raise BadReply(f"{pattern!r} takes more than {MATCH_S:g} s on the reply: {quote(text)}") from None
     except (TypeError, ValueError):
-        # There is no match, or it does not include the group, or the group is no number
+        # There is no match, the group is not part of the match, or the group is not a number
         raise BadReply(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
 
 
@@ -143,16 +145,16 @@ def by_schema(
 ) -> Vote:
     """Return the score of a JSON reply that satisfies the schema, with its other numbers as extras.
 
-    A thought before it (`<think>...</think>`) does not count, nor does text around a single JSON object.
+    Reasoning before `</think>` is ignored, and so is text around a single JSON object.
 
     Args:
         text: The reply.
         schema: The JSON schema.
         score_key: Name of the score.
-        budget: Budget of the reply of which the text is a part; None takes a new one.
+        budget: Time budget of the reply that contains the text. None starts a new budget.
 
     Raises:
-        BadReply: The text is no such reply, or checking it takes too long.
+        BadReply: The text contains no verdict that satisfies the schema, or checking it takes too long.
     """
     try:
         verdict = _json_of(text)
@@ -176,10 +178,10 @@ def by_schema(
 
 
 def _behind_thought(text: str) -> str:
-    """Return the text behind the thought, whose beginning may be a part of the chat template.
+    """Return the text after the last `</think>`. The opening `<think>` may be part of the chat template.
 
     Raises:
-        ValueError: The thought never ends.
+        ValueError: The reply contains `<think>` without `</think>`.
     """
     text = text.rpartition("</think>")[2].strip()
     if text.startswith("<think>"):
@@ -188,10 +190,10 @@ def _behind_thought(text: str) -> str:
 
 
 def _json_of(text: str) -> Any:
-    """Return the JSON value that a reply is, or the only JSON object in it.
+    """Parse a reply as JSON. If the whole reply is not JSON, parse the only JSON object in it.
 
     Raises:
-        ValueError: There is no such value, or it is not clear which object is the verdict.
+        ValueError: There is no JSON value, it is too long, or several objects make the verdict ambiguous.
     """
     text = _behind_thought(text)
     is_code_block = text.startswith("```") and text.endswith("```") and len(text) >= 2 * len("```")
@@ -202,7 +204,7 @@ def _json_of(text: str) -> Any:
     try:
         return _strict_json(text)
     except json.JSONDecodeError:
-        # With two objects, of which one may be quoted from the completion, this fails as well
+        # This also fails if there are two objects, because one of them may be quoted from the completion
         return _strict_json(text[text.find("{") : text.rfind("}") + 1])
 
 
@@ -213,9 +215,9 @@ def _strict_json(text: str) -> Any:
 def yes_probability(
     choice: Mapping[str, Any], yes: Collection[str], no: Collection[str]
 ) -> tuple[float, float]:
-    """Return p_yes / (p_yes + p_no) and p_yes + p_no of the reply's first token, by its top log-probs.
+    """Return p_yes / (p_yes + p_no) and p_yes + p_no for the reply's first token, from its top log-probs.
 
-    Tokens that differ in case or in spaces around them count together. A token that is not among the top ones counts as 0.
+    Tokens that differ only in case or surrounding spaces are added up. A token without a log-prob has probability 0.
 
     Raises:
         BadReply: The reply has no usable log-probs.
@@ -249,21 +251,21 @@ def _token_text(token: Any) -> str:
 
 
 def quote(value: Any) -> str:
-    """Return the beginning of a reply, for the reason of a failure."""
+    """Return the beginning of a reply for an error message, without secrets."""
     text = value if isinstance(value, str) else _beginning_of_json(value)
-    # A server may repeat a key
+    # A server may repeat an API key in its reply
     text = redacted(text)
     return repr(text) if len(text) <= MAX_QUOTE else repr(text[:MAX_QUOTE]) + " ..."
 
 
 def quote_end(text: str) -> str:
-    """Return the end of a reply, where the score should be, for the reason of a failure."""
+    """Return the end of a reply, where the score should be, for an error message."""
     text = redacted(text)
     return repr(text) if len(text) <= MAX_QUOTE else "... " + repr(text[-MAX_QUOTE:])
 
 
 def _beginning_of_json(value: Any) -> str:
-    """Return a value as JSON, which ends after some thousand characters."""
+    """Return a value as JSON, cut off after about `MAX_WRITTEN_CHARACTERS`."""
     beginning = ""
     for piece in json.JSONEncoder(default=str).iterencode(value):
         beginning += piece
@@ -282,10 +284,10 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 def verdict(
     votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], num_requested: int
 ) -> dict[str, float]:
-    """Return the answer by one or more votes: `reward` in [0, 1], and the judge's numbers.
+    """Combine votes into an answer: `reward` in [0, 1], and the judge's numbers with names `judge_...`.
 
     Args:
-        votes: The votes that can be read.
+        votes: The votes that could be read, at least one.
         aggregate: A name in AGGREGATES.
         scale: (worst, best) score.
         num_requested: Number of votes that were requested.

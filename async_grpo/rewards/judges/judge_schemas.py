@@ -1,4 +1,4 @@
-"""Checks of the user's patterns and JSON schemas for a judge's replies, and a validator that keeps to a budget of time."""
+"""Checks the user's patterns and JSON schemas for a judge's replies, and validates replies within a time budget."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from async_grpo.rewards.adapter.result import shown
 from async_grpo.rewards.http.endpoint import require_all
 from async_grpo.rewards.judges.reading import ReadingBudget
 
-MATCH_S = 0.2  # limit of processor time of a user's pattern on one text
-MAX_SHOWN_CHARACTERS = 200  # of a text that does not satisfy the schema
+MATCH_S = 0.2  # limit of the processor time that a user's pattern takes on one text, in seconds
+MAX_SHOWN_CHARACTERS = 200  # characters of an invalid text that an error message quotes
 
 _Rule = Callable[[Any, Any, Any, Any], Any]
 _budget: ContextVar[ReadingBudget] = ContextVar("budget of the validation that runs in this thread")
 
 
 def breach_of(value: Any, schema: Mapping[str, Any], budget: ReadingBudget) -> str | None:
-    """Return the message of the first rule of the schema that a value breaks; None if it satisfies the schema.
+    """Return the error message of the first schema rule that the value violates, or None if the value is valid.
 
     Raises:
         TimeoutError: The budget is spent, or a pattern takes too long.
@@ -35,13 +35,13 @@ def breach_of(value: Any, schema: Mapping[str, Any], budget: ReadingBudget) -> s
 
 @lru_cache(maxsize=64)
 def _validator_of(schema_text: str) -> Any:
-    """Return the validator of a schema that `check_reading` has accepted. It follows no reference into the network."""
+    """Return a validator for a schema that `check_reading` accepted. It loads no references from the network."""
     import jsonschema
     import regex
     from referencing import Registry
 
     def pattern_rule(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
-        """Check the rule `pattern`, with a time limit that `re` does not have."""
+        """Check the schema keyword `pattern` with `regex`, which has a time limit, unlike `re`."""
         timeout_s = min(MATCH_S, _budget.get().left_s())
         if isinstance(value, str) and not regex.search(pattern, value, timeout=timeout_s):
             yield jsonschema.ValidationError(
@@ -52,7 +52,7 @@ def _validator_of(schema_text: str) -> Any:
     check_multiple = draft.VALIDATORS["multipleOf"]
 
     def multiple_rule(validator: Any, argument: Any, value: Any, schema: Any) -> Any:
-        """Check the rule `multipleOf`, which jsonschema fails to check for integers beyond the range of a float."""
+        """Check the schema keyword `multipleOf`. jsonschema cannot check integers beyond the range of a float."""
         try:
             yield from check_multiple(validator, argument, value, schema) or ()
         except OverflowError:
@@ -66,7 +66,7 @@ def _validator_of(schema_text: str) -> Any:
 
 
 def _stoppable(rule: _Rule) -> _Rule:
-    """Return a validator's rule that checks the budget before it begins."""
+    """Wrap a validator's rule so that it checks the time budget before it starts."""
 
     def rule_within_budget(validator: Any, argument: Any, value: Any, schema: Any) -> Any:
         _budget.get().left_s()
@@ -76,16 +76,16 @@ def _stoppable(rule: _Rule) -> _Rule:
 
 
 def _without_dialect(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema without `$schema`, because of which jsonschema would use rules other than ours."""
+    """Remove `$schema` from a part of a schema, because it would make jsonschema use its own rules instead of ours."""
     return {name: value for name, value in schema.items() if name != "$schema" or not isinstance(value, str)}
 
 
 def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_key: str) -> None:
-    """Check the settings by which a judge's reply is read.
+    """Check the settings that define how the score is read from a judge's reply.
 
     Raises:
-        ConfigurationError: The pattern does not have exactly one group, or the schema does not have the score, or one of
-            them cannot be used.
+        ConfigurationError: The pattern is invalid or does not have exactly one group. Or the schema is invalid, does
+            not require the score, or contains a refused rule.
     """
     if pattern is not None:
         _check_pattern(pattern)
@@ -98,7 +98,7 @@ def _check_pattern(pattern: str) -> None:
 
     try:
         groups = re.compile(pattern).groups
-        # `regex` has rules of its own, such as `{e}`
+        # Replies are matched with `regex`, whose syntax differs from that of `re`, for example in `{e}`
         regex.compile(pattern)
     except (re.error, regex.error) as error:
         raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
@@ -134,16 +134,17 @@ def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
 
 
 def _check_references(schema: Mapping[str, Any], score_key: str) -> None:
-    """Check that references lead to parts of the schema, and not in a circle.
+    """Check that all references point to parts of the schema and do not form an endless loop.
 
     Raises:
-        ConfigurationError: A reference does not.
+        ConfigurationError: A reference points elsewhere, or following it never ends.
     """
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
 
-    # The registry is empty, because a schema of another address, even of JSON Schema itself, could contain refused rules
     resource = DRAFT202012.create_resource(json.loads(json.dumps(schema), object_hook=_without_dialect))
+    # The empty registry resolves no references to other schemas, not even to JSON Schema's own: those could contain
+    # rules that `_check_schema` refuses
     waiting = [(resource, EMPTY_REGISTRY.resolver_with_root(resource))]
     checked: set[int] = set()
     reference = ""

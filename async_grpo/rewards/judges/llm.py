@@ -1,10 +1,10 @@
-"""`LLMJudge`: a language model reads the completion and writes a score; `GenerativeRM`: a model that was trained to verify.
+"""`LLMJudge` lets a language model score completions. `GenerativeRM` does so with a model trained as a verifier.
 
     LLMJudge(url="http://127.0.0.1:8000", model="judge", rubric="Is the proof complete?")
     LLMJudge(url=..., model=..., json_schema={...}, score_key="score", scale=(1, 5), votes=5, temperature=0.7)
 
-Any server with OpenAI's chat completions can be used. The completion is data: `judge_prompts` describes how it is kept from
-posing as instructions.
+Any server with OpenAI's chat completions API can be used. `judge_prompts` describes how a completion is kept from
+acting as instructions.
 """
 
 import math
@@ -27,11 +27,11 @@ from async_grpo.rewards.judges.judge_schemas import check_reading
 from async_grpo.rewards.judges.reading import ReadingBudget, beside_the_loop
 from async_grpo.rewards.judges.remote_judge import ModelJudge, Send
 
-ROUNDS = 2  # a reply that cannot be read is requested once more
+ROUNDS = 2  # requests for each vote: an unreadable reply is requested once more
 MAX_VOTES = 64
-MAX_REASONS = 2  # different reasons of unreadable replies, in a message
-MAX_SHOWN_RUBRIC_CHARACTERS = 60  # in a message
-# Fields of a request that the judge's settings decide
+MAX_REASONS = 2  # number of reasons for unreadable replies that an error message lists
+MAX_SHOWN_RUBRIC_CHARACTERS = 60  # characters of the rubric that an error message quotes
+# Request fields that `extra_body` must not contain, because other settings of the judge determine them
 RESERVED_FIELDS = ("n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
 
 SYSTEM = "You are a careful, impartial judge of answers."
@@ -48,35 +48,38 @@ RUBRIC = "The response is correct: it agrees with the reference answer, and its 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMJudge(ModelJudge):
-    """A score from the reply of a language model, mapped from `scale` to [0, 1].
+    """A judge whose reward is the score in a language model's reply, mapped from `scale` to [0, 1].
 
     Args:
-        template: Template of the user's message. Braces contain any column of the sample, or `prompt`, `rubric`, `low`,
+        template: Template of the user message. Names in braces are columns of the sample, or `prompt`, `rubric`, `low`,
             `high` or `score_key`. The default shows the columns prompt, answer and completion.
-        system: The system message; None for models that have no such role.
-        rubric: Text for {rubric} in the template.
-        fence: Put what the policy wrote between lines that it cannot forge. Switch it off only for a model that was trained
-            on a prompt of its own.
-        pattern: A regular expression with one group; the score is the number in the group of its last match in the reply.
-            With None, the reply ends with `Score: x`, and x must be a whole plain decimal number (see `score_line`).
-        json_schema: Replaces the pattern: it is sent as `response_format`, and the reply must satisfy it. The number named
-            `score_key` is the score, and other numbers are extras `judge_<name>`.
+        system: The system message. Use None for models without a system role.
+        rubric: Text that replaces {rubric} in the template.
+        fence: Enclose text that the policy wrote in marker lines that it cannot forge. Disable this only for a model
+            that was trained with its own prompt format.
+        pattern: A regular expression with one capture group. The score is the number in that group of the last match.
+            With None, the reply must end with `Score: x`, where x is a plain decimal number (see `score_line`).
+        json_schema: Schema of a JSON reply, used instead of `pattern`. It is sent as `response_format`, and the reply
+            must satisfy it. The number named `score_key` is the score. Other numbers become extras named
+            `judge_<name>`.
         score_key: Name of the score in a JSON reply.
-        scale: (worst, best) score. A score outside of it cannot be read.
-        votes: Number of replies.
-        one_request: Request all replies at once, with the parameter `n`, instead of in as many requests.
-        aggregate: How the votes' scores are combined: mean, median or majority (the score with most votes, or the mean of
-            several such scores).
-        min_votes: Number of replies that must be readable; None takes more than half of them.
-        temperature: Sampling temperature of the reply; None leaves it to the server.
-        max_tokens: Limit of the reply.
-        max_tokens_name: Name of that field in a request; some servers expect `max_completion_tokens`.
+        scale: (worst, best) score. A reply with a score outside this range counts as unreadable.
+        votes: Number of replies to request for a sample.
+        one_request: Request all replies in one request, with the parameter `n`, instead of one request per reply.
+        aggregate: How the votes' scores are combined: mean, median or majority. The majority is the most frequent
+            score, or the mean of the most frequent scores if several are tied.
+        min_votes: Number of replies that must be readable. None requires more than half of `votes`.
+        temperature: Sampling temperature. None uses the server's default.
+        max_tokens: Maximum number of tokens in a reply.
+        max_tokens_name: Name of the request field for `max_tokens`. Some servers expect `max_completion_tokens`.
 
-    Extras: `judge_score` (on the judge's scale), `judge_tokens` and, with prices, `judge_cost`; with several votes
-    `judge_votes` (readable ones) and `judge_spread` (largest minus smallest score).
+    The answer's extras are `judge_score` (on the judge's scale), `judge_tokens` and, with prices, `judge_cost`. With
+    several votes, there are also `judge_votes` (number of readable votes) and `judge_spread` (largest minus smallest
+    score).
 
-    A reply is requested once more if it was cut off, has no score that can be read, or has a score outside of the scale.
-    After that the vote is lost, and with fewer than `min_votes` votes the call has failed. It is never a score of 0.
+    A reply is requested once more if it was cut off, has no readable score, or has a score outside the scale. If the
+    second reply is unreadable as well, the vote is lost. With fewer than `min_votes` votes the call fails. It never
+    returns a score of 0 instead.
     """
 
     template: str = ""
@@ -129,16 +132,16 @@ class LLMJudge(ModelJudge):
         )
 
     def default_path(self) -> str:
-        """Return the path of OpenAI's API, for base URLs with and without /v1."""
+        """Return the path of chat completions, without /v1 if all base URLs already end with it."""
         are_below_v1 = all(url.rstrip("/").endswith("/v1") for url in self.urls)
         return "/chat/completions" if are_below_v1 else "/v1/chat/completions"
 
     def default_template(self) -> str:
-        """Return the template that is used if none is given."""
+        """Return the template that is used if `template` is empty."""
         return QUESTION + (JSON_CLOSING if self.json_schema is not None else CLOSING)
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
-        # Registry files import this module and must load fast
+        # Imported here, because registry files import this module and must load fast
         import asyncio
 
         votes: list[Vote] = []
@@ -150,13 +153,13 @@ class LLMJudge(ModelJudge):
             num_requests = num_missing // count
             requests = []
             for _ in range(num_requests):
-                # Each body has a new key of its fence
+                # Each request has its own random key in the marker lines
                 body = self._body(sample, count)
                 requests.append(send(body, self._tokens(body, count)))
             unread_reasons = []
             for reply in await asyncio.gather(*requests, return_exceptions=True):
                 if isinstance(reply, JudgeError):
-                    # The other replies still count
+                    # The replies to the other requests still count
                     lost_requests.append(reply)
                 elif isinstance(reply, BaseException):
                     raise reply
@@ -179,13 +182,13 @@ class LLMJudge(ModelJudge):
         raise BadReply(reason)
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
-        """Return the (prompt, completion) tokens of a call if every reply can be read and is as long as it may be."""
+        """Estimate the (prompt, completion) tokens of a call, with replies of maximum length and no repeats."""
         prompt_tokens, completion_tokens = self._tokens(self._body(sample, 1), self.votes)
         num_requests = 1 if self.one_request else self.votes
         return prompt_tokens * num_requests, completion_tokens
 
     def _tokens(self, body: Mapping[str, Any], count: int) -> tuple[float, float]:
-        """Return the (prompt, completion) tokens of a request for `count` replies."""
+        """Estimate the (prompt, completion) tokens of a request for `count` replies of maximum length."""
         num_characters = sum(len(message["content"]) for message in body["messages"])
         return num_characters / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
 
@@ -211,7 +214,7 @@ class LLMJudge(ModelJudge):
             high=f"{high:g}",
             score_key=self.score_key,
         )
-        # The note stands before the text that it explains
+        # The note about marker lines must come before the text in marker lines
         note = FENCE_NOTE if self.fence else ""
         if self.system is None:
             return [{"role": "user", "content": f"{note}\n\n{question}".lstrip()}]
@@ -219,11 +222,11 @@ class LLMJudge(ModelJudge):
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
     async def _read(self, reply: Mapping[str, Any], count: int) -> tuple[list[Vote], list[str]]:
-        """Return the votes of a reply that can be read, and why the others cannot."""
+        """Return the readable votes of a reply, and a reason for each unreadable one."""
         return await beside_the_loop(partial(self._votes_of, reply, count))
 
     def _votes_of(self, reply: Mapping[str, Any], count: int) -> tuple[list[Vote], list[str]]:
-        """Do the work of `_read`, in a thread."""
+        """Return the result of `_read`, which calls this in a thread."""
         budget = ReadingBudget()
         votes: list[Vote] = []
         reasons: list[str] = []
@@ -255,20 +258,22 @@ class LLMJudge(ModelJudge):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerativeRM(LLMJudge):
-    """The score that the model writes, like `LLMJudge`, or with `yes_no` the probability of its Yes.
+    """A judge that reads a written score, like `LLMJudge`, or with `yes_no` the probability of the answer Yes.
 
-    The probability is p(Yes) / (p(Yes) + p(No)) of the reply's first token, by the server's `top_logprobs`. ("Generative
-    Verifiers", Zhang et al. 2024, use p(Yes), which is the product with the extra `judge_mass`.) A model that thinks before
-    it answers has no such first token: let it write a score.
+    The probability is p(Yes) / (p(Yes) + p(No)) for the reply's first token, from the server's `top_logprobs`.
+    "Generative Verifiers" (Zhang et al. 2024) uses p(Yes) instead, which is this probability times the extra
+    `judge_mass`. Do not use `yes_no` with a model that reasons before it answers, because its first token is neither
+    Yes nor No.
 
     Args:
-        yes_no: The reward is that probability, and no text is read.
-        yes: Words for Yes. Case and spaces around them do not matter.
-        no: Words for No.
-        top_logprobs: Number of tokens whose log-probs the server returns. Other tokens count as 0.
-        min_mass: Smallest p(Yes) + p(No). With less, the model does not answer the question, and the call fails.
+        yes_no: Use the probability of Yes as the reward, instead of a written score.
+        yes: Words that mean Yes. Case and surrounding spaces are ignored.
+        no: Words that mean No.
+        top_logprobs: Number of tokens whose log-probs the server returns. Other tokens count as probability 0.
+        min_mass: Smallest accepted p(Yes) + p(No). With less, the model did not answer the question, and the call
+            fails.
 
-    Extras with `yes_no`: `judge_score` (the probability) and `judge_mass` (p(Yes) + p(No)).
+    With `yes_no`, the answer's extras are `judge_score` (the probability) and `judge_mass` (p(Yes) + p(No)).
     """
 
     yes_no: bool = False
@@ -299,7 +304,7 @@ class GenerativeRM(LLMJudge):
         )
 
     def default_template(self) -> str:
-        """Return the template that is used if none is given."""
+        """Return the template that is used if `template` is empty."""
         if self.json_schema is not None and not self.yes_no:
             return super().default_template()
         return SHOWN + (YES_NO if self.yes_no else VERIFY)
@@ -313,7 +318,7 @@ class GenerativeRM(LLMJudge):
     def _vote(self, choice: Mapping[str, Any], budget: ReadingBudget) -> Vote:
         if not self.yes_no:
             return super()._vote(choice, budget)
-        # A reply of one token is cut off
+        # The reply is limited to one token, so it counts as cut off
         judge_replies.text_of(choice, cut_off=True)
         probability, mass = judge_replies.yes_probability(choice, self.yes, self.no)
         if mass < self.min_mass:

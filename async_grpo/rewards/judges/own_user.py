@@ -1,6 +1,6 @@
-"""`OwnUserOnly`: our judge servers answer only the user who started them, and only requests to an IP address.
+"""`OwnUserOnly` lets judge servers answer only the user who started them, and only requests to an IP address.
 
-vLLM's own key protects only the paths below /v1, and not /sleep, /pooling, /tokenize and the paths for developers.
+vLLM's API key protects only the paths below /v1, but not /sleep, /pooling, /tokenize and the endpoints for developers.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class OwnUserOnly:
-    """ASGI middleware, for vLLM's `--middleware`. See `http_host`."""
+    """ASGI middleware for vLLM's `--middleware`: refuses other users, and requests by host name (see `http_host`)."""
 
     def __init__(self, app: Application) -> None:
         self._application = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 403. A websocket that is refused is closed."""
+        """Forward an allowed request. Answer a refused one with status 403, or close it if it is a websocket."""
         reason = ""
-        # Lifespan events come from the server itself
+        # Lifespan events come from the server itself and need no check
         if scope["type"] != "lifespan":
             reason = await asyncio.to_thread(refusal, scope)
         if not reason:
@@ -38,7 +38,7 @@ class OwnUserOnly:
 
 
 def refusal(scope: Scope) -> str:
-    """Return why a request is refused; "" if it is answered."""
+    """Return why a request is refused, or "" if it is allowed."""
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     if len(hosts) != 1 or not is_address(hosts[0]):
         return REFUSAL

@@ -1,8 +1,8 @@
-"""Reading a judge's reply beside the event loop, within one budget of processor time for all choices of the reply.
+"""Reads a judge's reply in a thread, within one budget of processor time for all choices in the reply.
 
-A pattern or a schema of the user may take long on a text that the judge chose, so replies are read in threads. They are not
-the threads of `asyncio.to_thread`, which also write checkpoints. Nothing can end a thread from outside, so the work itself
-checks its budget and gives up when it is spent.
+A user's pattern or schema may take long on some replies, so replies are read in threads. These are separate from the
+threads of `asyncio.to_thread`, which also write checkpoints and should not be kept waiting. A thread cannot be stopped
+from outside. Therefore the code in the thread checks its budget and gives up when the budget is spent.
 """
 
 import time
@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-READ_S = 5.0  # of processor time, for all choices of one reply
-THREADS = 2  # more would compete with the event loop for Python's lock
+READ_S = 5.0  # seconds of processor time for all choices in one reply
+THREADS = 2  # more threads would compete with the event loop for Python's global lock
 
 _Result = TypeVar("_Result")
 
@@ -24,7 +24,7 @@ class ReadingBudget:
         self._end_s = time.thread_time() + READ_S
 
     def left_s(self) -> float:
-        """Return the seconds that are left.
+        """Return the seconds of processor time that are left.
 
         Raises:
             TimeoutError: The budget is spent.
@@ -41,8 +41,8 @@ def _threads() -> ThreadPoolExecutor:
 
 
 async def beside_the_loop(function: Callable[[], _Result]) -> _Result:
-    """Run a function in a thread while the event loop continues, and return what it returns."""
-    # Registry files import this module and must load fast
+    """Run a function in a thread, without blocking the event loop, and return its result."""
+    # Imported here, because registry files import this module and must load fast
     import asyncio
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), function)

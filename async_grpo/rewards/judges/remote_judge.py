@@ -1,4 +1,4 @@
-"""`RemoteJudge`: the settings that all judges share, the endpoint that they describe, and the cost of a call."""
+"""`RemoteJudge`: what all judges share, namely their settings, their endpoint and the cost of a call."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,19 +14,18 @@ from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, Lim
 if TYPE_CHECKING:
     from async_grpo.rewards.http.http_client import EndpointClient
 
-COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of the `usage` of a reply
-SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
+COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of `usage` in a reply
+SCORER_URL = "http://127.0.0.1:8080"  # default address of `examples/http_scorer_server.py`
 _judge = partial(option, panel="Judge")
-Counts = tuple[
-    float | None, ...
-]  # of one request, in the order of COUNTED; None if the server does not report it
-# Sends a request, which takes (prompt, completion) tokens at most, and returns the reply
+# Token counts of one request, in the order of COUNTED. A count that the server does not report is None
+Counts = tuple[float | None, ...]
+# Sends a request body and returns the reply. The tuple is the largest number of (prompt, completion) tokens
 Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeAddresses(Section):
-    """Addresses of the servers for judges whose entry in the registry file has no `url`."""
+    """Server addresses for judges whose entry in the registry file has no `url`."""
 
     judge_urls: str = _judge(
         "", "Comma list of URLs of replicas that serve the judges whose registry entry names no URL."
@@ -48,11 +47,11 @@ class JudgeAddresses(Section):
 
     @property
     def model_urls(self) -> tuple[str, ...]:
-        """Return the addresses of the replicas for judges that ask a model."""
+        """Return the addresses in `judge_urls`, for judges that call a model."""
         return parse_names(self.judge_urls)
 
     def with_address(self, adapter: Any) -> Any:
-        """Return the adapter; a judge without an address receives one.
+        """Return the adapter. If it is a judge without an address, return a copy with the run's address.
 
         Raises:
             ConfigurationError: The run has no address for the judge.
@@ -68,21 +67,21 @@ class JudgeAddresses(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteJudge:
-    """A judge behind a server: its address, and the limits of its requests.
+    """A judge that runs on a server: its address, and the limits for its requests.
 
     Args:
-        url: The server's base URL, or those of several replicas, between which calls are balanced. None takes the run's
-            (`--judge-urls`, or the servers of `--judge-model`).
-        path: Path of the requests; "" takes the usual one.
-        limits: Limits of concurrency, requests and tokens, which hold for all processes of a run together.
-        api_key_env: *Name* of the environment variable with the key, which is in no file itself.
-        timeout_s: Time limit of one request.
-        attempts: Number of requests before the call has failed.
-        hedge_quantile: A second request is sent when the first takes longer than this quantile of the latencies.
-        endpoint_options: Further settings of `Endpoint`.
+        url: The server's base URL, or the URLs of several replicas, which share the calls. None uses the run's servers
+            (`--judge-urls` or `--judge-model`).
+        path: Path of the requests. "" uses the default path of the judge's class.
+        limits: Limits of concurrency, requests and tokens. They apply to all processes of a run together.
+        api_key_env: Name of the environment variable that contains the API key. The key itself is not written to files.
+        timeout_s: Time limit of one request, in seconds.
+        attempts: Maximum number of requests before the call fails.
+        hedge_quantile: Send a second request if the first takes longer than this quantile of the latencies.
+        endpoint_options: Further arguments of `Endpoint`.
 
     Raises:
-        ConfigurationError: The settings cannot work. All judges raise this.
+        ConfigurationError: The settings are invalid. All classes of judges raise this error.
     """
 
     url: str | Sequence[str] | None = None
@@ -102,40 +101,40 @@ class RemoteJudge:
         try:
             self._endpoint_at((SCORER_URL,) if self.url is None else self.urls)
         except TypeError as error:
-            # `Endpoint` has no such field
+            # `endpoint_options` contains a name that is not a field of `Endpoint`
             raise ConfigurationError(f"endpoint_options={dict(self.endpoint_options)}: {error}") from error
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return the base URLs of all replicas; () for a judge that uses the run's."""
+        """Return the base URLs of all replicas, or () if the judge uses the run's servers."""
         return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
-        """Return the run's addresses for this judge, which are used if it has no `url`."""
+        """Return the run's addresses for this judge. They are used if the judge has no `url`."""
         if not addresses.model_urls:
             ways = "give --judge-urls, or `async-grpo run` --judge-model, or a url in the registry file"
             raise ConfigurationError(f"{type(self).__name__} has no address: {ways}")
         return addresses.model_urls
 
     def default_path(self) -> str:
-        """Return the usual path of the judge's requests."""
+        """Return the path of requests for an empty `path`."""
         raise NotImplementedError
 
     def endpoint(self) -> Endpoint:
         """Return the endpoint of the judge's requests.
 
         Raises:
-            ConfigurationError: The judge has no `url`, and no run has given it one.
+            ConfigurationError: The judge has no `url`, and no run has set one (see `JudgeAddresses.with_address`).
         """
         return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
 
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
     ) -> dict[str, Any]:
-        """Return the judge's answer, with the cost of the call as extras; see `judges`.
+        """Return the judge's answer, with the cost of the call as extras (see the package `judges`).
 
         Raises:
-            JudgeError: There is no answer. Its `spent` are the extras with the cost of the call.
+            JudgeError: There is no answer. The error's `spent` contains the cost of the call.
         """
         counts: list[Counts] = []
 
@@ -147,7 +146,7 @@ class RemoteJudge:
                 tokens=max_total,
                 phase=phase,
                 deadline=deadline,
-                # A request without an answer may have cost the largest number of tokens
+                # An unanswered request may have used the largest number of tokens, so that number is counted
                 unanswered=partial(counts.append, (*tokens, max_total)),
             )
             counts.append(tuple(said_tokens(reply, name) for name in COUNTED))
@@ -160,11 +159,11 @@ class RemoteJudge:
             raise
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
-        """Return the answer without the cost; raises the errors of `score`."""
+        """Return the answer without the cost. It raises the same errors as `score`."""
         raise NotImplementedError
 
     def _spent(self, counts: list[Counts]) -> dict[str, float]:
-        """Return the extras with the cost of requests."""
+        """Return the cost of the requests as extras of an answer."""
         return {}
 
     def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
@@ -181,12 +180,13 @@ class RemoteJudge:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJudge(RemoteJudge):
-    """A judge that asks a model.
+    """A judge that calls a model.
 
     Args:
-        model: Name of the model at the server.
-        extra_body: Further fields of the request.
-        price_per_million_tokens: One price, or (prompt, completion) prices, in any currency.
+        model: Name under which the server serves the model.
+        extra_body: Further fields for the body of each request.
+        price_per_million_tokens: Price of a million tokens, or a pair of prices for (prompt, completion) tokens, in any
+            currency.
     """
 
     model: str
@@ -194,13 +194,13 @@ class ModelJudge(RemoteJudge):
     price_per_million_tokens: tuple[float, float] | float | None = None
 
     def _check_model(self, *reserved_fields: str) -> None:
-        """Check the settings.
+        """Check the settings of the model.
 
         Args:
             reserved_fields: Fields of a request that `extra_body` must not contain.
 
         Raises:
-            ConfigurationError: The settings cannot work.
+            ConfigurationError: The settings are invalid.
         """
         reserved = {"model", "messages", *reserved_fields}
         conflicts = ", ".join(sorted(reserved & set(self.extra_body)))
@@ -221,7 +221,7 @@ class ModelJudge(RemoteJudge):
         return (price, price) if isinstance(price, int | float) else price
 
     def _spent(self, counts: list[Counts]) -> dict[str, float]:
-        """Return `judge_tokens` and, with a price, `judge_cost`; nothing if a reply did not report its tokens."""
+        """Return `judge_tokens` and, with a price, `judge_cost`. Return {} if a reply did not report its tokens."""
         if any(total is None for *_, total in counts):
             return {}
         num_prompt = 0.0

@@ -1,17 +1,18 @@
-r"""`score_in`: the score of a reply that ends with a line `Score: x`. It reads the whole number, or nothing.
+r"""`score_in` reads the score of a reply that ends with a line `Score: x`: the whole number or nothing.
 
-The last mention of the score decides. A mention is the word "score" (not a part of a longer word) with a separator behind
-it: a colon, an equals sign, blanks, quotation marks, Markdown's * and _ , or the word "is". A mention with a colon, an
-equals sign or "is" takes precedence over one without. Behind it stands a plain decimal number: the digits 0 to 9, a dot as
-decimal point, perhaps one sign. Brackets, \boxed{} or a pair of dollar signs may stand around it. `x/10` and `x out of 10`
-are x if 10 is the best score of the scale.
+The last mention of the score counts. A mention is the word "score", not as a part of a longer word, followed by a
+separator: a colon, an equals sign, blanks, quotation marks, Markdown's * and _ , or the word "is". A mention with a
+colon, an equals sign or "is" takes precedence over one without. The separator is followed by a plain decimal number:
+the digits 0 to 9, optionally with a decimal point and a sign. The number may be enclosed in brackets, \boxed{} or a
+pair of dollar signs. `x/10` and `x out of 10` are read as x if 10 is the best score of the scale.
 
-Nothing else may be said of the score: behind the number, the line ends, or a sentence mark and white space follow. After a
-colon or an equals sign, a remark may follow on the same line. It begins with a bracket, a dash between blanks, a check mark
-or a word that cannot be a part of a number, and has no other number, in digits or words, near its beginning.
+The number must be followed by the end of the line, by a closing tag, or by a punctuation mark and white space. If the
+mention has a colon or an equals sign, a remark may follow the number on the same line. A remark begins with a bracket,
+a dash between blanks, a check mark or a word that cannot be a part of a number. It has no other number, in digits or
+words, near its beginning.
 
-Everything else cannot be read: 1e-05, 0x1F, 1/2, 0½, 50%, 1,5, 1,000, 1_000, 1 000, 3-4, 3 or 4, 3.., NaN, full-width and
-Arabic digits, a number of more than 40 characters. A part of such a number would be another score.
+Everything else is an error: 1e-05, 0x1F, 1/2, 0½, 50%, 1,5, 1,000, 1_000, 1 000, 3-4, 3 or 4, 3.., NaN, full-width and
+Arabic digits, a number of more than 40 characters. To read only a part of such a number would give a wrong score.
 """
 
 import re
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_NUMBER_CHARACTERS = 40  # a longer number may be too small or too large for a float
-MAX_TAIL_CHARACTERS = 20_000  # at the end of a reply, in which the score is looked for
+MAX_TAIL_CHARACTERS = 20_000  # length of the end of a reply that is searched for the score
 
 _WORD = re.compile("score", re.IGNORECASE | re.ASCII)
 _MARKUP_BEFORE = "*_\"'`"
@@ -27,19 +28,18 @@ _MARKUP_BEFORE_CHARACTERS = 8
 _SEPARATOR = re.compile(r"([\s*_\"`]{1,8}is\b)?[\s*_:：=\"`]{1,40}", re.IGNORECASE)
 _SIGNS = ":：="
 _OPENING = re.compile(r"(?:\\boxed\{|[\[($*_\"`]){0,8}")
-_NUMBER_LIKE = re.compile(r"[+\-−–]?\.?\d")  # with digits of all scripts
+_NUMBER_LIKE = re.compile(r"[+\-−–]?\.?\d")  # \d matches digits of all scripts
 _NUMBER = re.compile(r"[+\-−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _CLOSING = re.compile(r"[*_\"'`)\]}>$]{0,8}")
 _OUT_OF = re.compile(r"[ \t]{0,3}(?:/|out of)[ \t]{0,3}([0-9]+(?:\.[0-9]+)?)")
-_END = re.compile(
-    r"[^\S\n]*(?:\n|\Z)|<[/|]"
-)  # of the line, of the text, or of an element before a closing tag
+# The end of the line or of the text, or the beginning of a closing tag
+_END = re.compile(r"[^\S\n]*(?:\n|\Z)|<[/|]")
 _SENTENCE_MARK = re.compile(r"[.,;:!?][*_\"'`)\]}>$]{0,8}(?=\s|\Z)[^\S\n]*")
 _ANOTHER_NUMBER = re.compile(r"[+\-−–~.=*/×÷^<>≈]{0,3}[^\S\n]*\d")
 _ALTERNATIVE = re.compile(r"(?:or|to|and)\b", re.IGNORECASE)
 _REMARK = re.compile(r"[ \t]{1,3}(?:\(|[-–—]{1,3}[ \t]{1,3}|[✓✔✅]|([^\W\d_]{2,30}))")
 _LETTERS = re.compile(r"[^\W\d_]+")
-_REMARK_CHARACTERS = 24  # at the beginning of a remark, where another number would belong to the score
+_REMARK_CHARACTERS = 24  # length of a remark's beginning, where another number may belong to the score
 _NO_REMARK = frozenset("or to and out per by oder bis und ou point times plus minus squared cubed".split())
 _NUMBER_WORDS = frozenset(
     (
@@ -52,11 +52,11 @@ _NUMBER_WORDS = frozenset(
 
 
 def score_in(text: str, best: float) -> float:
-    r"""Return the score that the text ends with.
+    r"""Return the score at the end of the text.
 
     Args:
         text: The reply.
-        best: The best score of the scale, so that `x/best` is x.
+        best: The best score of the scale. `x/best` is read as x.
 
     Raises:
         ValueError: There is no score, or it is not a plain decimal number.
@@ -76,15 +76,15 @@ def score_in(text: str, best: float) -> float:
 
 @dataclass(frozen=True)
 class _Mention:
-    """A mention of the score: where the value begins, and what stands between the word "score" and the value."""
+    """A mention of the score: where its value begins, and which separator precedes the value."""
 
     text: str
     begin: int
-    has_sign: bool  # a colon or an equals sign
-    has_verb: bool  # the word "is"
+    has_sign: bool  # the separator contains a colon or an equals sign
+    has_verb: bool  # the separator contains the word "is"
 
     def opened(self) -> int:
-        """Return the position behind opening brackets. A mention without a sign or verb has no brackets."""
+        """Return the position after opening brackets, which are accepted only after a sign or the word "is"."""
         if not self.has_sign and not self.has_verb:
             return self.begin
         opening = _OPENING.match(self.text, self.begin)
@@ -128,14 +128,14 @@ def _number_at(text: str, mention: _Mention, best: float) -> float:
 
 
 def _closed(text: str, position: int) -> int:
-    """Return the position behind closing quotation marks, brackets and Markdown."""
+    """Return the position after closing quotation marks, brackets and Markdown."""
     closing = _CLOSING.match(text, position)
     assert closing is not None, "the pattern matches the empty text"
     return closing.end()
 
 
 def _ends_at(text: str, position: int) -> bool:
-    """Return whether nothing else is said of the score behind the number that ends here."""
+    """Return whether the score ends at this position, with no text after it that could change its value."""
     if _END.match(text, position):
         return True
     mark = _SENTENCE_MARK.match(text, position)
@@ -143,14 +143,14 @@ def _ends_at(text: str, position: int) -> bool:
 
 
 def _is_number(text: str, position: int) -> bool:
-    """Return whether another number follows, perhaps as an alternative."""
+    """Return whether another number follows, directly or after "or", "to" or "and"."""
     if _ALTERNATIVE.match(text, position):
         return _names_a_number(text, position)
     return _looks_like_a_number(text, position) or _ANOTHER_NUMBER.match(text, position) is not None
 
 
 def _is_remark(text: str, position: int) -> bool:
-    """Return whether a remark follows that does not change the number."""
+    """Return whether the number is followed by a remark that does not change it."""
     remark = _REMARK.match(text, position)
     if remark is None or (remark[1] or "").lower() in _NO_REMARK:
         return False
@@ -158,7 +158,7 @@ def _is_remark(text: str, position: int) -> bool:
 
 
 def _names_a_number(text: str, position: int) -> bool:
-    """Return whether a number stands near the position, on the same line, in digits or in words."""
+    """Return whether a number, in digits or words, follows shortly after the position on the same line."""
     near = text[position : position + _REMARK_CHARACTERS].partition("\n")[0].lower()
     is_in_words = not _NUMBER_WORDS.isdisjoint(_LETTERS.findall(near))
     return is_in_words or any(character.isnumeric() for character in near)

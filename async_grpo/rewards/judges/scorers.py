@@ -1,19 +1,20 @@
 """Judges that return a number: `RewardModelJudge` and `HTTPScorer`.
 
-`RewardModelJudge` asks a discriminative reward model behind vLLM's /classify or /pooling. `HTTPScorer` asks any server that
-implements version 1 of this protocol. A request is POSTed to `path` for each sample:
+`RewardModelJudge` calls a discriminative reward model through vLLM's /classify or /pooling. `HTTPScorer` calls any
+server that implements version 1 of this protocol. For each sample, a request is POSTed to `path`:
 
     {"protocol": 1, "id": "9f86d081884c7d65",
      "samples": [{"prompt": ..., "completion": ..., "answer": ..., and the chosen columns}],
      "images": [["<base64>", ...]]}                        only if a column of images is named; one list per sample
 
-The reply is a 200 with one score per sample, in the same order. It may omit the id; a different id is refused.
+The reply has status 200 and one score per sample, in the same order. The id may be omitted, but a different id is an
+error.
 
     {"protocol": 1, "id": "9f86d081884c7d65",
      "scores": [{"reward": 0.5, and any further finite numbers} | {"abstain": "why"} | {"error": "why"}]}
 
-A call has failed if the score is an `error`, if the reply has another version, id or length, or if a number in it is not
-finite. Nothing of a reply can be run. `examples/http_scorer_server.py` is a server to start from.
+A call fails if the score is an `error`, if the reply has another version, id or length, or if a number in it is not
+finite. Nothing in a reply is executed. `examples/http_scorer_server.py` is an example of such a server.
 """
 
 import base64
@@ -32,25 +33,26 @@ from async_grpo.rewards.judges.judge_replies import MAX_EXTRAS, MAX_NAME_CHARACT
 from async_grpo.rewards.judges.remote_judge import SCORER_URL, JudgeAddresses, ModelJudge, RemoteJudge, Send
 
 PROTOCOL = 1
-ID_BYTES = 8  # of a request's random id
-FIELDS = {"classify": "probs", "pooling": "data"}  # field of the reply's item with the numbers, by task
+ID_BYTES = 8  # length of a request's random id
+# By task, the field of a reply's item that contains the numbers
+FIELDS = {"classify": "probs", "pooling": "data"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelJudge(ModelJudge):
-    """The last number that a reward model returns for the conversation. It has no fixed scale.
+    """A judge whose reward is the last number that a reward model returns. It has no fixed scale.
 
-    The server renders the conversation by the model's own chat template. The conversation consists of the sample's
-    `messages` (or else `prompt` or `input` as one message of the user), and the completion as a message of the assistant,
-    without its end token. Control tokens in the texts are broken (see `judge_prompts`), so that a completion cannot add a
-    turn.
+    The server renders the conversation with the model's own chat template. The conversation consists of the prompt and
+    of the completion as an assistant message without its end token. A prompt that is text, not a list of messages,
+    becomes one user message. Control tokens in the texts are broken (see `judge_prompts`), so that a completion cannot
+    add a turn.
 
     Args:
         task: "classify", or "pooling" for models that cannot classify.
-        activation: Apply the model's sigmoid or softmax; None leaves it to the server.
-        template: A text with columns in braces, which is sent instead of the conversation and without chat template.
+        activation: Whether the server applies the model's sigmoid or softmax. None uses the server's default.
+        template: A text with column names in braces. It is sent instead of the conversation, without a chat template.
 
-    Extras: `judge_tokens` and, with a price, `judge_cost`.
+    The answer's extras are `judge_tokens` and, with a price, `judge_cost`.
     """
 
     task: str = "classify"
@@ -60,12 +62,12 @@ class RewardModelJudge(ModelJudge):
     def __post_init__(self) -> None:
         require_all((self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}"))
         super().__post_init__()
-        # Raises an error if the template cannot be read
+        # The constructor raises an error if the template cannot be read
         Template(self.template or "")
         self._check_model("input", "use_activation")
 
     def default_path(self) -> str:
-        """Return vLLM's path of the task."""
+        """Return vLLM's path for the task."""
         return f"/{self.task}"
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class RewardModelJudge(ModelJudge):
         return {"reward": last_number(reply, FIELDS[self.task])}
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
-        """Return the (prompt, completion) tokens of a call. A reward model writes no tokens."""
+        """Estimate the (prompt, completion) tokens of a call. A reward model generates no tokens."""
         body = self._body(sample)
         texts = [message["content"] for message in body.get("messages", ())] or [body["input"]]
         num_characters = sum(len(text) for text in texts)
@@ -91,7 +93,7 @@ class RewardModelJudge(ModelJudge):
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:
-    """Return the last number in a field of the reply's only item, whose lists may be nested.
+    """Return the last number in a field of the reply's only item. The field may contain nested lists.
 
     Raises:
         BadReply: There is no such number.
@@ -109,11 +111,11 @@ def last_number(reply: Mapping[str, Any], name: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HTTPScorer(RemoteJudge):
-    """The score of a server that implements the protocol of this module.
+    """A judge whose reward is the score from a server that implements the protocol in this module.
 
     Args:
-        columns: Columns of the sample that are sent beside prompt, completion and answer (if there is one).
-        images: The column with the sample's images, each as bytes or base64.
+        columns: Columns of the sample to send in addition to prompt, completion and, if it exists, answer.
+        images: Name of the column with the sample's images, each as bytes or base64 text.
     """
 
     columns: Sequence[str] = ()
@@ -124,11 +126,11 @@ class HTTPScorer(RemoteJudge):
         require_all((not isinstance(self.columns, str), f"columns={self.columns!r} must be a list of names"))
 
     def default_path(self) -> str:
-        """Return the usual path of the protocol."""
+        """Return the default path of the protocol."""
         return "/score"
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
-        """Return the addresses of `--http-scorer-urls`, or the one of `examples/http_scorer_server.py`."""
+        """Return the addresses in `--http-scorer-urls`, or the default address of `examples/http_scorer_server.py`."""
         return parse_names(addresses.http_scorer_urls) or (SCORER_URL,)
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
@@ -151,7 +153,7 @@ class HTTPScorer(RemoteJudge):
 
 
 def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the only score of a reply.
+    """Return the only score in a reply, as the answer of the judge.
 
     Raises:
         BadReply: The scorer reports an error, or the reply does not follow the protocol.
@@ -182,7 +184,7 @@ def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the only object in a list of the reply.
 
     Raises:
-        BadReply: The list does not consist of one object.
+        BadReply: The list does not contain exactly one object.
     """
     items = reply.get(name)
     if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):

