@@ -13,7 +13,7 @@ _environment = partial(option, panel="Environment")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig(Section):
-    """Options of the environment that plays with the policy. Without one, a rollout is one completion."""
+    """Options of the environment that plays with the policy. Without an environment, a rollout is one completion."""
 
     environment: str | None = _environment(
         None,

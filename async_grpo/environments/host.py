@@ -150,7 +150,7 @@ class EnvironmentHost:
             keywords = json.loads(arguments)
             if not isinstance(keywords, dict):
                 raise TypeError(f"the arguments must be an object, not {arguments:.100}")
-            # Pydantic converts the arguments to the types of the type hints
+            # `validate_call` checks the arguments against the type hints, and converts them
             answer = await _awaited(validate_call(self._tools[name])(**keywords))
             text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
             return {"answer": text[:MAX_ANSWER_CHARACTERS], "failed": False}

@@ -104,7 +104,7 @@ class Result(BaseModel):
     """The result of a trajectory that its agent reports: a reward or a failure."""
 
     reward: FiniteFloat | None = None
-    failure: str = ""  # why the trajectory cannot be scored
+    failure: str = ""  # reason why the trajectory cannot be scored; "" if there is a reward
     numbers: Annotated[dict[NumberName, Number], Field(max_length=100)] = {}
 
 

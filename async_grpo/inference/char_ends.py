@@ -45,8 +45,8 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     # context of the tokens after them
     window_begin = 0
     num_settled = 0
-    chars_in_window = 0  # characters of the decoded window that belong to settled tokens
-    chars_in_text = 0  # characters of `text` that belong to settled tokens
+    chars_in_window = 0  # number of characters of the decoded window that belong to settled tokens
+    chars_in_text = 0  # number of characters of `text` that belong to settled tokens
 
     def decode(begin: int, end: int) -> str:
         return tokenizer.decode(ids[begin:end], skip_special_tokens=False)

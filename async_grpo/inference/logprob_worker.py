@@ -154,7 +154,7 @@ class LogprobWorker:
                     forward = self._thread.submit(self._forward, self._batch, self._temperature)
                     answers = await asyncio.wrap_future(forward)
                 except Exception as error:
-                    # Only the requests of this batch fail
+                    # Only the requests of this batch fail; the worker continues with the next batch
                     _fail(error, self._batch)
                     continue
                 for request, answer in zip(self._batch, answers, strict=True):

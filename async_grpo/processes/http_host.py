@@ -62,7 +62,7 @@ def _user_of(client: Address, server: Address) -> int | None:
     # Parsing a line is slow, so lines with other ports are skipped by this pattern
     ports_pattern = re.compile(rf":{client[1]:04X} \w+:{server[1]:04X} ")
     for path in CONNECTIONS:
-        with suppress(FileNotFoundError):  # the kernel may lack IPv6
+        with suppress(FileNotFoundError):  # a kernel without IPv6 has no second table
             for line in filter(ports_pattern.search, Path(path).read_text().splitlines()):
                 columns = line.split()
                 is_client = _parsed(columns[LOCAL_ADDRESS_COLUMN]) == _normal(client)

@@ -17,15 +17,15 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-IDLE_S = 75.0  # time after which a connection without a complete request head is closed; nginx's default
-ANSWER_WITHIN_S = 60.0  # time to write an answer to a client, which may not read it
+IDLE_S = 75.0  # seconds until a connection without a complete request head is closed; nginx's default
+ANSWER_WITHIN_S = 60.0  # seconds in which an answer must be sent, because a client may not read it
 MAX_CONNECTIONS = 512  # default limit of a server
 FIRST_PAUSE_S = 1.0  # shortest pause between two log lines of the same kind
 LONGEST_PAUSE_S = 600.0
 MAX_LOGGED_CHARACTERS = 300
 UNLIMITED_FILES = 1 << 20  # number used if the number of open files is not limited
 PACKAGE = str(Path(__file__).resolve().parents[1])
-NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # asyncio logs why it cannot accept a connection
+NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # asyncio logs an error when it cannot accept a connection
 
 
 class ConnectionGate:
@@ -44,7 +44,7 @@ class ConnectionGate:
         self._server = server
         self.max_connections = min(max_connections, _max_files() // 2)
         self._busy: set[web.RequestHandler] = set()
-        self._last_used: dict[web.RequestHandler, None] = {}  # open connections, the longest unused first
+        self._last_used: dict[web.RequestHandler, None] = {}  # open connections, least recently used first
 
     def __call__(self) -> asyncio.Protocol:
         self._note_connections()
@@ -87,7 +87,7 @@ class ConnectionGate:
             self._note_connections()
             if request.protocol in self._last_used:
                 del self._last_used[request.protocol]
-                self._last_used[request.protocol] = None  # at the end of the order
+                self._last_used[request.protocol] = None  # moves the connection to the end of the order
 
 
 async def write_in_time(request: web.Request, response: web.StreamResponse) -> None:

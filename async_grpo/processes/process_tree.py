@@ -187,7 +187,7 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
 
 
 def _watch(guarded_pid: int, max_processes: int) -> bool:
-    """Wait until the guarded process has ended or must be ended, and return whether there are too many processes."""
+    """Wait until the guarded process ends or must be ended. Return whether that is because of too many processes."""
     while True:
         received = signal.sigtimedwait(_GUARDED_SIGNALS, WATCH_S)
         if received is not None and received.si_signo == signal.SIGTERM:

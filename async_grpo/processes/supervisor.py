@@ -50,7 +50,7 @@ def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
 
 @dataclass
 class Program:
-    """A running program."""
+    """A program that the supervisor has started."""
 
     name: str
     process: subprocess.Popen[bytes]

@@ -1,9 +1,9 @@
 """Safe reading of files that other people may have made: checkpoints, models, folders of runs, data files.
 
 Only regular files are opened, because a command would wait forever for a pipe, and a device such as /dev/zero has no
-end. If a file names another file, that file must be inside the same folder, and links are not followed. A malicious folder
-can therefore not make a program show or overwrite files elsewhere. The length of lines and texts and the depth of JSON
-are limited, because a line of 200 MB took 12 GB of memory.
+end. If a file names another file, that file must be inside the same folder, and links are not followed. A malicious
+folder can therefore not make a program show or overwrite files elsewhere. The length of lines and texts and the depth
+of JSON are limited, because a line of 200 MB took 12 GB of memory.
 """
 
 import errno

@@ -13,7 +13,7 @@ _ids = itertools.count()
 
 
 class Wait(NamedTuple):
-    """One wait."""
+    """A wait of this process that has not ended yet."""
 
     kind: str  # kind of the wait; see `metrics.diagnosis`
     who: str  # the waiter: a rank, a prompt, or a judge's call

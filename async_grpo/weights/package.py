@@ -117,7 +117,7 @@ def _safetensors_header(weights: Mapping[str, torch.Tensor], dtype: torch.dtype)
 
 
 def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
-    """Return the tensors of safetensors images (objects that `bytes` accepts), and their records."""
+    """Return the tensors in safetensors images, and their records. Images are objects that `bytes` accepts."""
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         tensors |= load(bytes(chunk))

@@ -51,7 +51,7 @@ UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 class Canary:
     """Fixed texts whose log-probs show which policy computed them."""
 
-    texts: Sequence[np.ndarray]  # each (L,) int32; N tokens in all
+    texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
     logprobs: Callable[
         ..., np.ndarray
     ]  # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
@@ -142,7 +142,7 @@ class Publisher:
                 "canary_error": max(canary_errors, default=0.0),
             }
 
-        # The sync waits three times: to begin, for the engines, and to commit
+        # Three times the option, because the sync waits for each of these: its begin, the engines, and the commit
         limit_s = 3 * self.config.sync_timeout_s
         self._proof = in_thread(
             finish,

@@ -69,7 +69,7 @@ class Receipts:
             yield name, tensor
 
     def finish_weight_update(self) -> None:
-        """Let the model compute with the new weights."""
+        """Finish loading, so that the model computes with the new weights."""
         self.model = self._model
         finalize_layerwise_reload(self.model, self.model_config)
         tied_heads.repack_tied_heads(self.model)

@@ -30,7 +30,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
     """Load the environment with the tasks of a split.
 
     Raises:
-        ValueError: The environment cannot be trained on with these options.
+        ValueError: With these options, the policy cannot be trained in the environment.
     """
     split_options = {"train": options.get("train", {}), "eval": options.get("eval", {})}
     if split == "eval" and not split_options["eval"]:
@@ -62,7 +62,7 @@ async def play(env: Any, tasks: dict[int, Any], key: str, row: dict[str, Any]) -
     """Play one trajectory, and return its result.
 
     Raises:
-        RuntimeError: The trajectory has no reward.
+        RuntimeError: The task has changed, or the trajectory failed or was not scored.
     """
     task = tasks.get(row["task"])
     if task is None or task.hash != row["hash"]:
