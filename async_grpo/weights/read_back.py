@@ -15,7 +15,8 @@ from torch import Tensor
 # bfloat16 values of size 0.02 changes per step
 COLUMNS = 8
 _TINY = 1e-30  # smaller values count as zero, because some kernels flush them to zero
-_MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)  # rounds of splitmix64, a hash: (multiplier, shift)
+# Rounds of the hash splitmix64: (odd multiplier, shift)
+_MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)
 
 
 @cache
