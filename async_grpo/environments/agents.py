@@ -119,8 +119,7 @@ class RunAgent(_Agent):
         key, trajectory = self._endpoint.open(policy)
 
         def trajectory_so_far() -> Completion:
-            # Used when a limit was reached. The agent's exit status then says nothing about its task, so the reward is
-            # 0
+            # If a limit ended the agent, its exit status says nothing about its task, so the reward is 0
             if trajectory.result is None:
                 return policy.trajectory(0.0)
             return _reported(policy, trajectory)

@@ -61,8 +61,8 @@ class EnvironmentConfig(Section):
 
     split_control_tokens: bool = _environment(
         True,
-        "Keep control tokens such as <|im_end|>, if messages of environments, tools and agents spell them, plain "
-        "text. Without this option, a message can forge a turn of the policy.",
+        "Treat control tokens such as <|im_end|> in messages of environments, tools and agents as plain text. Without "
+        "this option, a message can forge a turn of the policy.",
     )
 
     @property

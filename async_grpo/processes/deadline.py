@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHORTEST_S = 1e-3  # shortest rest of a timer that is set again, because 0 would turn it off
+SHORTEST_S = 1e-3  # least time with which the earlier timer is set again, because 0 would turn it off
 
 
 class _TooSlow(BaseException):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 BEAT_S = 0.25  # seconds between heartbeats
-LIMIT_S = 1.0  # longest delay of a turn that is not logged
+LIMIT_S = 1.0  # a turn is logged if code delayed it by more than this number of seconds
 FRAMES = 6  # number of stack frames in the log
 FIRST_PAUSE_S = 10.0  # pause after the first log line about a line of code; doubles with each further one
 LONGEST_PAUSE_S = 600.0

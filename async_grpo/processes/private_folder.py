@@ -131,8 +131,7 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     made there, or others can write to it, a temporary folder is returned, which is removed at the end of this process.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
-    # torch may have set the variable to its default itself, as it does when vLLM is imported. That does not count as
-    # set
+    # torch may have set the variable to its default itself, as it does when vLLM is imported. That value is replaced
     is_torch_default = Path(environment.get(name, "")).name.startswith(TORCH_DEFAULT_CACHE)
     if environment.get(name) and not is_torch_default:
         return {}

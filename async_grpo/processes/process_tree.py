@@ -156,8 +156,8 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         owner_pid: Process id of the owner, which is the parent of this process.
         close_fd: Descriptor of a channel to the owner. The guardian closes it, so that the owner notices when the child
             closes its own copy.
-        max_processes: Maximum number of descendants. RLIMIT_NPROC would not do: it counts all processes of the user,
-            and does not limit root.
+        max_processes: Maximum number of descendants. RLIMIT_NPROC cannot be used, because it counts all
+            processes of the user, and does not limit root.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _GUARDED_SIGNALS)
     adopt_orphans()

@@ -66,8 +66,7 @@ class OpenEnv:
             action = {self._action_field: text} if self._action_field else _checked(parse_object, text)
             result = await self._session.step(action)
         except NoAction as error:
-            # With `action_field`, any text should make a valid action, so an invalid one means that the options are
-            # wrong
+            # With `action_field`, any text should make a valid action. If it does not, the options are wrong
             refuse(bool(self._action_field), f"a text as {self._action_field!r} makes no action: {error}")
             self.numbers["wrong_actions"] += 1
             return f"error: {error}", 0.0, False
