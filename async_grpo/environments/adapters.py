@@ -1,4 +1,4 @@
-"""`ADAPTERS`: the values of `--environment` that name environments of other packages, or agents."""
+"""`ADAPTERS`: the values of `--environment` that stand for environments of other packages, or for agents."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ from async_grpo.options.fields import refuse
 from async_grpo.rewards.isolation.adapter_process import child_environment
 
 VERIFIERS_PROGRAM = Path(__file__).parent / "ecosystem" / "verifiers_program" / "verifiers_agent.py"
-ROWS_TIMEOUT_S = 600.0  # for a program that makes the rows of an environment
+ROWS_TIMEOUT_S = 600.0  # time limit of an external program that makes the rows of an environment
 
 Variables = Mapping[str, str] | None  # environment variables for the agents' processes
 
@@ -27,27 +27,28 @@ class AgentProgram(NamedTuple):
     """A rollout program in which agents play."""
 
     program: RunAgent | AwaitAgent
-    needs: Needs  # what is started before the first trajectory and closed after the last
+    needs: Needs  # resource that is started before the first trajectory, and closed after the last
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a name before the colon stands for: a class of environments in a source file, or agents at the endpoint."""
+    """What PREFIX in `--environment PREFIX:ARGUMENT` stands for: an environment class in a source file, or agents."""
 
-    argument: str = ""  # name of the part behind the colon, for messages; "" if there is no such part
-    source: str = ""  # FILE.py:NAME in this folder; the text of the file is sent to the processes
-    package: str = ""  # the package that the source needs
+    argument: str = ""  # what the part after the colon is, for error messages; "" if there is no such part
+    source: str = ""  # FILE.py:NAME in this folder; the file's text is sent to the processes. "" for agents
+    package: str = ""  # the package that the source file needs
+    # Makes the rollout program of agents; None for a source file
     agents: Callable[[EnvironmentConfig, AgentEndpoint, Variables], AgentProgram] | None = None
-    # Makes the rows of a split, where there is no source with a method `rows`
+    # Makes the rows of a split; None if a method `rows` in the source file makes them, or nothing does
     rows: Callable[[EnvironmentConfig, str, Variables], list[dict[str, Any]]] | None = None
-    publishes_endpoint: bool = False  # a file in the run's folder says where agents find the endpoint
+    publishes_endpoint: bool = False  # whether a file in the run's folder tells agents the endpoint's address
 
 
 def adapter_of(name: str) -> Adapter | None:
-    """Return the adapter that `--environment` names; None for a game or a file.
+    """Return the adapter that `--environment` names, or None if it names a game or a file.
 
     Raises:
-        ConfigurationError: The adapter needs an argument, and the name has none.
+        ConfigurationError: The adapter needs an argument after the colon, and there is none.
     """
     prefix, colon, _ = name.partition(":")
     adapter = ADAPTERS.get(prefix)
@@ -59,7 +60,7 @@ def adapter_of(name: str) -> Adapter | None:
 
 
 def argument_of(name: str) -> str:
-    """Return the part of a name behind its colon."""
+    """Return the part of a name after its first colon."""
     return name.partition(":")[2]
 
 
@@ -81,7 +82,7 @@ def _verifiers_agents(
 
 
 def _verifiers_command(config: EnvironmentConfig, mode: str, *arguments: str) -> list[str]:
-    """Return the command of `verifiers_agent.py`, with the environment's options as one JSON object."""
+    """Return the command that runs `verifiers_agent.py`. The environment's options are passed as one JSON object."""
     options: dict[str, Any] = {}
     for dotted_name, value in config.environment_settings.items():
         *path, last = dotted_name.split(".")
@@ -100,7 +101,7 @@ def _verifiers_rows(config: EnvironmentConfig, split: str, variables: Variables)
         process = subprocess.run(
             command,
             timeout=ROWS_TIMEOUT_S,
-            # The same variables as for playing: tasks that are found now must be found then
+            # The same variables as when trajectories are played, so that the same tasks are found
             env=for_agents(child_environment(variables)),
             capture_output=True,
             text=True,

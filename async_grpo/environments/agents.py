@@ -1,12 +1,12 @@
-"""Rollout programs of agents: programs of any kind that talk to the run's endpoint.
+"""Rollout programs for agents. An agent is a program of any kind that sends requests to the run's endpoint.
 
-`--environment agent:COMMAND` starts the command once for each trajectory. It finds OPENAI_BASE_URL and OPENAI_API_KEY in
-its environment variables, and the row of the data set as JSON on its standard input. It may report a reward (`POST
-/v1/result`). If it does not, its exit status is the result: 0 is a reward of 1, 100 is a reward of 0, any other fails the
-trajectory.
+`--environment agent:COMMAND` starts the command once for each trajectory. The command finds OPENAI_BASE_URL and
+OPENAI_API_KEY in its environment variables, and the row of the data set as JSON on its standard input. It may report a
+reward (`POST /v1/result`). If it does not, its exit status is the result: 0 is a reward of 1, 100 is a reward of 0, and
+any other status fails the trajectory.
 
 `--environment endpoint` starts no agent. Agents that run elsewhere claim trajectories (`POST /v1/trajectories`) and report
-their rewards. `endpoint.json` in the run's output folder has the address and the key of the run.
+their rewards. `endpoint.json` in the run's output folder contains the address of the endpoint and the run's key.
 """
 
 import asyncio
@@ -30,25 +30,26 @@ from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.isolation.adapter_process import child_environment
 from async_grpo.types import Completion, Prompt
 
-# Exit statuses of an agent
+# Exit statuses that an agent may use as its result
 SOLVED = 0
 NOT_SOLVED = 100
 
-MAX_PROCESSES = 256  # of one agent
-TERMINATION_S = 10.0  # that an agent has to end in before it is killed
-CLAIM_SHARE = 0.9  # part of a trajectory's time in which an agent must claim it
-MAX_SHOWN_CHARACTERS = 2000  # of an agent's last output, in the reason of a failure
-# More bytes of the last output are kept than are shown, so that a key is found whose first characters are not shown
+MAX_PROCESSES = 256  # maximum number of processes of one agent
+TERMINATION_S = 10.0  # seconds that an agent has to end before it is killed
+CLAIM_SHARE = 0.9  # share of a trajectory's time limit within which an agent must claim it
+MAX_SHOWN_CHARACTERS = 2000  # characters of an agent's last output that the reason of a failure shows
+# Bytes of the last output that are kept. These are more than are shown, so that a secret is also redacted if only its
+# end would be shown
 MAX_KEPT_BYTES = 2**16
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
 class AgentFailed(RuntimeError):
-    """An agent ended without a result, reported a failure, or none claimed the trajectory."""
+    """An agent ended without a result or reported a failure, or no agent claimed the trajectory."""
 
 
 class _Agent:
-    """Common part of the programs below: the endpoint, and a command with its environment variables."""
+    """Common base of the programs below. It holds the endpoint, and a command with its environment variables."""
 
     def __init__(self, endpoint: AgentEndpoint, command: str, variables: Mapping[str, str] | None) -> None:
         self._endpoint = endpoint
@@ -60,16 +61,16 @@ class _Agent:
     async def _running(
         self, key: str, row: bytes = b""
     ) -> AsyncIterator[tuple[Process, asyncio.StreamReader]]:
-        """Run the command, and yield its process and its output. At the end of the context, all its processes have ended.
+        """Run the command, and yield its process and its output. When the context exits, all its processes are ended.
 
         Args:
-            key: The key that the command uses at the endpoint.
-            row: Content of its standard input.
+            key: The key with which the command accesses the endpoint.
+            row: Content of the command's standard input.
         """
         endpoint_variables = {"OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
-        # Input and output are no pipes of asyncio's process: such a process counts as running while any other process holds
-        # its pipes. The output is a socket rather than a pipe, because uvloop closes the descriptor of a pipe twice, and
-        # the second time it may already be another file's.
+        # Input and output are not asyncio's own pipes, because asyncio would consider the process as running while any
+        # other process holds its pipes. The output is a socket instead of a pipe, because uvloop closes the descriptor
+        # of a pipe twice, and the second time the descriptor may already belong to another file.
         parent_socket, child_socket = socket.socketpair()
         with child_socket, tempfile.TemporaryFile() as standard_input:
             standard_input.write(row)
@@ -88,7 +89,7 @@ class _Agent:
                     env=child_environment({**(self._variables or {}), **endpoint_variables}),
                     start_new_session=True,
                 )
-                # The output ends once no process has the socket open
+                # Reading the output ends once no process has this end of the socket open
                 child_socket.close()
                 try:
                     yield process, output
@@ -97,11 +98,11 @@ class _Agent:
 
 
 async def _terminate(process: Process) -> None:
-    """End an agent's guardian, which ends all processes that the agent started."""
+    """End an agent's guardian process, which ends all processes that the agent has started."""
     if process.returncode is not None:
         return
     process.terminate()
-    # The agent may have stopped its guardian
+    # The agent may have suspended its guardian (SIGSTOP), so wake the guardian up
     process.send_signal(signal.SIGCONT)
     try:
         await asyncio.wait_for(process.wait(), TERMINATION_S)
@@ -111,14 +112,14 @@ async def _terminate(process: Process) -> None:
 
 
 class RunAgent(_Agent):
-    """A program that starts an agent for each trajectory, in processes that end with the trajectory."""
+    """A rollout program that starts an agent for each trajectory. The agent's processes end with the trajectory."""
 
     async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
         """Play one trajectory."""
         key, trajectory = self._endpoint.open(policy)
 
         def trajectory_so_far() -> Completion:
-            # The exit status of an agent that met a limit says nothing about its task
+            # If a limit ended the agent, its exit status says nothing about its task, so the reward is 0
             if trajectory.result is None:
                 return policy.trajectory(0.0)
             return _reported(policy, trajectory)
@@ -140,9 +141,9 @@ class RunAgent(_Agent):
 
 
 class AwaitAgent(_Agent):
-    """A program in which an agent that runs elsewhere claims the trajectory, plays it, and reports its result.
+    """A rollout program that waits for an agent to claim the trajectory, play it and report its result.
 
-    If there is a command, it is started once, receives the run's key, and plays all trajectories.
+    If there is a command, it is started once. It receives the run's key, and plays all trajectories.
     """
 
     _watching: asyncio.Task[None] | None = None
@@ -152,7 +153,8 @@ class AwaitAgent(_Agent):
         key, trajectory = self._endpoint.open(policy)
         try:
             self._endpoint.offer(key)
-            # The wait ends before the trajectory's own time, or the trajectory would count as one that took too long
+            # The wait must end before the trajectory's time limit. At that limit, the trajectory would count as
+            # truncated instead of failed
             async with asyncio.timeout(CLAIM_SHARE * policy.limits.seconds):
                 await trajectory.claimed.wait()
             await trajectory.reported.wait()
@@ -163,13 +165,13 @@ class AwaitAgent(_Agent):
         return _reported(policy, trajectory)
 
     async def start(self) -> None:
-        """Listen, and start the command if there is one."""
+        """Start the endpoint, and the command if there is one."""
         await self._endpoint.start()
         if self._command:
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Run the command, and fail all trajectories when it has ended."""
+        """Run the command. When it ends, fail all trajectories."""
         run_key = self._endpoint.run_key
         try:
             async with self._running(run_key) as (process, output):
@@ -181,7 +183,7 @@ class AwaitAgent(_Agent):
         self._endpoint.fail(f"who plays them {event}")
 
     async def close(self) -> None:
-        """End what `start` began."""
+        """End the command, and close the endpoint."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -189,7 +191,11 @@ class AwaitAgent(_Agent):
 
 
 def _reported(policy: TrajectoryClient, trajectory: Trajectory) -> Completion:
-    """Return the trajectory with the result that its agent reported."""
+    """Return the trajectory with the result that its agent reported.
+
+    Raises:
+        AgentFailed: The agent reported a failure.
+    """
     result = trajectory.result
     assert result is not None
     if result.failure:
@@ -198,7 +204,7 @@ def _reported(policy: TrajectoryClient, trajectory: Trajectory) -> Completion:
 
 
 async def _read_to_end(output: asyncio.StreamReader) -> str:
-    """Read an output until it ends, and return its last part."""
+    """Read an output until it ends, and return its last MAX_KEPT_BYTES as text."""
     last_bytes = b""
     while True:
         piece = await output.read(MAX_KEPT_BYTES)
@@ -209,14 +215,14 @@ async def _read_to_end(output: asyncio.StreamReader) -> str:
 
 
 def last_words(output: str) -> str:
-    """Return the end of an output, as much as a failure shows, without the run's secrets."""
+    """Return the last MAX_SHOWN_CHARACTERS of an output, without the run's secrets."""
     return redacted(output)[-MAX_SHOWN_CHARACTERS:]
 
 
 def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with this package removed from PYTHONPATH.
+    """Return environment variables whose PYTHONPATH does not contain this library's folder.
 
-    An agent may run in another interpreter, for which the packages beside this one are not made.
+    An agent may run in another Python interpreter, which must not import packages from that folder.
     """
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
     other_paths = [path for path in paths if Path(path).resolve() != PACKAGE_ROOT.resolve()]
@@ -224,10 +230,10 @@ def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(owner_pid: int, command: str) -> None:
-    """Start a guardian, and become the agent below it.
+    """Split this process into a guardian and its child, and run the agent's command in the child.
 
     Args:
-        owner_pid: The process with which the agent ends.
+        owner_pid: The process whose end also ends the agent.
         command: The agent's shell command.
     """
     unused_file = os.open(os.devnull, os.O_RDONLY)

@@ -1,8 +1,7 @@
-"""`Chat`: messages as text and tokens, by the model's own chat template; and turns of the policy as messages.
+"""`Chat`: converts messages to text and tokens with the model's chat template, and turns of the policy to messages.
 
-An agent receives a turn of the policy taken apart: content, tool calls, thoughts. When it sends the message back, the
-template receives the text as it was sampled instead. Whether the template keeps a history as it was then shows in its
-output.
+The policy's turn reaches the agent split into content, tool calls and thoughts. When the agent sends that message back,
+the template gets the originally sampled text, so the output shows whether it kept the history unchanged.
 """
 
 import json
@@ -20,28 +19,30 @@ from async_grpo.processes.untrusted_files import parse_json
 
 Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
 
-# Tags around a call, as Hermes, Qwen and other models write them
+# Tags around a tool call, as Hermes, Qwen and other models write them
 BEGIN_CALL = "<tool_call>"
 END_CALL = "</tool_call>"
 
-MAX_CHARACTERS_PER_TOKEN = 64  # on average over a text
-# Tokens are decoded together with so many tokens before them, because some tokenizers drop the first space of a text
+# A text with more characters than this per allowed token counts as too long, without tokenizing it
+MAX_CHARACTERS_PER_TOKEN = 64
 PIECES_PER_CALL = 8192  # pieces of a text that one call of the tokenizer encodes
+# Number of earlier tokens that are decoded together with new ones. Some tokenizers drop the first space of a text
 LOOK_BACK_TOKENS = 8
 
 
 class TrajectoryOver(Exception):
-    """The trajectory has reached a limit. Its program can only end."""
+    """The trajectory has reached a limit. Its program gets no more turns, and must end."""
 
 
 class Chat:
-    """A tokenizer with its chat template. Without a template, only texts and tokens can be used.
+    """A tokenizer with its chat template. Without a template, prompts must be text or tokens instead of messages.
 
     Args:
-        tokenizer: A tokenizer of transformers.
-        longest: Limit of a sequence, in tokens. A text that must be longer is refused before tokenization, which would hold
-            up the run.
-        split_control_tokens: Control tokens that a foreign text spells stay plain text (see `control_tokens`).
+        tokenizer: A tokenizer of the transformers library.
+        longest: Maximum length of a sequence, in tokens. A text that is certainly longer is refused before
+            tokenization, because tokenizing it would delay the run.
+        split_control_tokens: Whether control tokens that are spelled in foreign text stay plain text (see
+            `control_tokens`).
     """
 
     def __init__(self, tokenizer: Any, longest: int = 1 << 31, split_control_tokens: bool = True) -> None:
@@ -62,7 +63,7 @@ class Chat:
             not self._has_template,
             "the tokenizer has no chat template: give tokens, or another model",
         )
-        # A conversation that ends with a message of the policy is a turn that the policy continues
+        # If the conversation ends with a message of the policy, the policy continues that message
         begins_turn = not messages or messages[-1].get("role") != "assistant"
         try:
             return self._tokenizer.apply_chat_template(
@@ -81,13 +82,13 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         is_trusted: Sequence[bool] = (),
     ) -> Rendered:
-        """Return the text of `render`, with breaks in the control tokens that foreign texts spell.
+        """Return the text of `render`, with a break inside each control token that is spelled in foreign text.
 
         Args:
             messages: The conversation.
             tools: JSON schemas of the tools.
-            is_trusted: For each message, whether its control tokens are meant: those of the policy and of the user's data
-                are. Messages beyond the end of the list are foreign.
+            is_trusted: For each message, whether its control tokens are intended. This is true for messages of the
+                policy and for the user's data. Messages without an entry count as foreign.
 
         Raises:
             ConfigurationError: The template refuses the messages, or objects and lists in them are nested too deeply.
@@ -112,26 +113,26 @@ class Chat:
         return self.control_tokens.needed(rendered)
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
-        """Return the places at which a foreign text must be cut, so that no control token is found in it."""
+        """Return the positions at which a foreign text must be cut, so that none of its tokens is a control token."""
         return () if self.control_tokens is None else self.control_tokens.breaks_of(text)
 
     def encode(self, text: str, *, begins: bool = False, breaks: Sequence[int] = ()) -> np.ndarray:
-        """Return the token ids of a text, (N,) int32. Control tokens that it spells become control tokens.
+        """Return the token ids of a text, (N,) int32. A control token in it is one token, unless a break cuts it.
 
         Args:
             text: The text.
-            begins: The text begins a sequence. The special tokens that the model expects there are added, unless the text
-                spells the first one itself.
-            breaks: Places that no token may span.
+            begins: Whether the text begins a sequence. If so, the special tokens that the model expects at the
+                beginning are added, unless the text already spells the first one.
+            breaks: Positions that no token may span.
 
         Raises:
             TrajectoryOver: The text is too long.
         """
-        # Each piece between two breaks has one token or more
+        # Each piece between two breaks has at least one token
         has_too_many_pieces = len(breaks) >= self._longest
         if has_too_many_pieces or len(text) > MAX_CHARACTERS_PER_TOKEN * self._longest:
             raise TrajectoryOver(too_long(self._longest))
-        # JSON may spell a lone surrogate, which tokenizers refuse
+        # Text from JSON may contain a lone surrogate, which tokenizers refuse; it is replaced by a question mark
         text = text.encode(errors="replace").decode()
         begin_token = getattr(self._tokenizer, "bos_token", None)
         has_begin_token = begin_token is not None and begin_token != "" and text.startswith(begin_token)
@@ -142,14 +143,14 @@ class Chat:
         return np.asarray(ids, np.int32)
 
     def _encoded(self, texts: list[str], special_tokens: bool) -> list[int]:
-        """Return the token ids of all texts end to end."""
+        """Return the token ids of all texts, concatenated."""
         token_ids: list[int] = []
         if self._backend is None:
             for text in texts:
                 token_ids += self._tokenizer.encode(text, add_special_tokens=special_tokens)
             return token_ids
         for first in range(0, len(texts), PIECES_PER_CALL):
-            # The backend works on a batch without holding Python's lock, but takes and returns it with the lock
+            # In batches, because the backend encodes a batch without Python's lock, but converts it with the lock held
             encodings = self._backend.encode_batch_fast(
                 texts[first : first + PIECES_PER_CALL], add_special_tokens=special_tokens
             )
@@ -161,7 +162,7 @@ class Chat:
         return token_ids
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
-        """Return the text of tokens that follow the tokens `after`."""
+        """Return the text of `token_ids`, which come after the tokens `after` in their sequence."""
         context = after[-LOOK_BACK_TOKENS:].tolist()
         text_with_context = self._decoded([*context, *token_ids.tolist()])
         return text_with_context[len(self._decoded(context)) :]
@@ -175,13 +176,16 @@ class Chat:
 
 
 def _with_parsed_arguments(message: Message) -> dict[str, Any]:
-    """Return a message with the arguments of its calls as objects, which templates expect; OpenAI's API has JSON texts."""
+    """Return a message with the arguments of its tool calls as objects.
+
+    Chat templates expect objects, and OpenAI's API has JSON strings.
+    """
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
         arguments = function.get("arguments")
         if isinstance(arguments, str | bytes):
-            # A text that is no JSON, or is nested too deeply, stays a text
+            # A string that is not JSON, or is nested too deeply, stays a string
             with suppress(ValueError):
                 function["arguments"] = parse_json(arguments)
         calls.append({**call, "function": function})
@@ -191,16 +195,16 @@ def _with_parsed_arguments(message: Message) -> dict[str, Any]:
 
 
 def too_long(tokens: int) -> str:
-    """Return a limit of tokens with the option that sets it."""
+    """Return a text for errors with the limit in tokens and the option that sets it."""
     return f"{tokens} tokens (--max-generation-tokens, and the prompt)"
 
 
 def message_of(text: str, turn: int = 0) -> dict[str, Any]:
-    """Return a turn of the policy as a message, with its calls of tools taken out of the text.
+    """Return a turn of the policy as a message, whose tool calls are separated from the text.
 
     Args:
         text: The sampled text without its end token.
-        turn: Number of the turn, a part of the calls' ids.
+        turn: Number of the turn, which becomes part of the calls' ids.
 
     >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 1}'}
@@ -215,7 +219,8 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
             name = call["name"]
             arguments = call.get("arguments", {})
         except (ValueError, KeyError, TypeError):
-            # Without other calls, the message keeps the text, and the program can answer that it is no call
+            # An invalid call is skipped. If there is no valid one, the message keeps the whole text, so that the
+            # program can point out the error
             continue
         calls.append(
             {
@@ -230,7 +235,9 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
 
 
 def take_out_calls(text: str) -> tuple[str, list[str]]:
-    """Return the text without the calls, and the calls. A call stands in braces between two tags, and contains no tag.
+    """Return the text without the tool calls, and the calls.
+
+    A call is a text in braces between two tags, and contains no tag itself.
 
     This takes linear time. A regular expression would hold Python's lock while it searches a long text.
 
@@ -239,13 +246,13 @@ def take_out_calls(text: str) -> tuple[str, list[str]]:
     """
     texts: list[str] = []
     calls: list[str] = []
-    text_begin = 0  # of the text that is not in `texts` yet
+    text_begin = 0  # where the text begins that is not in `texts` yet
     begin = text.find(BEGIN_CALL)
     while begin >= 0:
         end = text.find(END_CALL, begin + len(BEGIN_CALL))
         if end < 0:
             break
-        # The last tag before the end, so that the call contains no tag
+        # Begin at the last begin tag before the end tag, so that the call contains no tag
         begin = text.rfind(BEGIN_CALL, begin, end)
         inside = text[begin + len(BEGIN_CALL) : end].strip()
         if len(inside) > 1 and inside.startswith("{") and inside.endswith("}"):
@@ -258,7 +265,7 @@ def take_out_calls(text: str) -> tuple[str, list[str]]:
 
 
 def before_any(stop: Sequence[str], text: str) -> str:
-    """Return the text up to the first of the `stop` texts.
+    """Return the text before the first occurrence of any of the `stop` texts.
 
     >>> before_any(["Observation:"], "I look. Observation: it")
     'I look. '
@@ -272,7 +279,7 @@ def before_any(stop: Sequence[str], text: str) -> str:
 
 
 def message_key(message: Message) -> str:
-    """Return a key by which a message of the policy is recognized, whatever fields a client has added to it."""
+    """Return a key that identifies a message of the policy, even if a client has added fields to it."""
     calls = []
     for call in message.get("tool_calls") or ():
         if isinstance(call, Mapping):

@@ -1,4 +1,4 @@
-"""Options of environments: which one plays with the policy, and for how long."""
+"""Options of the environment that plays with the policy, and limits of a trajectory."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,63 +6,63 @@ from typing import Any
 
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, parse_assignments
 
-ROWS = "environment"  # value of --data-path that stands for rows made by the environment itself
+ROWS = "environment"  # value of --data-path with which the environment makes the rows itself
 
 _environment = partial(option, panel="Environment")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig(Section):
-    """Options of the environment that plays with the policy. Without one, a rollout is one completion."""
+    """Options of the environment that plays with the policy. Without an environment, a rollout is one completion."""
 
     environment: str | None = _environment(
         None,
-        "Environment that the policy acts in: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or "
+        "Environment in which the policy acts: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or "
         "of a program; agent:COMMAND; endpoint (for agents started elsewhere); "
         "{reasoning_gym,textarena,openenv,verifiers}:NAME. By default a rollout is one completion.",
         everyday=True,
         portable="async_grpo.environments.make:ENVIRONMENTS",
     )
     environment_options: str = _environment(
-        "", "Keyword options of the environment, such as low=1,high=32.", portable=True
+        "", "Keyword arguments of the environment, such as low=1,high=32.", portable=True
     )
     environment_processes: int | None = _environment(
         None,
-        "Processes that run environments, each for many trajectories (default: 4), or agents that run at once "
-        "(default: 64).",
+        "Number of processes that run environments, each for many trajectories (default: 4). For agents, the number "
+        "that run at the same time (default: 64).",
         range=POSITIVE,
     )
     environment_timeout_s: float = _environment(
         30.0,
-        "Seconds that one step of an environment, or one call of a tool, may take before its process is ended.",
+        "Maximum seconds for one step of an environment or one call of a tool. After that, its process is ended.",
         range=POSITIVE,
         portable=True,
     )
     max_turns: int = _environment(
-        16, "Maximum length of a trajectory, in turns of the policy.", range=POSITIVE, portable=True
+        16, "Maximum number of the policy's turns in a trajectory.", range=POSITIVE, portable=True
     )
     max_turn_tokens: int | None = _environment(
         None,
-        "Maximum tokens of one turn of the policy. The default is what --max-generation-tokens leaves, which limits "
-        "all that follows the prompt of a sequence, the environment's tokens included.",
+        "Maximum tokens of one turn of the policy. By default the rest of --max-generation-tokens. That limit counts "
+        "all tokens after the sequence's prompt, including the environment's.",
         range=POSITIVE,
         portable=True,
     )
     endpoint_host: str = _environment(
-        "127.0.0.1", "Address of the endpoint that agents send their requests to."
+        "127.0.0.1", "Address of the endpoint to which agents send their requests."
     )
-    endpoint_port: int = _environment(0, "Port of the endpoint; 0 takes any free port.", range=NOT_NEGATIVE)
+    endpoint_port: int = _environment(0, "Port of the endpoint. 0 chooses a free port.", range=NOT_NEGATIVE)
     max_trajectory_s: float = _environment(
         600.0,
-        "Seconds that a trajectory may take before it counts as truncated.",
+        "Maximum seconds of a trajectory. After that, the trajectory ends and counts as truncated.",
         range=POSITIVE,
         portable=True,
     )
 
     split_control_tokens: bool = _environment(
         True,
-        "Keep text in messages of environments, tools and agents plain text, even if it spells a control token such "
-        "as <|im_end|>. Otherwise such a text can forge a turn of the policy.",
+        "Treat control tokens such as <|im_end|> in messages of environments, tools and agents as plain text. Without "
+        "this option, a message can forge a turn of the policy.",
     )
 
     @property
@@ -76,8 +76,8 @@ class TrajectoryLimits:
     """Limits of one trajectory, and of each of its sequences."""
 
     turns: int
-    tokens: int  # of one sequence, prompt included
-    turn_tokens: int | None  # sampled in one turn; None: no limit of its own
+    tokens: int  # maximum tokens of one sequence, including its prompt
+    turn_tokens: int | None  # maximum tokens sampled in one turn; None if only the other limits apply
     seconds: float
     vocabulary: int = 1 << 31  # number of token ids that the model knows
-    new_tokens: int = 1 << 31  # of one sequence, without its prompt
+    new_tokens: int = 1 << 31  # maximum tokens of one sequence after its prompt

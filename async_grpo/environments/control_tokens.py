@@ -1,17 +1,18 @@
-"""`ControlTokens`: keeps control tokens that a foreign text spells from becoming control tokens.
+"""`ControlTokens`: ensures that control tokens spelled in foreign text stay plain text.
 
-A tokenizer finds `<|im_end|>` in any text. A page that a tool reads, or an environment that repeats what the policy said,
-could therefore end its own message and write a turn of the policy. The control tokens of the chat template are in the same
-text, though. This is how the two are told apart:
+Foreign text comes neither from the policy nor from the user's data. A tokenizer turns `<|im_end|>` in any text into a
+control token. A web page that a tool reads, or an environment that repeats the policy's words, could therefore end its
+own message and forge a turn of the policy. The rendered text also contains the control tokens of the chat template,
+which must stay control tokens. The two are told apart as follows:
 
-1. Before rendering, a random marker is inserted into every control token that a foreign text spells, and at the ends of a
-   text that could become one together with the text beside it.
-2. After rendering, the markers are removed, and the text is cut where a marker stood inside a control token.
+1. Before rendering, a random marker is inserted into every control token that foreign text spells. A marker is also put
+   at the end (or beginning) of a foreign text that might form a control token together with the text next to it.
+2. After rendering, the markers are removed, and the text is cut where a marker was inside a control token.
 3. The pieces are tokenized one by one, so that no control token spans two of them. A text without control tokens is not cut
    and has its usual token ids.
 
-Some tokenizers look for control tokens behind a normalizer, which turns other characters into `<|im_end|>`, too. With
-those, a text that spells a control token only after normalization is cut between all of its characters.
+Some tokenizers search for control tokens after a normalizer, which may turn other characters into `<|im_end|>`. With
+such a tokenizer, a text that spells a control token only after normalization is cut between all of its characters.
 """
 
 import re
@@ -23,25 +24,25 @@ from itertools import pairwise
 from typing import Any
 
 WITH_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-MAX_COMPOSED_CHARACTERS = 4  # that a normalizer turns into one: a letter with its accents
-MARKER_BYTES = (
-    10  # of random: a text that was written before contains the marker with no chance worth mentioning
-)
+MAX_COMPOSED_CHARACTERS = 4  # characters that a normalizer may turn into one, such as a letter with accents
+# Random bytes of a marker. These are so many that an existing text practically never contains the marker
+MARKER_BYTES = 10
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text, and the places in it (`0 < place < len(text)`, ascending) that no token may span."""
+    """A text, and its breaks: positions (`0 < position < len(text)`, ascending) that no token may span."""
 
     text: str
     breaks: tuple[int, ...] = ()
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, and where texts spell them.
+    """Knows the control tokens of a tokenizer, and finds their spellings in texts.
 
-    Control tokens are the special tokens, and other added tokens between bars: DeepSeek's `<｜User｜>` is not marked as
-    special. `<think>` and `<tool_call>` are not among them: they begin no turn, and prompts name them to describe a format.
+    Control tokens are the tokenizer's special tokens, and other added tokens of the form `<|...|>`, because DeepSeek's
+    `<｜User｜>` is not marked as special. `<think>` and `<tool_call>` are not control tokens: they do not begin a turn,
+    and prompts may name them to describe a format.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,12 +50,12 @@ class ControlTokens:
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
             if token.special or WITH_BARS.fullmatch(str(token)):
                 spellings.add(str(token))
-        # A single letter, which is some tokenizer's unknown token, has no inside in which it could be cut
+        # Single letters are left out, because they cannot be cut. Some tokenizers use one as the unknown token
         self.spellings = sorted(spelling for spelling in spellings if len(spelling) > 1)
         self._pattern = re.compile(_trie_pattern(self.spellings)) if self.spellings else None
-        self._beginnings: set[str] = set()  # of a control token, which the text after it may complete
-        self._endings: set[str] = set()  # of a control token, which the text before it may complete
-        self._longest = 0  # number of characters
+        self._beginnings: set[str] = set()  # beginnings of control tokens, which the next text may complete
+        self._endings: set[str] = set()  # endings of control tokens, which the text before may complete
+        self._longest = 0  # number of characters of the longest control token
         self._note_parts(self.spellings)
         self._normalize = _normalizer_of(tokenizer, self.spellings)
         if self._normalize is not None:
@@ -63,7 +64,7 @@ class ControlTokens:
             self._note_parts(normalized)
 
     def _note_parts(self, spellings: Iterable[str]) -> None:
-        """Note the beginnings and endings of control tokens, and the length of the longest."""
+        """Record the beginnings and endings of control tokens, and the length of the longest one."""
         for spelling in spellings:
             self._longest = max(self._longest, len(spelling))
             for place in range(1, len(spelling)):
@@ -71,10 +72,10 @@ class ControlTokens:
                 self._endings.add(spelling[place:])
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
-        """Return a place inside each control token that the text spells, also in those that overlap.
+        """Return a position inside each control token that the text spells, even if they overlap.
 
-        If the text spells one only after normalization, return all places, because it is not known which characters
-        become the control token.
+        If the text spells a control token only after normalization, return all positions, because it is not known which
+        characters become the control token.
         """
         if self._normalize is not None:
             normalized = self._normalize(text)
@@ -83,7 +84,7 @@ class ControlTokens:
         return tuple(begin + 1 for begin, _ in self._spelled(text))
 
     def _spelled(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each control token in the text. A control token may overlap the next."""
+        """Yield the begin and the end of each control token in the text. Control tokens may overlap."""
         if self._pattern is None:
             return
         match = self._pattern.search(text)
@@ -92,7 +93,7 @@ class ControlTokens:
             match = self._pattern.search(text, match.start() + 1)
 
     def needed(self, rendered: Rendered) -> Rendered:
-        """Return the text with only the breaks that stand inside a control token."""
+        """Return the text with only those breaks that are inside a control token."""
         if not rendered.breaks:
             return rendered
         needed_breaks: set[int] = set()
@@ -107,7 +108,7 @@ class ControlTokens:
         return Rendered(rendered.text, tuple(sorted(needed_breaks)))
 
     def _is_near_normalized(self, text: str, place: int) -> bool:
-        """Return whether the text around the place spells a control token only after normalization."""
+        """Return whether the text around a position spells a control token only after normalization."""
         assert self._normalize is not None
         reach = MAX_COMPOSED_CHARACTERS * self._longest
         around = text[max(0, place - reach) : place + reach]
@@ -115,10 +116,10 @@ class ControlTokens:
         return normalized != around and self._normalized_pattern.search(normalized) is not None
 
     def marked(self, value: Any, marker: str) -> Any:
-        """Return a JSON value with the marker inside each control token that one of its strings spells.
+        """Return a JSON value in which the marker is inserted into each control token that a string spells.
 
-        A string that ends with the beginning of a control token, or begins with the end of one, also has a marker there,
-        because the template may put the rest of the token beside it.
+        If a string ends with the beginning of a control token, or begins with the end of one, it also gets a marker
+        there, because the chat template may put the rest of the token next to it.
         """
         if isinstance(value, str):
             return self._marked_text(value, marker)
@@ -144,7 +145,7 @@ class ControlTokens:
 
 
 def _normalizer_of(tokenizer: Any, spellings: Iterable[str]) -> Callable[[str], str] | None:
-    """Return the normalizer behind which the tokenizer looks for control tokens; None if it looks at the text itself."""
+    """Return the normalizer that the tokenizer applies before it searches for control tokens; None if there is none."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
     normalized_tokens = {str(token) for token in added_tokens if token.normalized}
@@ -152,19 +153,19 @@ def _normalizer_of(tokenizer: Any, spellings: Iterable[str]) -> Callable[[str], 
         return None
 
     def normalize(text: str) -> str:
-        # The normalizer refuses a lone surrogate
+        # Replaces lone surrogates, which the normalizer refuses
         return normalizer.normalize_str(text.encode(errors="replace").decode())
 
     return normalize
 
 
 def new_marker() -> str:
-    """Return a random marker of lower-case letters and digits, which templates do not change."""
+    """Return a random marker of lower-case letters and digits, which chat templates do not change."""
     return f"x{secrets.token_hex(MARKER_BYTES)}x"
 
 
 def without_markers(text: str, marker: str) -> Rendered:
-    """Return the text without the markers, and where they stood."""
+    """Return the text without the markers, with breaks at the positions of the markers."""
     pieces = text.split(marker)
     breaks = []
     place = 0
@@ -185,7 +186,7 @@ def cut(text: str, breaks: Iterable[int]) -> list[str]:
 
 
 def _trie_pattern(words: Iterable[str]) -> str:
-    """Return a regular expression for any of the words, which reads no character of a text twice for two words."""
+    """Return a regular expression that matches any of the words. Words with the same beginning share its pattern."""
     trie: dict[str, Any] = {}
     for word in words:
         node = trie
@@ -199,10 +200,10 @@ def _pattern_of(node: dict[str, Any]) -> str:
     branches: list[str] = []
     for letter, child in node.items():
         if letter == "":
-            # A word ends here, and its break also cuts the longer words that begin with it
+            # A word ends here. Longer words with this beginning need no pattern, because its break cuts them as well
             return ""
         prefix = re.escape(letter)
-        # Letters without alternatives need no group of their own, which would be nested too deeply
+        # Letters without alternatives are joined, because one nested group per letter would be too deep
         while len(child) == 1 and "" not in child:
             ((next_letter, child),) = child.items()
             prefix += re.escape(next_letter)

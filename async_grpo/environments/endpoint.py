@@ -1,13 +1,13 @@
-"""`AgentEndpoint`: the run as a server of OpenAI's API. Requests with the key of a trajectory are recorded and trained on.
+"""`AgentEndpoint`: a server of OpenAI's API for agents. Turns requested with a trajectory's key are trained on.
 
-    POST /v1/chat/completions, /v1/completions     as OpenAI's, with tools, streaming, n, stop, max_tokens
-    GET  /v1/models                                the policy
-    POST /v1/result {"reward": 1.0}                the trajectory's reward, with further numbers for the metrics;
+    POST /v1/chat/completions, /v1/completions     as in OpenAI's API, with tools, streaming, n, stop, max_tokens
+    GET  /v1/models                                lists the policy
+    POST /v1/result {"reward": 1.0}                reports the trajectory's reward, and optional numbers for metrics;
                                                    or {"failure": "why"}
-    POST /v1/trajectories                          with the run's key: a trajectory that waits for an agent, its key and row
+    POST /v1/trajectories                          with the run's key: claims a trajectory; returns its key and its row
 
-Turns are sampled with the run's settings, because they are trained on: temperature, top_p, penalties and seeds of a request
-are ignored. A streamed answer is sent once it is complete, in the pieces that clients expect.
+Turns are sampled with the run's settings, because they are trained on. The temperature, top_p, penalties and seed of a
+request are ignored. A streamed answer is sent only when it is complete, in the form that clients expect.
 """
 
 import asyncio
@@ -52,11 +52,10 @@ from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, Connection
 from async_grpo.processes.offload import offloaded
 
 CLAIM_PATH = "/v1/trajectories"
-SHUTDOWN_S = 2.0  # that requests under way have to end in
-CLAIM_WAIT_S = 20.0  # longest wait of a claim for a trajectory
-MAX_FAULT_CHARACTERS = (
-    300  # of a field's name, which the request may have made up, and of what is wrong with it
-)
+SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoint closes
+CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
+# Limit for a field's name in an error, which a request may have invented, and for the description of the error
+MAX_FAULT_CHARACTERS = 300
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
 
@@ -65,10 +64,11 @@ class AgentEndpoint:
     """An HTTP server for agents, from `start` to `close`. Each open trajectory has a key.
 
     Args:
-        host: The address to listen on; the loopback address by default.
-        port: The port to listen on; 0 takes any free port.
-        address_file: File for the address and the key of the run, for agents that are started elsewhere.
-        max_connections: Limit of connections at once; see `ConnectionGate`.
+        host: The address on which to listen.
+        port: The port on which to listen; 0 chooses a free port.
+        address_file: File to which the endpoint's address and the run's key are written, for agents that are started
+            elsewhere. None writes no file.
+        max_connections: Maximum number of open connections; see `ConnectionGate`.
     """
 
     def __init__(
@@ -83,23 +83,23 @@ class AgentEndpoint:
         self._port = port
         self._address_file = address_file
         self._max_connections = max_connections
-        self._open: dict[str, Trajectory] = {}  # by key
-        self._unclaimed = asyncio.Queue[str]()  # keys
-        self._broken: Result | None = None  # result of all trajectories once their players are gone
+        self._open: dict[str, Trajectory] = {}  # key -> open trajectory
+        self._unclaimed = asyncio.Queue[str]()  # keys of trajectories that no agent has claimed yet
+        self._broken: Result | None = None  # failure of all trajectories once the agents' program has ended
         self._runner: web.AppRunner | None = None
         self._gate: ConnectionGate | None = None
         self._listener: asyncio.Server | None = None
 
     @property
     def base_url(self) -> str:
-        """Return the URL that clients of OpenAI's API take."""
+        """Return the base URL for clients of OpenAI's API."""
         return f"http://{self._host}:{self._port}/v1"
 
     async def start(self) -> None:
-        """Listen.
+        """Begin to listen, and write the address file.
 
         Raises:
-            ConfigurationError: The address is taken.
+            ConfigurationError: The address cannot be used, for example because another server uses it.
         """
         bound_logs()
         application = web.Application(middlewares=[self._guard])
@@ -133,10 +133,10 @@ class AgentEndpoint:
             self._write_address(self._address_file)
 
     def _write_address(self, path: Path) -> None:
-        """Write the address and the run's key for agents that are started elsewhere.
+        """Write the endpoint's address and the run's key to a file, for agents that are started elsewhere.
 
-        The file appears with its content, because agents wait for it. Nobody else can read it: with the key one can take
-        part in the run.
+        The file appears only when it is complete, because agents wait for it. Only this user can read it, because
+        anyone with the key can take part in the run.
         """
         new_path = path.with_name(f".{path.name}.new")
         new_path.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class AgentEndpoint:
         new_path.replace(path)
 
     async def close(self) -> None:
-        """Stop listening; requests under way are cancelled."""
+        """Stop listening. Unfinished requests are cancelled after a short time."""
         if self._listener is not None:
             self._listener.close()
         if self._runner is not None:
@@ -155,7 +155,7 @@ class AgentEndpoint:
             self._address_file.unlink(missing_ok=True)
 
     def open(self, policy: TrajectoryClient) -> tuple[str, Trajectory]:
-        """Open a trajectory of the policy, and return its key with it."""
+        """Open a trajectory, and return its key and the trajectory."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         trajectory = Trajectory(policy)
         self._open[key] = trajectory
@@ -164,24 +164,24 @@ class AgentEndpoint:
         return key, trajectory
 
     def fail(self, reason: str) -> None:
-        """Fail all open and later trajectories, because the program that plays them is gone."""
+        """Fail all open and all later trajectories, because the program that plays them has ended."""
         self._broken = Result(failure=reason)
         for trajectory in self._open.values():
             trajectory.report(self._broken)
 
     def offer(self, key: str) -> None:
-        """Have the next agent that claims a trajectory receive this one."""
+        """Offer the trajectory of this key to agents. An agent that claims a trajectory gets the oldest offer."""
         self._unclaimed.put_nowait(key)
 
     def shut(self, key: str) -> None:
-        """End a trajectory. Its key opens nothing any more."""
+        """End a trajectory. Its key is not accepted any more."""
         trajectory = self._open.pop(key, None)
         if trajectory is not None:
             trajectory.end()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer a request, within the limits of the connection gate."""
+        """Answer a request through the connection gate, which enforces its limits."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             return await self._response_or_error(request, handler)
@@ -190,7 +190,7 @@ class AgentEndpoint:
         return await self._gate.answer(request, answer)
 
     async def _response_or_error(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Return the handler's answer, or an error in the form that clients of OpenAI's API read."""
+        """Return the handler's answer, or an error in the form of OpenAI's API."""
         try:
             if not self._authorize(request):
                 return _error(401, "no trajectory has this key, or it has ended", "invalid_api_key")
@@ -207,7 +207,7 @@ class AgentEndpoint:
             return _error(503, str(error), "engine_lost")
 
     def _authorize(self, request: web.Request) -> bool:
-        """Return whether the request has the key that its path needs, and note whose key it is."""
+        """Return whether the request has a key that its path accepts. Store the key's trajectory in the request."""
         kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
         key = credentials.strip() if kind.lower() == "bearer" else ""
         if request.path == CLAIM_PATH:
@@ -240,12 +240,12 @@ class AgentEndpoint:
         size: int,
         tools: Tools | None = None,
     ) -> web.StreamResponse:
-        """Have the policy take as many turns as the request asks for, and return the answer.
+        """Have the policy take the number of turns that the request asks for, and return the answer.
 
         Args:
             request: The HTTP request.
-            parsed: Its body.
-            context: The history of the turns.
+            parsed: The parsed body of the request.
+            context: The history that each turn continues.
             size: Number of bytes of the body.
             tools: JSON schemas of the tools that the policy may call.
         """
@@ -253,7 +253,7 @@ class AgentEndpoint:
         stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
         token_limits = [parsed.max_tokens, parsed.max_completion_tokens]
         max_tokens = min((limit for limit in token_limits if limit is not None), default=None)
-        # The conversation is rendered and tokenized once for all answers
+        # Shared, so that the conversation is rendered and tokenized only once for all turns
         shared = SharedContext(context, size)
         take_turn = partial(
             trajectory.policy.complete,
@@ -280,16 +280,16 @@ class AgentEndpoint:
                 if is_connected:
                     trajectory.claimed.set()
                     return web.json_response({"key": key, "row": row_of(trajectory.policy.prompt)})
-                # The agent has gone; the next one receives the trajectory
+                # The agent has disconnected, so offer the trajectory to the next agent
                 self.offer(key)
         return web.Response(status=204)
 
     async def _next_unclaimed(self) -> tuple[str, Trajectory]:
-        """Wait for a trajectory that no agent plays, and return its key with it."""
+        """Wait for a trajectory that no agent has claimed. Return its key and the trajectory."""
         while True:
             key = await self._unclaimed.get()
             trajectory = self._open.get(key)
-            # A trajectory may end before an agent claims it
+            # None if the trajectory ended before an agent claimed it
             if trajectory is not None:
                 return key, trajectory
 
@@ -304,7 +304,7 @@ def _context_tokens(request: web.Request) -> int:
 
 
 def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    """Return the request, and its messages as the chat template takes them."""
+    """Return the parsed request, and its messages in the form that chat templates expect."""
     chat_request = ChatRequest.model_validate(parsed_body(body))
     return chat_request, [as_template(message) for message in chat_request.messages]
 
@@ -320,7 +320,7 @@ def _result_of(body: bytes) -> Result:
 async def _response(
     request: web.Request, parsed: OpenAIRequest, replies: Sequence[Reply]
 ) -> web.StreamResponse:
-    """Return the replies as the request asks for them: as one body, or as a stream."""
+    """Return the replies as one body, or as a stream if the request asks for it."""
     answer = body_of(parsed, replies)
     text_lengths = [len(reply.text) for reply in replies]
     if parsed.stream:
@@ -330,9 +330,10 @@ async def _response(
 
 
 def _fault_of(error: ValidationError) -> str:
-    """Return in words what is wrong with a request.
+    """Return a description of what is wrong with a request.
 
-    A value that may have several types has one fault for each of them. A fault of its length says most.
+    If a value may have several types, pydantic reports one error for each of them. An error about the length is the
+    most helpful, so it is preferred.
     """
     faults = error.errors(include_url=False, include_input=False)
     length_faults = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-Observation = str | list[dict[str, Any]] | None  # a message of the user, several messages, or nothing
+Observation = str | list[dict[str, Any]] | None  # text of a user message, a list of messages, or nothing
 
 
 class Environment:
-    """The world of one trajectory. It runs in a process of its own, never in the trainer's.
+    """The environment of one trajectory. It runs in a separate process, never in the trainer's.
 
-    A class with these methods need not derive from this one. `__init__` takes the options of `--environment-options`. All
-    methods may be `async def`.
+    A class with these methods need not inherit from this one. `__init__` takes the options of `--environment-options`.
+    All methods may be `async def`.
 
     Attributes:
-        state: Name of the situation that the policy now meets. Turns that met equal states are compared (GiGPO).
-        numbers: Values for the metrics, where they appear as `environment/NAME`.
+        state: Name of the policy's current situation. GiGPO compares turns whose states are equal.
+        numbers: Values for the metrics, in which they are named `environment/NAME`.
     """
 
     state: str = ""
@@ -24,18 +24,18 @@ class Environment:
 
         Args:
             row: The row of the data set.
-            seed: The same number for all trajectories of a group, which must meet the same task.
+            seed: A number that is the same for all trajectories of a group, so that they get the same task.
 
         Returns:
-            What the policy reads first; None stands for the row's own prompt.
+            What the policy reads first. None means the row's own prompt.
         """
         raise NotImplementedError
 
     def step(self, text: str) -> tuple[Observation, float, bool]:
-        """Answer a turn of the policy. An exception fails the trajectory.
+        """Respond to a turn of the policy. An exception fails the trajectory.
 
         Args:
-            text: What the policy said.
+            text: The text that the policy sampled.
 
         Returns:
             What the policy reads next, the reward of this turn, and whether the trajectory is over.
@@ -43,4 +43,4 @@ class Environment:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what would stay open. Called when the trajectory has ended, for whatever reason."""
+        """Release resources. Called when the trajectory has ended, even if it failed."""

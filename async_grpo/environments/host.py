@@ -1,4 +1,6 @@
-"""The child's side of `processes.EnvironmentProcess`: environments of many trajectories, or tools, in one process.
+"""The child's side of `processes.EnvironmentProcess`: runs environments of many trajectories, or tools, in one process.
+
+The requests that it receives, and the answers:
 
     {"call": "reset", "trajectory": 7, "arguments": [row, seed]}    ->  observation, state, numbers
     {"call": "step", "trajectory": 7, "arguments": ["I say 12"]}    ->  the same, with reward and done
@@ -6,7 +8,7 @@
     {"call": "schemas", "arguments": []}                            ->  schemas of the tools
     {"call": "use", "arguments": ["add", "{...}"]}                  ->  the tool's answer, and whether it failed
 
-Each answer has a `status`, which is "ok" or comes with a `reason`.
+Each answer has a `status`. If the status is not "ok", the answer has a `reason`.
 """
 
 import inspect
@@ -32,12 +34,12 @@ from async_grpo.rewards.adapter.result import (
 from async_grpo.rewards.isolation.child import Answers
 from async_grpo.rewards.isolation.lines import Message
 
-ASYNC_CAPACITY = 64  # calls that an async environment serves at once
-MAX_ANSWER_CHARACTERS = 65_536  # of a tool
+ASYNC_CAPACITY = 64  # number of calls that async environments serve concurrently
+MAX_ANSWER_CHARACTERS = 65_536  # limit of a tool's answer
 
 
 def hosted_environment(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
-    """Return whether the environment is async, and a function that makes its host; see `isolation.child.hosted_reward`."""
+    """Return whether the environment is async, and a function that makes its host (see `isolation.child`)."""
     player = SourceFile(**greeting["source"]).object()
     functions = player
     if kind_of(player) == "environment":
@@ -47,10 +49,10 @@ def hosted_environment(greeting: Message) -> tuple[bool, Callable[[], "Environme
 
 
 def kind_of(player: Any) -> str:
-    """Return "environment", "tools" or "program" for an object that `--environment` names.
+    """Return which kind of object `--environment` names: "environment", "tools" or "program".
 
     Raises:
-        ConfigurationError: The object is none of them.
+        ConfigurationError: The object is none of these.
     """
     if isinstance(player, type):
         methods = [getattr(player, name, None) for name in ("reset", "step")]
@@ -67,12 +69,12 @@ def kind_of(player: Any) -> str:
 
 
 class EnvironmentHost:
-    """A `Host` of environments, by the numbers of their trajectories, or of tools, by their names.
+    """A `Host` that runs environments, one per trajectory, or tools.
 
     Args:
         player: A class of environments, or a list of tools.
-        options: Keyword arguments of the class.
-        is_async: Calls are served at once.
+        options: Keyword arguments for the class.
+        is_async: Whether calls are served concurrently.
     """
 
     def __init__(self, player: Any, options: Mapping[str, Any], is_async: bool) -> None:
@@ -93,10 +95,10 @@ class EnvironmentHost:
             self._make = partial(player, **accepted)
 
     async def call(self, method: str, *arguments: Any) -> None:
-        """Do nothing: there is nothing to warm up or to close."""
+        """Do nothing, because an environment host has nothing to warm up or close."""
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
-        """Return one answer to each request; see `Host`."""
+        """Return one answer to each request. See `Host`."""
         return [[await self._reply(request["sample"])] for request in requests]
 
     async def _reply(self, request: Message) -> dict[str, Any]:
@@ -104,7 +106,8 @@ class EnvironmentHost:
             method = getattr(self, f"_{request['call']}")
             return {"status": "ok"} | await method(request.get("trajectory"), *request["arguments"])
         except BaseException as error:
-            # sys.exit() and time-outs of libraries are no `Exception`, and would end the process
+            # Not only `Exception`, because sys.exit() and some libraries' timeouts raise others, which would end the
+            # process
             return failure(describe(error))
 
     async def _reset(self, trajectory: int, row: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -139,7 +142,7 @@ class EnvironmentHost:
         return {"schemas": [_schema(tool) for tool in self._tools.values()]}
 
     async def _use(self, _: Any, name: str, arguments: str) -> dict[str, Any]:
-        """Return the answer of a tool. An exception, or arguments that do not fit, are answers, too."""
+        """Return the answer of a tool. If it raises, or its arguments are invalid, the answer is an error message."""
         if name not in self._tools:
             names = ", ".join(self._tools)
             return {"answer": f"error: there is no tool {name!r}, only {names}", "failed": True}
@@ -147,7 +150,7 @@ class EnvironmentHost:
             keywords = json.loads(arguments)
             if not isinstance(keywords, dict):
                 raise TypeError(f"the arguments must be an object, not {arguments:.100}")
-            # Pydantic converts the arguments to the types of the type hints
+            # `validate_call` checks the arguments against the type hints, and converts them
             answer = await _awaited(validate_call(self._tools[name])(**keywords))
             text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
             return {"answer": text[:MAX_ANSWER_CHARACTERS], "failed": False}
@@ -157,12 +160,12 @@ class EnvironmentHost:
 
 
 async def _awaited(returned: Any) -> Any:
-    """Return the result of a function that may be `async`."""
+    """Return what a function returned. If it is awaitable, await it first."""
     return await returned if inspect.isawaitable(returned) else returned
 
 
 def _situation(environment: Any, observation: Any) -> dict[str, Any]:
-    """Return what the policy reads next, with the state and the numbers of the environment."""
+    """Check what the policy is to read next, and return it with the environment's state and numbers."""
     if isinstance(observation, list):
         is_observation = all(isinstance(message, Mapping) and "role" in message for message in observation)
     else:
@@ -176,7 +179,7 @@ def _situation(environment: Any, observation: Any) -> dict[str, Any]:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """Return the schema of a tool as in OpenAI's API: parameters by the type hints, description by the docstring."""
+    """Return the schema of a tool as in OpenAI's API, made from the tool's type hints and docstring."""
     function = {
         "name": tool.__name__,
         "description": inspect.getdoc(tool) or "",

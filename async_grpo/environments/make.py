@@ -1,4 +1,4 @@
-"""`make_played`: a `Generation` of trajectories for the environment that `--environment` names."""
+"""`make_played`: makes a `Generation` that returns trajectories of the environment that `--environment` names."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,12 +22,13 @@ from async_grpo.processes.http_server import MAX_CONNECTIONS
 from async_grpo.protocols import Generation
 
 HERE = Path(__file__).parent
-# Defaults of --environment-processes
+# Defaults of --environment-processes: for environments and tools, and for agents
 PROCESSES = 4
 AGENTS = 64
 
-CONNECTIONS_PER_AGENT = 8  # to the endpoint, at once
-# Games of this package. The options of an earlier run may contain their names
+CONNECTIONS_PER_AGENT = 8  # connections to the endpoint that each agent may have open
+# Games of this package, name -> FILE.py:NAME. Names must stay valid, because stored options of earlier runs contain
+# them
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
@@ -35,10 +36,11 @@ ENVIRONMENTS: dict[str, str] = {
 
 
 def source_of(name: str) -> SourceFile | None:
-    """Return the source file that `--environment` names, whose text is sent to the processes; None for agents.
+    """Return the source file that `--environment` names; None for agents. Its text will be sent to the processes.
 
     Raises:
-        ConfigurationError: The name is unknown, or the file cannot be read, or nothing in it can play.
+        ConfigurationError: The name is unknown, the file cannot be read, or the named object is not an environment, a
+            list of tools or a program.
     """
     adapter = adapter_of(name)
     if adapter is not None and adapter.agents is not None:
@@ -60,7 +62,7 @@ def source_of(name: str) -> SourceFile | None:
 
 
 def _known_names() -> list[str]:
-    """Return the values that `--environment` may have, for a message."""
+    """Return the possible values of `--environment`, for an error message."""
     names_with_argument = []
     names_without = []
     for name, adapter in ADAPTERS.items():
@@ -83,15 +85,15 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 def rows_of(
     config: EnvironmentConfig, split: str, variables: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows that an environment makes itself.
+    """Return the rows of data that the environment itself makes.
 
     Args:
-        config: Names the environment and its options.
+        config: The environment and its options.
         split: "train" or "eval".
-        variables: Environment variables for a program that makes the rows.
+        variables: Environment variables for an external program that makes the rows.
 
     Raises:
-        ConfigurationError: The environment makes no rows.
+        ConfigurationError: The environment does not make rows.
     """
     name = config.environment or ""
     adapter = adapter_of(name)
@@ -113,16 +115,16 @@ def make_played(
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Played:
-    """Return a `Generation` of trajectories of the environment.
+    """Return a `Generation` that returns trajectories of the environment.
 
     Args:
-        config: Names the environment, its options and the limits of a trajectory.
+        config: The environment, its options and the limits of a trajectory.
         model_path: Folder of the model, whose tokenizer and chat template are used.
-        settings: What every worker of the run shares.
-        source: The environment's source file, of `source_of`; None for agents.
-        generation: Completes the turns.
-        folder: Output folder of the run, where agents that run elsewhere find the endpoint's address.
-        variables: Environment variables for the environment's or agents' processes, beside the allow-list.
+        settings: Settings that all workers of the run share.
+        source: The environment's source file, from `source_of`; None for agents.
+        generation: The engines, which sample the turns.
+        folder: Output folder of the run. Agents that run elsewhere find the endpoint's address there.
+        variables: Environment variables for the processes of environments or agents, in addition to the allow-list.
     """
     limits = TrajectoryLimits(
         turns=config.max_turns,

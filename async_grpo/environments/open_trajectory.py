@@ -1,4 +1,4 @@
-"""`Trajectory`: a trajectory that an agent plays through the endpoint, with its turns that are under way."""
+"""`Trajectory`: a trajectory that an agent plays through the endpoint, and its unfinished turns."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,13 +10,13 @@ from async_grpo.options.fields import refuse
 
 
 class Trajectory:
-    """A trajectory whose key is open.
+    """A trajectory whose key the endpoint accepts.
 
     Attributes:
-        policy: Takes the turns.
-        result: What the agent has reported; None before that.
-        claimed: Set when an agent plays the trajectory.
-        reported: Set when there is a result.
+        policy: The client through which turns are requested.
+        result: The result that the agent reported; None before its report.
+        claimed: Set once an agent plays the trajectory.
+        reported: Set once there is a result.
     """
 
     def __init__(self, policy: TrajectoryClient) -> None:
@@ -24,15 +24,16 @@ class Trajectory:
         self.result: Result | None = None
         self.claimed = asyncio.Event()
         self.reported = asyncio.Event()
-        self._turns: set[asyncio.Future[Reply]] = set()  # under way
+        self._turns: set[asyncio.Future[Reply]] = set()  # unfinished turns
         self._has_ended = False
 
     async def take_turns(self, take_turn: Callable[[], Awaitable[Reply]], count: int) -> list[Reply]:
-        """Take `count` turns at once, and return their replies.
+        """Take `count` turns concurrently, and return their replies.
 
-        If one turn is refused, the others are cancelled. If the client goes away, they continue until the trajectory ends.
+        If one turn is refused, the others are cancelled. If the client disconnects, the turns continue until the
+        trajectory ends.
         """
-        # It may have ended after its key was checked
+        # The trajectory may have ended after the endpoint checked the key
         refuse(self._has_ended, "the trajectory has ended")
         tasks = [asyncio.ensure_future(take_turn()) for _ in range(count)]
         self._turns.update(tasks)
@@ -42,7 +43,7 @@ class Trajectory:
         try:
             return await asyncio.shield(all_replies)
         except asyncio.CancelledError:
-            # `end` cancels the turns; a client that goes away cancels this coroutine alone
+            # If the turns are done, `end` has cancelled them. A client that disconnects cancels only this coroutine
             if all_replies.done():
                 raise ConfigurationError("the trajectory has ended") from None
             raise
@@ -52,13 +53,13 @@ class Trajectory:
             raise
 
     def report(self, result: Result) -> None:
-        """Keep the result. The last report counts."""
+        """Store the result. A later report replaces it."""
         self.result = result
         self.claimed.set()
         self.reported.set()
 
     def end(self) -> None:
-        """Cancel the turns under way, and begin no others."""
+        """Cancel unfinished turns, and refuse new ones."""
         self._has_ended = True
         for turn in tuple(self._turns):
             turn.cancel()

@@ -1,4 +1,4 @@
-"""Requests and answers in the form of OpenAI's API, and `Result`, which agents report."""
+"""Requests and answers in the form of OpenAI's API, and the `Result` that agents report."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
 from async_grpo.processes.http_server import ANSWER_WITHIN_S
 from async_grpo.processes.offload import offloaded
 
-MODEL = "policy"  # the model's name in the server's list; requests may use any name
-# Of a model, a role or a function. A streamed answer repeats the model's name in each event
+MODEL = "policy"  # the model's name in the server's list of models. Requests may use any other name
+# Limit for names of models, roles and functions. A streamed answer repeats the model's name in each event
 MAX_NAME_CHARACTERS = 256
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of one message
-MAX_CALLS = 256  # of tools, in one message
+MAX_PARTS = 4096  # text parts in one message
+MAX_CALLS = 256  # tool calls in one message
 MAX_TOOLS = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -31,9 +31,9 @@ Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class OpenAIRequest(BaseModel):
-    """Fields that both kinds of requests have. Unknown fields are ignored.
+    """Fields that chat and text requests share. Unknown fields are ignored.
 
-    Lists fail at their first fault, because collecting all faults of a long list would take long.
+    The validation of a list stops at its first error, because collecting all errors of a long list takes too long.
     """
 
     model: Name = MODEL
@@ -46,33 +46,33 @@ class OpenAIRequest(BaseModel):
 
 
 class Function(BaseModel, extra="allow"):
-    """A function in a call: its name and its arguments, as JSON."""
+    """The function of a tool call: its name, and its arguments as JSON."""
 
     name: Name
     arguments: str | dict[str, Any] = "{}"
 
 
 class Call(BaseModel, extra="allow"):
-    """A call of a tool in a message."""
+    """A tool call in a message."""
 
     function: Function
 
 
 class Text(BaseModel):
-    """A part of a message's content. Images are refused."""
+    """A text part of a message's content. Other parts, such as images, are refused."""
 
     type: Literal["text"]
     text: str
 
 
 class Plain(BaseModel):
-    """The only format of a response that may be asked for."""
+    """The only response format that a request may ask for."""
 
     type: Literal["text"]
 
 
 class ChatMessage(BaseModel, extra="allow"):
-    """A message. Chat templates also receive the fields that are not listed here."""
+    """A message. Further fields are allowed, and are passed to the chat template."""
 
     role: Name
     content: str | Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -80,17 +80,17 @@ class ChatMessage(BaseModel, extra="allow"):
 
 
 class ChatRequest(OpenAIRequest):
-    """A request for a turn after a conversation."""
+    """A request for a turn that continues a conversation."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    # A call cannot be forced: turns must be sampled as they are trained on
+    # Values that force a tool call are refused, because training requires turns that the policy sampled freely
     tool_choice: Literal["auto", "none"] | None = None
     response_format: Plain | None = None
 
 
 class CompletionRequest(OpenAIRequest):
-    """A request for a turn after a text or token ids."""
+    """A request for a turn that continues a text or token ids."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
     echo: Literal[False] | None = None
@@ -101,15 +101,15 @@ Number = Annotated[FiniteFloat, Field(ge=-MAX_EXTRA, le=MAX_EXTRA)]
 
 
 class Result(BaseModel):
-    """The result of a trajectory, as its agent reports it: a reward or a failure."""
+    """The result of a trajectory that its agent reports: a reward or a failure."""
 
     reward: FiniteFloat | None = None
-    failure: str = ""  # why the trajectory cannot be scored
+    failure: str = ""  # reason why the trajectory cannot be scored; "" if there is a reward
     numbers: Annotated[dict[NumberName, Number], Field(max_length=100)] = {}
 
 
 def as_template(message: ChatMessage) -> dict[str, Any]:
-    """Return the message in the form that chat templates expect: its content is one text."""
+    """Return the message in the form that chat templates expect, with its text parts joined to one text."""
     fields = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
         fields["content"] = "".join(part.text for part in message.content)
@@ -154,7 +154,7 @@ def _finish_reason(reply: Reply) -> str:
 
 
 def events_of(request: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the answer in the pieces that clients of a stream expect."""
+    """Split the answer into the events that clients of a stream expect."""
     frame = {key: value for key, value in answer.items() if key not in ("usage", "choices")}
     is_chat = isinstance(request, ChatRequest)
     if is_chat:
@@ -169,7 +169,7 @@ def events_of(request: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, 
 
 
 def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a choice as two pieces: the whole message, and the end."""
+    """Return a choice as two events: one with the whole message, and one with the finish reason."""
     delta = dict(choice["message"])
     calls = [{"index": number, **call} for number, call in enumerate(delta.get("tool_calls", ()))]
     if calls:
@@ -183,12 +183,12 @@ def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
 async def send_events(
     request: web.Request, events: Sequence[dict[str, Any]], event_characters: int
 ) -> web.StreamResponse:
-    """Send the pieces of an answer as server-sent events.
+    """Send the parts of an answer as server-sent events.
 
     Args:
-        request: The request that is answered.
-        events: The pieces.
-        event_characters: Number of characters of the largest piece.
+        request: The request to answer.
+        events: The parts of the answer.
+        event_characters: Approximate number of characters of the largest part.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     try:
@@ -203,6 +203,6 @@ async def send_events(
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        # The client has gone. The turn has been recorded, and counts
+        # The client has disconnected. Its turn is already recorded, and is trained on
         pass
     return response

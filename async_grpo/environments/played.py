@@ -1,4 +1,4 @@
-"""`Played`: a `Generation` whose completions are trajectories. A program plays each of them with the policy."""
+"""`Played`: a `Generation` whose completions are trajectories. A rollout program plays each of them with the policy."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -12,12 +12,12 @@ from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
 
-# A rollout: plays one trajectory about the prompt, and returns `policy.trajectory(...)`
+# A rollout program: plays one trajectory that begins with the prompt, and returns `policy.trajectory(...)`
 Program = Callable[[Prompt, TrajectoryClient], Awaitable[Completion]]
 
 
 class Needs(Protocol):
-    """A resource without which a program cannot play: processes, or a server."""
+    """A resource that a rollout program needs, such as processes or a server."""
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
@@ -27,12 +27,13 @@ class Played:
     """A `Generation` of trajectories.
 
     Args:
-        generation: Completes the turns.
-        program: Plays one trajectory.
+        generation: The engines, which sample the turns.
+        program: The rollout program, which plays one trajectory per call.
         chat: The tokenizer with its chat template.
         limits: Limits of each trajectory.
-        at_once: Number of trajectories that play at once; None sets no limit. The time of those that wait does not run.
-        needs: What the program needs. It is started and closed with this object.
+        at_once: Maximum number of trajectories that run at the same time; None for no limit. The time limit of a
+            waiting trajectory begins only when it runs.
+        needs: A resource that the program needs. It is started and closed together with this object.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Played:
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` trajectories, each when it has ended. Closing the generator ends the others."""
+        """Yield `count` trajectories in the order in which they end. Closing the generator cancels unfinished ones."""
         tasks = [asyncio.ensure_future(self._play(prompt, member, sampling)) for member in range(count)]
         try:
             for next_trajectory in asyncio.as_completed(tasks):
@@ -66,7 +67,7 @@ class Played:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
-        """Play one trajectory. An error of its program fails only the trajectory; an error of the engines fails the run."""
+        """Play one trajectory. A program's error fails only its trajectory, and an engine's error is raised."""
         async with self._places:
             recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt.row))
             policy = TrajectoryClient(self._generation, recorder, prompt, member, self._limits, sampling)
@@ -79,22 +80,22 @@ class Played:
                 return policy.trajectory(failure=f"{type(error).__name__}: {error}")
 
     async def _run_program(self, prompt: Prompt, policy: TrajectoryClient) -> Any:
-        """Return what the program returned, or at a limit what `policy.at_limit` makes of the turns so far."""
+        """Return what the program returns. If a limit ends it first, return the result of `policy.at_limit`."""
         try:
             async with asyncio.timeout(self._limits.seconds) as time_limit:
                 return await self._program(prompt, policy)
         except TrajectoryOver:
             return policy.at_limit()
         except TimeoutError:
-            # Without an expired limit, the program itself raised it
+            # If the time limit has not expired, the program itself raised the error
             if not time_limit.expired():
                 raise
             policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
             return policy.at_limit()
 
     def _checked(self, policy: TrajectoryClient, returned: Any) -> Completion:
-        """Return what the program returned, if it is a trajectory with a turn or a failure."""
-        # The program may have caught the error of the engine
+        """Check that the program returned a trajectory with at least one turn or a failure, and return it."""
+        # The program may have caught an engine's error, which must fail the run
         if policy.failure is not None:
             raise policy.failure
         if not isinstance(returned, Completion) or returned.outcome is None:
@@ -109,15 +110,15 @@ class Played:
         return await self._generation.take_stats()
 
     async def start(self) -> None:
-        """Start what the program needs.
+        """Start the resource that the program needs.
 
         Raises:
-            ConfigurationError: It cannot be started.
+            ConfigurationError: The resource cannot be started.
         """
         if self._needs is not None:
             await self._needs.start()
 
     async def close(self) -> None:
-        """Close what the program needs."""
+        """Close the resource that the program needs."""
         if self._needs is not None:
             await self._needs.close()

@@ -1,4 +1,4 @@
-"""Environments and tools in killable processes: the side of the parent. The other side is `host`."""
+"""The parent's side of processes that run environments and tools, and can be killed. The child's side is `host`."""
 
 import asyncio
 import itertools
@@ -12,15 +12,15 @@ from async_grpo.rewards.isolation.adapter_process import CLOSE_S, AdapterProcess
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment raised, did not answer in time, or its process died: the trajectory has failed."""
+    """An environment raised an error or did not answer in time, or its process died. Its trajectory fails."""
 
 
 class EnvironmentProcess(AdapterProcess):
-    """One process. It serves calls in order, and the calls of async environments at once."""
+    """One process that runs environments or tools. It serves calls in order, or concurrently if they are async."""
 
     host = "async_grpo.environments.host:hosted_environment"
-    trajectories = 0  # number of trajectories that play in it
-    stuck = 0  # number of trajectories that ended in the middle of a step which still runs
+    trajectories = 0  # number of trajectories that use this process
+    stuck = 0  # number of ended trajectories whose last step still runs in this process
 
     async def ask(self, call: str, trajectory: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
         """Return the answer of a trajectory's environment.
@@ -32,13 +32,13 @@ class EnvironmentProcess(AdapterProcess):
             timeout_s: Time limit of the call.
 
         Raises:
-            EnvironmentFailed: There is no answer.
+            EnvironmentFailed: The environment gave no answer, or answered with an error.
         """
         try:
             request = {"call": call, "trajectory": trajectory, "arguments": arguments}
             answers = await self._exchange("sample", request, 1, timeout_s)
         except WorkerLost as error:
-            # The process died, or was ended because another trajectory did not get an answer
+            # The process died, or was ended because a step of another trajectory took too long
             raise EnvironmentFailed(str(error)) from error
         answer = answers[0]
         if answer["status"] != "ok":
@@ -49,10 +49,10 @@ class EnvironmentProcess(AdapterProcess):
 class EnvironmentProcesses:
     """The processes of one environment.
 
-    A trajectory stays in one process. If a step hangs, the process is ended, and its other trajectories fail with it.
+    A trajectory stays in one process. If a step hangs, the process is ended, and its other trajectories fail as well.
 
     Args:
-        make: Makes a process, which is started when it is first needed.
+        make: Function that makes a process, which starts when it is first needed.
         count: Number of processes.
         timeout_s: Time limit of each call.
     """
@@ -73,7 +73,7 @@ class EnvironmentProcesses:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator["Place"]:
-        """Reserve a place for one trajectory in the process that has the fewest."""
+        """Yield a place for one trajectory, in the process with the fewest stuck steps and trajectories."""
         process = min(self._processes, key=lambda process: (process.stuck, process.trajectories))
         place = Place(process, next(self._numbers), self._timeout_s)
         process.trajectories += 1
@@ -83,34 +83,34 @@ class EnvironmentProcesses:
             process.trajectories -= 1
             if place.is_cut_off:
                 process.stuck += 1
-            # A step that still runs may delay it for long, and nobody waits for it
+            # In a task, because a step that still runs may delay it for a long time, and the caller must not wait
             task = asyncio.create_task(self._leave(process, place))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
     async def _leave(self, process: EnvironmentProcess, place: "Place") -> None:
-        """Have the process close the trajectory's environment and forget it."""
+        """Make the process close the trajectory's environment and forget it."""
         if place.is_used and process.is_alive:
-            # If the environment fails now, it is gone as well
+            # A failure does not matter, because the environment is not used any more
             with suppress(EnvironmentFailed):
                 await place.call("leave")
         if place.is_cut_off:
             process.stuck -= 1
 
     async def close(self) -> None:
-        """End all processes, after trajectories that have ended were forgotten or `CLOSE_S` seconds have passed."""
+        """End all processes. The environments of ended trajectories first have up to `CLOSE_S` seconds to close."""
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=CLOSE_S)
         await asyncio.gather(*(process.close() for process in self._processes))
 
 
 class Place:
-    """The environment of one trajectory.
+    """The place of one trajectory in a process, through which its environment is called.
 
     Attributes:
-        is_used: A call was made.
-        is_cut_off: A call was cancelled, which the process does not learn of: it may still work on it.
-        seconds: Time that calls have taken so far.
+        is_used: Whether a call was made.
+        is_cut_off: Whether a call was cancelled. The process is not told, and may still work on it.
+        seconds: Total time of all calls so far.
     """
 
     def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
@@ -125,7 +125,7 @@ class Place:
         """Return the answer of the environment.
 
         Raises:
-            EnvironmentFailed: The environment raised or was late, or its process died.
+            EnvironmentFailed: The environment raised an error or took too long, or its process died.
         """
         started_at = time.monotonic()
         self.is_used = True

@@ -1,4 +1,4 @@
-"""Rollout programs of environments and of tools, which stand between the policy and a process."""
+"""Rollout programs for environments and for tools. They pass texts between the policy and a process."""
 
 import hashlib
 from typing import Any
@@ -15,11 +15,11 @@ from async_grpo.types import Completion, Prompt
 
 
 class Play:
-    """A program in which an `Environment` and the policy take turns. The reward is the sum of the steps' rewards.
+    """A rollout program in which an `Environment` and the policy take turns. Its reward is the sum over all steps.
 
     Args:
-        processes: The processes of the environment.
-        seed: Seed of the run, from which each task's seed is derived.
+        processes: The processes that run the environments.
+        seed: Seed of the run, from which the seeds of tasks are derived.
     """
 
     def __init__(self, processes: EnvironmentProcesses, seed: int) -> None:
@@ -36,13 +36,13 @@ class Play:
 
             def trajectory_so_far() -> Completion:
                 num_turns = policy.recorder.num_turns
-                # Time may be up before the last turn has its reward
+                # If a limit ends the trajectory, the last turn may not have its reward yet
                 turn_rewards = rewards + [0.0] * (num_turns - len(rewards))
                 return policy.trajectory(
                     sum(rewards),
                     turn_rewards=turn_rewards,
                     states=states[:num_turns] if any(states) else (),
-                    # A turn without an end token is an answer like others, if the environment takes it
+                    # A last turn without an end token does not count as truncated, because the environment accepted it
                     truncated=False,
                     numbers=answer["numbers"] | {"environment_s": place.seconds},
                 )
@@ -59,7 +59,7 @@ class Play:
 
 
 class UseTools:
-    """A program in which the policy calls tools as often as it wants. A turn without a call is its answer."""
+    """A rollout program in which the policy may call tools any number of times. A turn without a call is its answer."""
 
     def __init__(self, processes: EnvironmentProcesses) -> None:
         self._processes = processes
@@ -101,32 +101,34 @@ class UseTools:
 
 
 async def _call_tool(place: Place, function: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a tool, and whether it failed."""
+    """Return the answer of a tool, and whether the call failed."""
     try:
         return await place.call("use", function["name"], function["arguments"])
     except EnvironmentFailed as error:
-        # The tool was late or its process died; the next call has a new process
+        # The tool took too long, or its process died. The next call gets a new process
         return {"answer": f"error: {error}", "failed": True}
 
 
 def task_seed(seed: int, prompt: Prompt) -> int:
-    """Return the seed, of 31 bits, of the task that all trajectories of a group meet.
+    """Return the seed of a group's task, which is the same for all trajectories of the group.
 
-    It is the row's `seed` if there is one, else a number that depends on the run's seed and the prompt.
+    It is the row's `seed` if there is one. Otherwise it is a number of 31 bits that depends on the run's seed and the
+    prompt.
     """
     row_seed = prompt.row.get("seed")
     if isinstance(row_seed, int):
         return row_seed
-    # The group of a held-out question may be generated in parts, which have different ordinals
+    # For held-out questions (negative numbers), the question identifies the task: their groups may be generated in
+    # several parts, which have different ordinals
     task_number = prompt.question if prompt.question < 0 else prompt.ordinal
     digest = hashlib.blake2b(f"task {seed}/{task_number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1
 
 
 def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *, is_first: bool) -> Context:
-    """Return what the policy continues, after adding the observation to `messages`.
+    """Add the observation to `messages`, and return the context that the policy continues.
 
-    The context is a conversation where the row or the environment uses messages, else token ids or a text.
+    The context is a conversation if the row or the environment uses messages. Otherwise it is token ids or a text.
     """
     if is_first and observation is None:
         messages += messages_of(prompt.row)

@@ -1,7 +1,7 @@
-"""Bodies of requests, which are limited before they are parsed: one request must not hold up the run.
+"""Reads and parses the bodies of requests. Limits are checked before parsing, so that one request cannot delay the run.
 
-Each limit is a constant here or in `openai_api`, and an error names the value and the limit. The time that parsing JSON
-takes depends on the number of values more than on the number of bytes, so both are limited.
+Each limit is a constant here or in `openai_api`, and an error names the value and the limit. The time to parse JSON
+depends more on the number of values than on the number of bytes, so both are limited.
 """
 
 import asyncio
@@ -11,25 +11,25 @@ from aiohttp import web
 
 from async_grpo.processes.untrusted_files import parse_json
 
-BASE_BYTES = 256 * 1024  # for the schemas of tools, and fields that a chat template leaves out
-BYTES_PER_TOKEN = 64  # of the context; a token of text has about 4 bytes, or 12 if JSON escapes it
+BASE_BYTES = 256 * 1024  # allowance for schemas of tools, and for fields that a chat template does not use
+BYTES_PER_TOKEN = 64  # allowance per token of context. A token has about 4 bytes, or 12 if JSON escapes it
 MAX_BYTES = 16 * 2**20
-MAX_VALUES = 100_000  # objects, lists and their elements, beside the token ids of a prompt
-BODY_WITHIN_S = 60.0  # from the end of the request's head
-CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # names of UTF-8, and of ASCII, which is a part of it
+MAX_VALUES = 100_000  # maximum number of JSON values in a body, not counting the token ids of a prompt
+BODY_WITHIN_S = 60.0  # seconds in which the body must arrive after the request's head
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # names of UTF-8 and of ASCII, which is a subset of UTF-8
 
 
 def max_body_bytes(context_tokens: int) -> int:
-    """Return the limit of a body whose conversation may have so many tokens, in bytes."""
+    """Return the maximum size, in bytes, of a body whose conversation may have `context_tokens` tokens."""
     return min(MAX_BYTES, BASE_BYTES + BYTES_PER_TOKEN * context_tokens)
 
 
 async def read_body(request: web.Request, context_tokens: int) -> bytes:
-    """Return the body of a request, not parsed.
+    """Return the unparsed body of a request.
 
     Args:
         request: The request.
-        context_tokens: Limit of a sequence, in tokens.
+        context_tokens: Maximum length of a sequence, in tokens.
 
     Raises:
         HTTPRequestEntityTooLarge: The body is too long.
@@ -54,11 +54,11 @@ async def read_body(request: web.Request, context_tokens: int) -> bytes:
 
 
 def parsed_body(body: bytes, *, max_token_ids: int = 0) -> Any:
-    """Return the JSON of a body.
+    """Parse a body as JSON, and return its value.
 
     Args:
         body: The bytes of the body.
-        max_token_ids: Number of values that are allowed beside `MAX_VALUES`.
+        max_token_ids: Number of values that are allowed in addition to `MAX_VALUES`.
 
     Raises:
         HTTPBadRequest: The body is not JSON in UTF-8, is nested deeper than `parse_json` allows, or has too many values.
@@ -76,16 +76,17 @@ def parsed_body(body: bytes, *, max_token_ids: int = 0) -> Any:
 
 
 def count_values(body: bytes, limit: int = MAX_VALUES) -> int:
-    """Return an upper bound of the number of values of a JSON text; if it has more strings than `limit`, their number.
+    """Return an upper bound of the number of values in a JSON text.
 
-    Commas and opening brackets outside of strings are counted.
+    Commas and opening brackets outside of strings are counted. If the text has more than `limit` strings, only the
+    number of strings is returned, which exceeds the limit.
 
     >>> count_values(b'[1, {"a": ",,,[[[", "b": []}]')
     6
     """
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_strings = without_escapes.count(b'"') // 2
-    # Splitting the text at all of them would take long
+    # Splitting the text at more quotation marks than this would take long
     if num_strings > limit:
         return num_strings
     outside = b"".join(without_escapes.split(b'"')[::2])

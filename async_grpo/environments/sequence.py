@@ -1,4 +1,4 @@
-"""`TrajectorySequence`: turns that continue each other token by token, and the input of the next turn."""
+"""`TrajectorySequence`: the tokens of turns that continue each other. `EngineInput`: the input of the next turn."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from async_grpo.types import Completion, Turn
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """A turn with what the engine sampled in it."""
+    """A turn, and the tokens that the engine sampled in it."""
 
     turn: Turn
     completion: Completion
@@ -19,7 +19,7 @@ class RecordedTurn:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """Where a turn ends in its sequence."""
+    """The position at which a turn ends in its sequence."""
 
     num_tokens: int
     num_characters: int
@@ -27,21 +27,24 @@ class TurnEnd:
 
 @dataclass
 class TrajectorySequence:
-    """The tokens of turns that continue each other, and their text.
+    """The tokens and the text of consecutive turns, each of which continues the one before.
 
     Attributes:
-        breaks: Places in the text that no token spans (see `control_tokens`). Equal texts with different breaks have
+        breaks: Positions in the text that no token spans (see `control_tokens`). Equal texts with different breaks have
             different tokens.
     """
 
     token_ids: np.ndarray  # (N,) int32
     text: str
     breaks: tuple[int, ...] = ()
-    ends: list[TurnEnd] = field(default_factory=list)  # of its turns
+    ends: list[TurnEnd] = field(default_factory=list)  # end of each turn
     turns: list[RecordedTurn] = field(default_factory=list)
 
     def is_history_of(self, conversation: Rendered, num_characters: int) -> bool:
-        """Return whether the conversation begins with the first `num_characters` of this sequence, with the same tokens."""
+        """Return whether the conversation begins with this sequence's first `num_characters`, and with the same breaks.
+
+        If so, the two also begin with the same tokens.
+        """
         if not conversation.text.startswith(self.text[:num_characters]):
             return False
         breaks = _breaks_before(conversation.breaks, num_characters)
@@ -55,24 +58,24 @@ def _breaks_before(breaks: tuple[int, ...], place: int) -> tuple[int, ...]:
 def text_after(rendered: Rendered, num_characters: int) -> Rendered:
     """Return the text without its first `num_characters`."""
     first = bisect_right(rendered.breaks, num_characters)
-    # By numpy, because a text of 4 MB may have a break at every tenth character, and the event loop waits for this
+    # numpy for speed, because this runs in the event loop, and a text of 4 MB may have a break at every tenth character
     breaks = np.subtract(rendered.breaks[first:], num_characters, dtype=np.int64, casting="unsafe").tolist()
     return Rendered(rendered.text[num_characters:], tuple(breaks))
 
 
 @dataclass(frozen=True)
 class EngineInput:
-    """What the engine reads in one turn."""
+    """The input that the engine reads in one turn."""
 
-    token_ids: np.ndarray  # (N,) int32, the sequence so far
+    token_ids: np.ndarray  # (N,) int32, the whole sequence so far
     rendered: Rendered  # the text of `token_ids`
-    num_new: int  # number of tokens at the end that no earlier turn of the sequence contains
+    num_new: int  # number of tokens at the end that are new in this turn
     new_text: str  # the text of the new tokens
     continued: TrajectorySequence | None  # the sequence that the turn continues; None if it begins one
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of tokens of the sequence that stand before its first turn."""
+        """Return the number of tokens that the engine read in the first turn of the sequence."""
         if self.continued is None:
             return len(self.token_ids)
         return len(self.continued.turns[0].turn.before)

@@ -1,11 +1,11 @@
-"""Tools that are ready to use in a list of tools: `TOOLS = [python, ...]`."""
+"""Ready-made tools for a user's list of tools: `TOOLS = [python, ...]`."""
 
 from async_grpo.rewards.sandbox.run import Sandbox
 
 MAX_OUTPUT_CHARACTERS = 4096
-CPU_S = 4.0  # limit of a program's processor time
-WALL_S = 8.0  # limit of its time on the clock
-# Runs the program. A traceback goes to the output that the model reads, without the frame of this wrapper
+CPU_S = 4.0  # limit of a program's processor time, in seconds
+WALL_S = 8.0  # limit of a program's elapsed time, in seconds
+# Runs the program. A traceback goes to stdout, which the model reads, without the stack frame of this wrapper
 WRAPPER = """
 import sys, traceback
 try:

@@ -1,10 +1,10 @@
 """`TrajectoryRecorder`: what the engine read and sampled in one trajectory, token by token.
 
-Nothing is tokenized a second time, because the same text may have other tokens then, and the policy must be trained on the
-tokens that it sampled. A turn continues a sequence if its history begins with all that the engine read and sampled there:
-those tokens are kept, and only the new text is tokenized. Otherwise the turn begins a new sequence. That happens with a
-template that drops earlier thoughts or trims white space, and when an agent holds another conversation. All sequences are
-trained on.
+No text is tokenized twice. Tokenizing the sampled text could give other tokens, and the policy must be trained on the
+tokens that it sampled. A turn continues a sequence if its history begins with everything that the engine read and
+sampled in that sequence. Those tokens are kept, and only the new text is tokenized. All other turns begin a new
+sequence. This happens if the chat template drops earlier thoughts or trims white space, and if an agent begins another
+conversation. All sequences are trained on.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
 
 NO_TOKEN_IDS = np.empty(0, np.int32)
 NO_TOKENS = Tokens(token_ids=NO_TOKEN_IDS, logprobs=np.empty(0, np.float32), versions=NO_TOKEN_IDS)
-CHARACTERS_PER_TOKEN = 4  # an estimate, for the size of a text
-# Rendering a message or the schema of a tool takes as long as so many characters
+CHARACTERS_PER_TOKEN = 4  # an estimate, to get the size of a text from its number of tokens
+# Rendering one message, or the schema of one tool, takes as long as processing this many characters
 CHARACTERS_PER_MESSAGE = 64
 CHARACTERS_PER_TOOL = 512
 
@@ -38,13 +38,13 @@ _Value = TypeVar("_Value")
 class TrajectoryRecorder:
     """The sequences of one trajectory.
 
-    A turn takes two calls: one of the `prepare_` methods finds the sequence that it continues, and `add` records what was
-    sampled. An agent may have several turns under way at once.
+    Each turn takes two calls: one of the `prepare_` methods finds the sequence that the turn continues, and `add`
+    records the sampled tokens. An agent may have several turns running at the same time.
 
     Args:
         chat: The tokenizer with its chat template.
-        trusted_messages: Messages of the user's data. Control tokens in them are meant, as in a row that is tokenized
-            without an environment.
+        trusted_messages: Messages of the user's data. Control tokens that they spell become control tokens, as in a row
+            that is tokenized without an environment.
     """
 
     def __init__(self, chat: Chat, trusted_messages: Sequence[Message] = ()) -> None:
@@ -54,11 +54,11 @@ class TrajectoryRecorder:
             (message.get("role"), str(message.get("content"))): message for message in trusted_messages
         }
         self._sequences: list[TrajectorySequence] = []
-        # Text as sampled, by the key of the message that the program received instead
+        # `message_key` of a turn's message -> the text that the policy sampled for it
         self._sampled_texts: dict[str, str] = {}
 
     async def prepare_tokens(self, token_ids: np.ndarray) -> EngineInput:
-        """Return the input of a turn whose whole history is given as token ids, (N,) int32."""
+        """Return the engine's input for a turn whose whole history is given as token ids (N,) int32."""
         histories = []
         for sequence in self._sequences:
             if np.array_equal(token_ids[: len(sequence.token_ids)], sequence.token_ids):
@@ -74,7 +74,7 @@ class TrajectoryRecorder:
                 continued=None,
             )
         history = max(histories, key=lambda sequence: len(sequence.token_ids))
-        # Another turn may be added to the sequence while this one waits for the thread
+        # A copy, because another turn may be added to the sequence while this one waits for the thread
         snapshot = replace(history)
         new_token_ids = token_ids[len(snapshot.token_ids) :]
         new_text = await offloaded(size, self.chat.decode, new_token_ids, snapshot.token_ids)
@@ -87,11 +87,11 @@ class TrajectoryRecorder:
         )
 
     async def prepare_next_text(self, text: str, *, is_foreign: bool = False) -> EngineInput:
-        """Return the input of a turn that continues the last sequence with this text.
+        """Return the engine's input for a turn that continues the last sequence with this text.
 
         Args:
-            text: What comes after everything so far.
-            is_foreign: Control tokens that the text spells stay plain text.
+            text: Text to add to everything so far.
+            is_foreign: Whether control tokens that the text spells stay plain text.
         """
         breaks = await offloaded(len(text), self.chat.breaks_of, text) if is_foreign else ()
         rendered = Rendered(text, breaks)
@@ -102,12 +102,12 @@ class TrajectoryRecorder:
     async def prepare_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, size: int = 0
     ) -> EngineInput:
-        """Return the input of a turn whose whole history is a conversation, rendered by the chat template.
+        """Return the engine's input for a turn whose whole history is a conversation. The chat template renders it.
 
         Args:
             messages: The conversation.
             tools: JSON schemas of the tools.
-            size: Number of characters of all texts of the conversation, if the caller knows it.
+            size: Number of characters in the conversation, if the caller knows it; otherwise 0.
         """
         sampled_messages = []
         is_trusted = []
@@ -131,11 +131,12 @@ class TrajectoryRecorder:
         return await self.prepare_text(rendered, begins=False)
 
     async def prepare_text(self, conversation: Rendered, *, begins: bool = True) -> EngineInput:
-        """Return the input of a turn whose whole history is given as text.
+        """Return the engine's input for a turn whose whole history is given as text.
 
         Args:
             conversation: All text so far.
-            begins: The text lacks the special tokens with which a sequence begins; they are added to a new one.
+            begins: Whether the text lacks the special tokens at the beginning of a sequence. If it does, they are added
+                when the turn begins a new sequence.
         """
         histories = []
         for sequence in self._sequences:
@@ -144,7 +145,8 @@ class TrajectoryRecorder:
         if histories:
             history = max(histories, key=lambda sequence: len(sequence.text))
             return await self._continue(history, text_after(conversation, len(history.text)))
-        # The sequence is new, but tokens of a turn that it shares with another one were sampled and are kept
+        # The turn begins a new sequence. If its history shares turns with another sequence, it keeps their sampled
+        # tokens
         shared_token_ids, num_shared_characters = self._longest_shared_history(conversation)
         new_token_ids = await self._encoded(
             text_after(conversation, num_shared_characters),
@@ -160,9 +162,9 @@ class TrajectoryRecorder:
         )
 
     def _longest_shared_history(self, conversation: Rendered) -> tuple[np.ndarray, int]:
-        """Return the tokens of the longest history that the conversation shares with a sequence, and their characters.
+        """Return the longest history that the conversation shares with a sequence, as tokens and number of characters.
 
-        Only histories that end with a turn are considered.
+        Only histories that end at the end of a turn are considered.
         """
         token_ids = NO_TOKEN_IDS
         num_characters = 0
@@ -175,8 +177,8 @@ class TrajectoryRecorder:
         return token_ids, num_characters
 
     async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
-        """Return the input of a turn that continues a sequence with more text."""
-        # Another turn may be added to the sequence while this one waits for the thread
+        """Return the engine's input for a turn that adds text to a sequence."""
+        # A copy, because another turn may be added to the sequence while this one waits for the thread
         snapshot = replace(history)
         new_token_ids = await self._encoded(addition)
         new_breaks = tuple(len(snapshot.text) + place for place in addition.breaks)
@@ -199,7 +201,7 @@ class TrajectoryRecorder:
         )
 
     def _as_sampled(self, message: Message) -> Message:
-        """Return a message of the policy with its text as it was sampled; any other message as it is."""
+        """Return a message of the policy with its originally sampled text. Other messages are returned unchanged."""
         if message.get("role") != "assistant":
             return message
         text = self._sampled_texts.get(message_key(message))
@@ -224,14 +226,14 @@ class TrajectoryRecorder:
 
         Args:
             engine_input: What the engine read.
-            completion: What it sampled.
-            stop: Texts that end the message; the recorded text includes them.
-            tools: The request had tools. Without them, nothing in the text is a call.
+            completion: What the engine sampled.
+            stop: Texts that end the turn. The recorded text includes them, and the returned message does not.
+            tools: Whether the request had tools. Without tools, the text is not searched for calls.
 
         Returns:
-            The turn as a message, up to the first of the `stop` texts.
+            The turn as a message, whose text ends before the first of the `stop` texts.
         """
-        # The program has the arrays, too, and must not change what is trained on
+        # The rollout program receives the same arrays, and must not change what is trained on
         for array in completion.arrays:
             array.flags.writeable = False
         text = await offloaded(
@@ -242,7 +244,7 @@ class TrajectoryRecorder:
         )
         num_new = engine_input.num_new
         sequence = engine_input.continued
-        # Another turn may have continued the sequence meanwhile; then this one begins a sequence with the same history
+        # If another turn has continued the sequence meanwhile, this turn begins a new sequence with the same history
         if sequence is None or len(sequence.token_ids) != len(engine_input.token_ids) - num_new:
             sequence = TrajectorySequence(NO_TOKEN_IDS, "")
             self._sequences.append(sequence)
@@ -273,12 +275,13 @@ class TrajectoryRecorder:
         return message
 
     def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
-        """Return the trajectory as one completion, its sequences in the order of their last turns.
+        """Return the trajectory as one completion. Its sequences are in the order of their last turns.
 
         Args:
             member: Index of the trajectory in its group.
-            outcome: How the trajectory ended, with rewards and states of the turns in the order of time.
-            truncated: Whether a limit cut the trajectory off; None takes the value of the last turn.
+            outcome: How the trajectory ended. Rewards and states of the turns are in the order in which turns were
+                taken.
+            truncated: Whether a limit cut the trajectory off. None means that it depends on the last turn.
         """
         turns: list[Turn] = []
         completions: list[Completion] = []
@@ -308,7 +311,7 @@ def _last_turn_number(sequence: TrajectorySequence) -> int:
 
 
 def _joined(completions: Sequence[Completion]) -> Tokens:
-    """Return the tokens of all completions end to end."""
+    """Return the tokens of all completions, concatenated."""
     if not completions:
         return NO_TOKENS
     return Tokens(
@@ -319,28 +322,29 @@ def _joined(completions: Sequence[Completion]) -> Tokens:
 
 
 def _char_ends_in_last_text(completions: Sequence[Completion]) -> np.ndarray | None:
-    """Return (T,) int32 where each token ends in the text of the last turn; None if that is not known."""
+    """Return the position (T,) int32 at which each token ends in the last turn's text; None if it is not known."""
     if not completions or completions[-1].char_ends is None:
         return None
-    # Tokens of the other turns end before the first character of the text
+    # Tokens of the other turns come before the first character of the last turn's text, so they end at 0
     ends_of_others = [np.zeros(len(completion), np.int32) for completion in completions[:-1]]
     return np.concatenate([*ends_of_others, completions[-1].char_ends])
 
 
 def _in_order_of(turns: Sequence[Turn], values: Sequence[_Value]) -> tuple[_Value, ...]:
-    """Return the turns' values in the order of `turns`; `values` stand in the order of time, or are empty."""
+    """Sort the values of turns, which are in the order in which turns were taken, into the order of `turns`."""
     if not values:
         return ()
     return tuple(values[turn.number] for turn in turns)
 
 
 def _message_and_key(text: str, stop: Sequence[str], turn_number: int | None) -> tuple[dict[str, Any], str]:
-    """Return a turn as a message, and its key.
+    """Return a turn as a message, and the message's key.
 
     Args:
         text: The sampled text.
-        stop: Texts that end the message.
-        turn_number: Part of the ids of the calls; None if there were no tools, so that nothing is a call.
+        stop: Texts that end the turn. They are not part of the message.
+        turn_number: Number that becomes part of the ids of tool calls. None if the request had no tools; then the text
+            is not searched for calls.
     """
     content = before_any(stop, text)
     message = {"role": "assistant", "content": content}

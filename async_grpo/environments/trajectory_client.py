@@ -1,6 +1,6 @@
-"""`TrajectoryClient`: the object through which a rollout program asks the policy.
+"""`TrajectoryClient`: the object through which a rollout program asks the policy for turns.
 
-Every turn is a request of its own to whichever engine has room. Between turns a trajectory occupies no engine.
+Every turn is a separate request to any engine that has room. Between turns, a trajectory occupies no engine.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ from async_grpo.protocols import Generation
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
 
-MAX_FAILURE_CHARACTERS = 4000  # of the reason why a trajectory cannot be scored
+MAX_FAILURE_CHARACTERS = 4000  # limit for the reason why a trajectory cannot be scored
 
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as in OpenAI's API
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Return the part of a prompt's row that an environment receives: all but the model's own token ids."""
+    """Return the part of a prompt's row that an environment receives: all columns except the prompt's token ids."""
     return {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
 
 
 def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the row's prompt if it is a conversation, else []."""
+    """Return the messages of the row's prompt, or [] if the prompt is not a conversation."""
     prompt = row.get("messages", row.get("prompt"))
     is_conversation = isinstance(prompt, list) and "input_token_ids" not in row
     return list(prompt) if is_conversation else []
 
 
 def trusted_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages that are the user's data: the row's conversation, and its `input` as a message of the user."""
+    """Return the messages that come from the data set: the row's conversation, and its `input` as a user message."""
     messages = messages_of(row)
     text = row.get("input")
     if isinstance(text, str):
@@ -52,22 +52,22 @@ def trusted_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Whole(str):
-    """A text that is the whole history, not an addition to it."""
+    """A text that is the whole history. A plain `str` is an addition to the history."""
 
 
 class Foreign(str):
-    """A text that comes after everything so far, and whose control tokens stay plain text (see `control_tokens`)."""
+    """An addition to the history in which spelled control tokens stay plain text (see `control_tokens`)."""
 
 
 Context = np.ndarray | Sequence[int] | Sequence[Message] | str
 
 
 class SharedContext:
-    """A context that several turns continue, rendered and tokenized once.
+    """A context that several turns continue. It is rendered and tokenized only once.
 
     Args:
-        context: The history of each of the turns.
-        size: Number of bytes in which the context was received.
+        context: The history before each of these turns.
+        size: Number of bytes of the request that contained the context.
     """
 
     def __init__(self, context: Context, size: int) -> None:
@@ -76,10 +76,10 @@ class SharedContext:
         self._preparation: asyncio.Task[EngineInput] | None = None
 
     async def prepare(self, make: Callable[[], Awaitable[EngineInput]]) -> EngineInput:
-        """Return or raise what `make` returned or raised for the first turn."""
+        """Return the result of `make`, which is called only for the first turn. Its error is raised for every turn."""
         if self._preparation is None:
             self._preparation = asyncio.ensure_future(make())
-            # asyncio logs an error that nobody retrieves, which happens if all turns are cancelled meanwhile
+            # Retrieves an error even if all turns are cancelled meanwhile, because asyncio logs unretrieved errors
             self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._preparation)
 
@@ -88,8 +88,8 @@ class SharedContext:
 class Reply:
     """A turn of the policy."""
 
-    message: dict[str, Any]  # content and tool calls, as in OpenAI's API
-    text: str  # as it was sampled, without the end token, with the text that stopped it
+    message: dict[str, Any]  # message with content and tool calls, as in OpenAI's API
+    text: str  # the sampled text without the end token, including a stop text that ended it
     completion: Completion
     prompt_tokens: int  # number of tokens that the engine read
 
@@ -100,15 +100,16 @@ class TrajectoryClient:
     Args:
         generation: The engines.
         recorder: Records the turns.
-        prompt: The prompt that the trajectory is about.
+        prompt: The prompt from which the trajectory begins.
         member: Index of the trajectory in the prompt's group.
         limits: Limits of the trajectory.
-        sampling: Sampling settings of an evaluation; None keeps the run's.
+        sampling: Sampling settings of an evaluation. None means the run's settings.
 
     Attributes:
-        failure: Error of an engine, which the run must learn of even if the program catches it.
+        failure: The error of an engine; None if there was none. It fails the run even if the program catches the error.
         is_over: The limit that the trajectory has reached; "" if it has reached none.
-        at_limit: Makes the result of a trajectory that a limit ends. Programs replace it, because they know the rewards.
+        at_limit: Function that returns the result of a trajectory that a limit ended. Programs replace it, because only
+            they know the rewards so far.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class TrajectoryClient:
         self.failure: AsyncGrpoError | None = None
         self.is_over = ""
         self.at_limit: Callable[[], Completion] = self.trajectory
-        self._num_requests = 0  # includes turns under way: an agent may request many at once
+        self._num_requests = 0  # number of requested turns; an agent may request several at the same time
         self._generation = generation
         self._sampling = sampling or Sampling()
         self._session = Session(member)
@@ -143,19 +144,20 @@ class TrajectoryClient:
         """Return the policy's next turn.
 
         Args:
-            context: The history: all tokens so far, or all messages so far, or a text that comes after everything so far.
-                A `Whole` is all text so far. Control tokens in a `Foreign` stay plain text.
-            tools: JSON schemas of the tools, for the chat template. Without them, nothing in the turn is a call.
-            max_tokens: Limit of this turn.
+            context: The history. It is either all tokens so far, or all messages so far, or a text to add to everything
+                so far. A `Whole` is all text so far. Control tokens spelled in a `Foreign` stay plain text.
+            tools: JSON schemas of the tools, for the chat template. Without tools, the turn is not searched for calls.
+            max_tokens: Maximum number of tokens in this turn.
             stop: Texts that end the turn.
 
         Raises:
-            TrajectoryOver: The trajectory has used up its turns or tokens (`--max-turns`, `--max-generation-tokens`). A
-                request that is refused counts as a turn, too.
+            TrajectoryOver: The trajectory has used up its turns or tokens (`--max-turns`, `--max-generation-tokens`).
+                Refused requests also count as turns.
             ConfigurationError: The chat template refuses the messages, or the prompt is empty or has token ids that the
                 model does not know.
         """
-        # A program that only meets refusals would otherwise never let the event loop end its time
+        # Gives control to the event loop. A program whose requests are all refused might never do so itself, and the
+        # event loop could not end it at its time limit
         await asyncio.sleep(0)
         try:
             engine_input = await self._prepare(context, tools)
@@ -163,7 +165,7 @@ class TrajectoryClient:
         except TrajectoryOver as limit:
             self.is_over = self.is_over or str(limit)
             raise
-        # An earlier request may have been too long; this one is not
+        # An earlier request may have been too long and have set a limit, but this one is not
         self.is_over = ""
         token_limits = [room_tokens, max_tokens, self.limits.turn_tokens]
         sampling = replace(
@@ -176,7 +178,7 @@ class TrajectoryClient:
         return Reply(message, completion.text, completion, len(engine_input.token_ids))
 
     async def _prepare(self, context: Context | SharedContext, tools: Tools | None) -> EngineInput:
-        """Count the request, and return what the engine is to read."""
+        """Count the request as a turn, and return the input for the engine."""
         if self._num_requests == self.limits.turns:
             raise TrajectoryOver(f"{self.limits.turns} turns (--max-turns)")
         self._num_requests += 1
@@ -191,7 +193,7 @@ class TrajectoryClient:
         return engine_input
 
     async def _engine_input(self, context: Context, tools: Tools | None, size: int = 0) -> EngineInput:
-        """Render and tokenize the context, as its type asks for."""
+        """Render and tokenize the context, depending on its type."""
         if isinstance(context, Whole):
             return await self.recorder.prepare_text(Rendered(str(context)))
         if isinstance(context, str):
@@ -207,7 +209,7 @@ class TrajectoryClient:
         return await self.recorder.prepare_tokens(token_ids)
 
     def _room_tokens(self, engine_input: EngineInput) -> int:
-        """Return how many tokens the sequence still has room for.
+        """Return how many more tokens fit into the sequence.
 
         Raises:
             TrajectoryOver: There is no room left.
@@ -220,7 +222,7 @@ class TrajectoryClient:
         return room_tokens
 
     async def _generate(self, engine_input: EngineInput, sampling: Sampling) -> Completion:
-        """Have an engine sample one completion."""
+        """Request one completion from an engine."""
         request = replace(self.prompt, token_ids=engine_input.token_ids)
         try:
             stream = self._generation.generate(request, 1, sampling, self._session)
@@ -240,25 +242,25 @@ class TrajectoryClient:
         truncated: bool | None = None,
         numbers: Mapping[str, float] | None = None,
     ) -> Completion:
-        """Return everything so far as one completion, with how it ended.
+        """Return the trajectory so far as one completion, together with its outcome.
 
         Args:
-            reward: The reward that the environment itself gives.
-            turn_rewards: The rewards that the environment gives, one per turn.
-            states: Name of the state that each turn met, for GiGPO.
-            failure: Why the trajectory cannot be scored; "" if it can.
-            truncated: A limit cut the trajectory off, so that its reward says little. By default, true if a limit was
-                reached or the last turn has no end token.
+            reward: The environment's reward for the trajectory. None if the environment gives none.
+            turn_rewards: The environment's rewards, one per turn.
+            states: Name of the state before each turn, for GiGPO.
+            failure: The reason why the trajectory cannot be scored; "" if it can.
+            truncated: Whether a limit cut the trajectory off, so that its reward means little. A trajectory that
+                reached a limit always counts as truncated. If None, so does one whose last turn has no end token.
             numbers: Values for the metrics.
 
         Raises:
-            ValueError: The number of rewards or states is not the number of turns.
+            ValueError: The number of rewards or states differs from the number of turns.
         """
         num_turns = self.recorder.num_turns
         for name, values in (("turn_rewards", turn_rewards), ("states", states)):
             if values and len(values) != num_turns:
                 raise ValueError(f"{len(values)} {name} for {num_turns} turns")
-        # Numbers and failure go into metrics and samples, and a program may put a key into a name or an exception
+        # Names and failures are redacted, because they are written to files, and a program may put a secret into them
         metrics = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
         metrics["seconds"] = time.monotonic() - self._started_at
         outcome = Outcome(
@@ -272,10 +274,10 @@ class TrajectoryClient:
 
 
 def _checked_ids(context: Any, vocabulary: int) -> np.ndarray:
-    """Return the token ids, (N,) int32, in an array that nobody else has.
+    """Return the token ids in a new array (N,) int32.
 
     Raises:
-        ConfigurationError: The context is something else, or has ids that the model does not know.
+        ConfigurationError: The context is not a list of token ids, or has ids that the model does not know.
     """
     ids = np.array(context)
     if not ids.size:

@@ -1,1 +1,1 @@
-"""Token ids in, under a policy version: completions from vLLM, and log-probs from a reference or proximal policy."""
+"""Workers that run the model: vLLM engines generate completions, and logprob workers compute log-probs."""

@@ -1,4 +1,7 @@
-"""Map the tokens of a completion to its text: process rewards count in characters, training in tokens."""
+"""Map the tokens of a completion to positions in its text.
+
+Process rewards name positions in characters, and training needs positions in tokens.
+"""
 
 from collections.abc import Sequence
 from os.path import commonprefix
@@ -6,27 +9,29 @@ from typing import Any
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # character that a decoder writes for bytes that are no character, or not yet one
-# UTF-8 needs three bytes of context, so that a window may begin within a character
+REPLACEMENT = "\ufffd"  # character that a decoder writes for bytes that are not a complete character
+# Maximum number of tokens that are not settled yet (see `char_ends`). A character has at most four bytes in UTF-8
 MAX_WINDOW_TOKENS = 8
 
 
 def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray:
-    """Return for each token how many characters of the text have been written when it ends.
+    """Return for each token how many characters of the text are complete after it.
 
-    The value of token t is the length of the common beginning of `text` and `decode(token_ids[: t + 1])`. So a character of
-    several tokens counts from its last token on, and tokens beyond the text (the end token) add nothing.
+    The value of token t is the length of the common beginning of `text` and `decode(token_ids[: t + 1])`. A character
+    that takes several tokens is complete after the last of them. Tokens after the text, such as the end token, add
+    nothing.
 
-    Each token is decoded together with the few tokens before it, which takes O(T); decoding every prefix would take O(T^2).
-    The values are exact for byte-level tokenizers, and for other tokenizers while the bytes are valid characters.
+    Each token is decoded together with the few tokens before it, which takes O(T). Decoding every prefix would take
+    O(T^2). The values are exact for byte-level tokenizers. For other tokenizers they are exact if the bytes are valid
+    characters.
 
     Args:
-        tokenizer: Has `decode` of Hugging Face's tokenizers.
+        tokenizer: An object with the `decode` method of Hugging Face's tokenizers.
         token_ids: The tokens (T,).
-        text: The decoded tokens, or a beginning of them.
+        text: The decoded tokens, possibly without their end.
 
     Returns:
-        (T,) int32, never falling, and `len(text)` at the end.
+        (T,) int32. The values never decrease, and the last one is `len(text)`.
 
     >>> class Bytes:
     ...     def decode(self, ids, skip_special_tokens):
@@ -36,12 +41,12 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     """
     ids = [int(token) for token in token_ids]
     ends = np.zeros(len(ids), np.int32)
-    # A token is settled when its text cannot change any more. tokens[window_begin:num_settled] are decoded once more as
-    # context of the following tokens
+    # A token is settled once its text cannot change any more. ids[window_begin:num_settled] are decoded again, as the
+    # context of the tokens after them
     window_begin = 0
     num_settled = 0
-    chars_in_window = 0  # characters of the decoded window that belong to settled tokens
-    chars_in_text = 0  # characters of `text` that belong to settled tokens
+    chars_in_window = 0  # number of characters of the decoded window that belong to settled tokens
+    chars_in_text = 0  # number of characters of `text` that belong to settled tokens
 
     def decode(begin: int, end: int) -> str:
         return tokenizer.decode(ids[begin:end], skip_special_tokens=False)
@@ -49,7 +54,7 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     for t in range(len(ids)):
         new_text = decode(window_begin, t + 1)[chars_in_window:]
         expected_text = text[chars_in_text : chars_in_text + len(new_text)]
-        # `commonprefix` compares any two strings, not only paths
+        # `commonprefix` works on any strings, although it belongs to `os.path`
         num_common = len(commonprefix([new_text, expected_text]))  # noqa: RUF071
         previous_end = ends[t - 1] if t else 0
         ends[t] = max(chars_in_text + num_common, previous_end)

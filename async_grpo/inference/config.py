@@ -1,4 +1,7 @@
-"""The options of one engine, and the registry of engines. Settings that all must share are in `SharedRunSettings`."""
+"""The options of one engine, and the registry of engines.
+
+Settings that all workers of a run must share are in `SharedRunSettings`.
+"""
 
 import dataclasses
 import os
@@ -24,17 +27,18 @@ from async_grpo.protocols import Engine
 GIB = 1 << 30
 UNLIMITED = 2**31 - 1
 
-# name -> module:class, imported only where the engine runs; the class satisfies `protocols.Engine`
+# Engine name -> module:class. The class implements `protocols.Engine`, and is imported only where the engine runs
 ENGINES = {
     "vllm": "async_grpo.inference.generation_worker:GenerationWorker",
-    # Draws tokens at random, to try everything but an engine
+    # Draws tokens at random, to test the rest of the library without a real engine
     "fake": "async_grpo.testing.engine:FakeEngine",
 }
 _OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
 _OTHER_POLICY = (
     "tokens would be drawn from, and log-probs told of, another policy than the one that is trained"
 )
-# Arguments of vLLM's engine with which its log-probs would silently mean something else, or its proofs would prove nothing
+# Arguments of vLLM's engine that are refused, each with the reason. They would silently change what its log-probs mean,
+# or make the proof that new weights have arrived worthless
 REFUSED_ENGINE_OPTIONS = {
     **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _OTHER_POLICY),
     **dict.fromkeys(
@@ -54,7 +58,7 @@ REFUSED_ENGINE_OPTIONS = {
     "kv_transfer_config": "keys and values kept outside the engine would outlive the weights that computed them",
     "disable_log_stats": "the worker reads from these statistics whether the engine makes progress",
 }
-# vLLM's defaults of these arguments, which may be written because they change nothing
+# Default values of refused arguments. Users may write these out, because they change nothing
 HARMLESS_ENGINE_OPTIONS = {
     "disable_log_stats": "false",
     "enable_lora": "false",
@@ -64,7 +68,7 @@ HARMLESS_ENGINE_OPTIONS = {
     "config_format": "auto",
 }
 MAX_CPU_SEQUENCES = 1024
-# vLLM's default numbers of sequences on GPUs
+# vLLM's default for max_num_seqs on GPUs of at least LARGE_GPU_BYTES, and on smaller ones
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
 LARGE_GPU_BYTES = 70 * GIB
@@ -75,7 +79,7 @@ def engine_class(name: str) -> type[Engine]:
     """Return the class of the engine that `--engine` names.
 
     Raises:
-        ConfigurationError: There is no such engine, or the object of the user's file is none.
+        ConfigurationError: There is no such engine, or the class in the user's file lacks methods of an engine.
 
     >>> engine_class("tgi")
     Traceback (most recent call last):
@@ -92,11 +96,11 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def kv_cache_bytes(model: Any, itemsize: int) -> int:
-    """Return the bytes that the keys and values of one token take in all layers.
+    """Return how many bytes the KV cache needs for one token, over all layers.
 
     Args:
         model: Hugging Face configuration of the model's text part.
-        itemsize: Bytes of one number.
+        itemsize: Bytes per cached number.
     """
     width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
@@ -104,7 +108,7 @@ def kv_cache_bytes(model: Any, itemsize: int) -> int:
 
 
 def cpu_kv_cache() -> int:
-    """Return the bytes that an engine without a GPU takes for keys and values."""
+    """Return the size of the KV cache of an engine on the CPU, in bytes."""
     return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
 
 
@@ -123,28 +127,32 @@ class EngineOptions(Section):
     )
     max_num_seqs: int | None = _engine(
         None,
-        "Sequences that each engine decodes at once. By default as many as the run has in flight and the engine's "
-        "memory holds.",
+        "Maximum number of sequences that each engine decodes at once. By default as many as the run has in flight, "
+        "within the limit of the device.",
         range=POSITIVE,
         everyday=True,
     )
     overhead_seqs: int = _engine(
-        16, "Further sequences that each engine takes, so that it never runs out of work.", range=NOT_NEGATIVE
+        16,
+        "Sequences queued at each engine beyond --max-num-seqs, so that it never runs out of work.",
+        range=NOT_NEGATIVE,
     )
     tensor_parallel_size: int = _engine(1, "GPUs of each generation worker.", range=POSITIVE, everyday=True)
     gpu_memory_utilization: float = _engine(
         0.9, "Share of each GPU's memory that the engine may take.", range=POSITIVE_SHARE
     )
-    enable_prefix_caching: bool = _engine(True, "Share the KV cache of the prompt within a group.")
+    enable_prefix_caching: bool = _engine(
+        True, "Compute the prompt of a group once, and share its KV cache among the completions."
+    )
     enforce_eager: bool = _engine(
-        False, "Do not compile the engine's model, so that it starts faster and runs slower."
+        False, "Do not compile the engine's model. The engine starts faster and generates more slowly."
     )
     engine_stall_s: float = _engine(
-        120.0, "Seconds without a token after which an engine that has work is ended.", range=POSITIVE
+        120.0, "Seconds without progress after which an engine that has work is ended.", range=POSITIVE
     )
     engine_restarts: int = _engine(
         3,
-        "Number of times in a row that a worker which died is started again, after 5, 25 and 125 seconds.",
+        "Number of times in a row that a dead worker is restarted. The first restarts wait 5, 25 and 125 seconds.",
         range=NOT_NEGATIVE,
     )
     engine_options: str = _engine(
@@ -153,12 +161,12 @@ class EngineOptions(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # An actor reads the file in another working directory
+        # The Ray actor that reads the user's file has another working directory, so the path must be absolute
         object.__setattr__(self, "engine", absolute(self.engine))
         for name, value in self.further_options.items():
             reason = REFUSED_ENGINE_OPTIONS.get(name)
             is_default = str(value).lower() == HARMLESS_ENGINE_OPTIONS.get(name)
-            # The meaning of `auto` for these models
+            # vLLM's default `auto` means `generate` for these models
             is_generation = name == "runner" and value == "generate"
             refuse(
                 reason is not None and not is_default and not is_generation,
@@ -167,13 +175,13 @@ class EngineOptions(Section):
 
     @property
     def further_options(self) -> dict[str, Any]:
-        """Return `--engine-options` by name, with underscores."""
+        """Return the arguments in `--engine-options`, with underscores in their names."""
         assignments = parse_assignments(self.engine_options, "engine-options")
         return {name.replace("-", "_"): value for name, value in assignments.items()}
 
     @property
     def max_sequences(self) -> int:
-        """Return how many sequences a worker takes at once; UNLIMITED before `with_sequences` has chosen a number."""
+        """Return how many sequences a worker takes at once. It is UNLIMITED until `with_sequences` chooses a number."""
         if self.max_num_seqs is None:
             return UNLIMITED
         return self.max_num_seqs + self.overhead_seqs
@@ -192,16 +200,16 @@ class EngineConfig(EngineOptions):
     def with_sequences(self, settings: SharedRunSettings) -> Self:
         """Choose `max_num_seqs` if the user did not. Must be called in the process of the engine.
 
-        One batch of all samples in flight costs the least per token. The maximum on a GPU is vLLM's own default. On the
-        CPU it is 1,024, and the number of sequences of half the maximum length that the KV cache holds (if it runs full,
-        vLLM computes some sequences again).
+        The choice is the number of samples in flight, up to the maximum of the device. On a GPU the maximum is vLLM's
+        default. On a CPU it is the smaller of 1,024 and the number of half-length sequences that fit into the KV cache.
+        If the cache runs full, vLLM computes some sequences again.
         """
         if self.max_num_seqs is not None:
             return self
         max_sequences = self._max_sequences_of_device(settings)
         if settings.samples_in_flight:
             max_sequences = min(max_sequences, settings.samples_in_flight)
-        # A group goes to one engine as a whole
+        # An engine must have room for a whole group, because groups are not divided among engines
         return dataclasses.replace(self, max_num_seqs=max(settings.group_size, max_sequences))
 
     def _max_sequences_of_device(self, settings: SharedRunSettings) -> int:

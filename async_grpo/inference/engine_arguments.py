@@ -1,4 +1,4 @@
-"""The arguments that vLLM's engine is started with."""
+"""The arguments with which vLLM's engine starts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ from async_grpo.weights.config import get_transport
 
 
 def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
-    """Combine the run's settings, the worker's options, and `--engine-options`.
+    """Return the engine's arguments from the run's settings, the worker's options and `--engine-options`.
 
     Args:
         options: The worker's options.
-        settings: What every worker of the run must share.
-        extension: The class that vLLM's worker processes add to theirs.
+        settings: Settings that all workers of the run share.
+        extension: Name of the class whose methods vLLM adds to its worker class.
 
     Raises:
-        ConfigurationError: `--engine-options` name an argument that the engine does not have, or that the run sets itself.
+        ConfigurationError: An argument in `--engine-options` is unknown to the engine, or is set by the run itself.
     """
     arguments: dict[str, Any] = {
         "model": options.model_path,
-        # The engine reads and returns token ids; the worker decodes each completion once, at its end
+        # The engine needs no tokenizer: it reads and returns token ids, and the worker decodes finished completions
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,
         "max_model_len": settings.max_total_tokens,
@@ -37,30 +37,30 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enable_prefix_caching": options.enable_prefix_caching,
         "enforce_eager": options.enforce_eager,
-        # At the sampling temperature, as the trainer computes log-probs
+        # Log-probs at the sampling temperature, like those that the trainer computes
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
         "weight_transfer_config": WeightTransferConfig(get_transport(settings.transport).engine_backend),
         "worker_extension_cls": extension,
         "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
         "enable_log_requests": False,
-        # Without a value, a library may ask on the terminal
+        # Always set, because without a value a library may ask on the terminal
         "trust_remote_code": False,
     }
     for name, value in options.further_options.items():
         problem = _problem_with(name, arguments, settings)
         if problem:
             raise ConfigurationError(f"--engine-options {name}={value}: {problem}")
-    # Pickles in the model's folder are not read, unless the user names another format
+    # Only safetensors files are loaded unless the user names another format, because loading a pickle can run code
     further_options = {"load_format": "safetensors", **options.further_options}
     return AsyncEngineArgs(**arguments, **further_options)
 
 
 def _problem_with(name: str, arguments: Mapping[str, Any], settings: SharedRunSettings) -> str:
-    """Return why `--engine-options` must not name this argument; "" if it may."""
+    """Return the reason why `--engine-options` must not contain this argument, or "" if it may."""
     engine_names = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
     if name in REFUSED_ENGINE_OPTIONS:
-        # `EngineOptions` accepts these only with their default value
+        # `EngineOptions` has already checked these arguments, and accepts only their default values
         return ""
     if name in arguments:
         return f"the run sets {name} itself, from its other options; leave it out"

@@ -1,6 +1,6 @@
-"""`GenerationWorker`: one vLLM engine that completes prompts and changes its weights in between.
+"""`GenerationWorker`: one vLLM engine that completes prompts, and receives new weights while it does.
 
-Plain asyncio; the Ray actor around it is in `cluster/`. Types of vLLM stay in this room.
+This module uses plain asyncio. The Ray actor that runs it is in `cluster/`. Its callers see none of vLLM's types.
 """
 
 import asyncio
@@ -44,18 +44,18 @@ from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, Tokens
 
 log = logging.getLogger(__name__)
-# Seconds between two reports of unfinished completions: so much work is lost of each when an engine dies
+# Seconds between reports of unfinished completions; at most this much work on each is lost with an engine
 PARTIAL_RESULTS_EVERY_S = 5.0
 
 
 class GenerationWorker:
-    """An `Engine` of vLLM.
+    """An `Engine` that runs vLLM.
 
-    `complete` may be called any number of times at once. A weight update does not wait for requests: vLLM holds them
-    meanwhile, and they continue with the new weights.
+    Any number of calls of `complete` may run at the same time. A weight update does not wait for them to end: vLLM
+    holds the requests during the update, and they continue with the new weights.
     """
 
-    worker_extension = WORKER_EXTENSION  # the module that vLLM's worker processes import
+    worker_extension = WORKER_EXTENSION  # module and class whose methods vLLM adds to its worker processes
 
     def __init__(
         self,
@@ -71,17 +71,17 @@ class GenerationWorker:
         self.timeline = timeline
         self.stall_s = stall_s
         self.policy_version = UNSYNCED
-        self.paused_s = 0.0  # since the last `progress`
-        self._num_starts = 0  # of trainers that this engine has served
-        self._broken_reason: str | None = None  # why the engine takes no more requests
+        self.paused_s = 0.0  # seconds that weight updates held requests, since the last call of `progress`
+        self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
+        self._broken_reason: str | None = None  # why the engine takes no more requests; None while it does
         self._requests = RequestTimes()
         self._read_back = ReadBack()
 
-        # Held from `pause` to `resume`
+        # Locked from `pause` to `resume`
         self._update_lock = asyncio.Lock()
         self._paused_at = 0.0
         self._is_update_finished = True
-        self._num_trainer_calls = 0  # updates and canaries under way, which are work as requests are
+        self._num_trainer_calls = 0  # unfinished updates and canaries; they count as work of the engine
 
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
@@ -90,19 +90,19 @@ class GenerationWorker:
         timeline = TokenTimeline()
         engine = AsyncLLM.from_engine_args(
             engine_arguments(options, settings, cls.worker_extension),
-            # Prefills as large as for a batch of prompts rather than for a chat
+            # vLLM's defaults for batches of prompts, whose prefills are larger than those for a chat server
             usage_context=UsageContext.LLM_CLASS,
             stat_loggers=[lambda *_: timeline],
         )
         tokenizer = load_tokenizer(options.model_path)
-        # For the texts of `Sampling.stop`
+        # vLLM needs the tokenizer to find the texts of `Sampling.stop`
         use_tokenizer(engine, tokenizer)
         note_versions(engine)
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Return the number of tokens that the KV cache holds."""
+        """Return the number of tokens for which the KV cache has room."""
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -113,10 +113,10 @@ class GenerationWorker:
         sampling: Sampling | None = None,
         begun: Mapping[int, Tokens] | None = None,
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
-        """Yield completions as they finish, and from time to time the new tokens of the others; see `Engine`.
+        """Yield finished completions, and every few seconds the new tokens of unfinished ones. See `Engine`.
 
         Raises:
-            ConfigurationError: The prompt leaves no room to answer.
+            ConfigurationError: The prompt leaves no room for an answer.
             WorkerLost: The engine died, or its last update failed.
         """
         begun = begun or {}
@@ -154,7 +154,7 @@ class GenerationWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _new_tokens(self, requests: Sequence[EngineRequest]) -> dict[int, Tokens]:
-        """Return by member what unfinished requests have sampled since the last call; only those with new tokens."""
+        """Return the tokens sampled since the last call, by member. Requests without new tokens are left out."""
         new_tokens = {}
         for request in requests:
             tokens = request.new_tokens(self.engine)
@@ -164,14 +164,14 @@ class GenerationWorker:
 
     async def _complete(self, request: EngineRequest) -> Completion:
         self._refuse_if_broken()
-        # A request must not reuse a prefix that other weights computed: the salt names them. While they change, wait.
-        # The prompt is already in vLLM's own form, because vLLM takes other forms through a thread, and a pause could
-        # come in between.
+        # The salt of vLLM's prefix cache names the weights, so that no request reuses a prefix that other weights
+        # computed. While weights change, the request waits for the lock. `tokens_input` is vLLM's own form of a prompt:
+        # vLLM would convert other forms in a thread, and the weights could change meanwhile
         async with self._update_lock:
             salt = f"{self._num_starts}/{self.policy_version}"
             prompt = tokens_input(request.token_ids, cache_salt=salt)
         if self._requests.num_unfinished == 0:
-            # The engine was idle; its silence so far is no stall
+            # The engine was idle until now, so the time without tokens is not a stall
             self.timeline.last_progress = time.monotonic()
         with self._requests.measure(request.name):
             final = await self._last_output(prompt, request.params, request.name)
@@ -198,8 +198,8 @@ class GenerationWorker:
 
         Args:
             output: The tokens that this engine sampled.
-            member: Position of the completion in its group.
-            first_tokens: Tokens before these, which an engine that was lost sampled.
+            member: Index of the completion in its group.
+            first_tokens: The tokens before them, which a lost engine had sampled.
         """
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
@@ -222,9 +222,9 @@ class GenerationWorker:
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Replace the weights by `chunks` (safetensors images) while requests are paused, and return the receipt.
+        """Pause requests, load the weights in `chunks` (safetensors images), and return a record of each tensor.
 
-        After a failure the engine holds a mixture of two policies and refuses every further request.
+        If the update fails, the engine holds a mixture of two policies, and refuses all further requests.
         """
         with self._working_for_trainer():
             await self.pause(version)
@@ -241,7 +241,7 @@ class GenerationWorker:
 
     @contextmanager
     def _working_for_trainer(self) -> Iterator[None]:
-        """Mark what the block awaits of the engine as work, so that `--engine-stall-s` limits it as it limits requests."""
+        """Count the block as work of the engine, so that `--engine-stall-s` applies to it as to requests."""
         self._num_trainer_calls += 1
         self.timeline.last_progress = time.monotonic()
         try:
@@ -250,23 +250,23 @@ class GenerationWorker:
             self._num_trainer_calls -= 1
 
     async def begin_anew(self) -> bool:
-        """Serve a trainer that was started again, and return whether this engine can; see `Engine`."""
+        """Prepare to serve a restarted trainer, and return whether this engine can. See `Engine`."""
         if self._broken_reason or self.engine.errored or self._update_lock.locked():
             return False
-        # The same version numbers will name other weights: the salt must differ, or old prefixes would be found again
+        # The new trainer reuses version numbers for other weights. A new salt prevents the use of old cached prefixes
         self._num_starts += 1
         self.policy_version = UNSYNCED
         return True
 
-    # The steps of an update. The trainer's own transport (NCCL) calls them one by one: see `Engines`.
+    # The steps of an update. `update` calls them in order. The NCCL transport calls them one by one through `Engines`.
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join a transfer group, after leaving an earlier one, which the engine would keep open."""
+        """Join a transfer group. The engine first leaves its earlier group, which would otherwise stay open."""
         await leave_transfer_group(self.engine)
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
     async def pause(self, version: int) -> None:
-        """Hold all requests. New requests wait, and carry the salt of `version`, which will serve them."""
+        """Hold all requests until `resume`. Later requests wait, and then use the weights of `version`."""
         await self._update_lock.acquire()
         try:
             self._paused_at = time.monotonic()
@@ -278,20 +278,20 @@ class GenerationWorker:
         self._is_update_finished = False
 
     async def start_weight_update(self) -> None:
-        """Prepare the engine for weights."""
+        """Prepare the engine for new weights."""
         await self.engine.start_weight_update()
 
     async def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Take a part of the weights."""
+        """Receive some of the new weights."""
         await self.engine.update_weights(WeightTransferUpdateRequest(update_info))
 
     async def finish_weight_update(self) -> None:
-        """Put the weights to use."""
+        """Let the engine compute with the new weights."""
         await self.engine.finish_weight_update(weight_version=str(self.policy_version))
         self._is_update_finished = True
 
     async def resume(self, version: int) -> None:
-        """Continue the requests that `pause` held; if the update did not finish, they are refused."""
+        """Continue the requests that `pause` held. If the update did not finish, they fail."""
         if not self._is_update_finished:
             self._broken_reason = f"its update to policy version {version} did not finish"
         try:
@@ -303,12 +303,12 @@ class GenerationWorker:
             self._update_lock.release()
 
     async def receipt(self, texts: Sequence[np.ndarray]) -> Receipt:
-        """Return what arrived with the last update, and the log-probs of the canary texts."""
+        """Return a record of each tensor of the last update, and the log-probs of the canary texts."""
         manifest = await self._manifest()
         return manifest, await answer_canary(self, texts)
 
     async def _manifest(self) -> Manifest:
-        """Return a record of every tensor that arrived, and whether the engine computes with it."""
+        """Return a record of every received tensor, which includes whether the engine computes with it."""
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
@@ -326,7 +326,7 @@ class GenerationWorker:
         return manifest
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return (N,) float32 the log-probs of a fixed text; the first is 0. See `Engine`."""
+        """Return the log-probs (N,) float32 of a fixed text. The first is 0. See `Engine`."""
         params = SamplingParams(
             temperature=1.0,
             max_tokens=1,
@@ -342,7 +342,7 @@ class GenerationWorker:
         return np.asarray(logprobs, np.float32)
 
     async def until_failure(self, every_s: float = 1.0) -> str:
-        """Wait until the engine dies or stalls, and return how; finds a death that no request would meet."""
+        """Wait until the engine dies or stalls, and return the reason. This also works while there are no requests."""
         while not self.engine.errored:
             await asyncio.sleep(every_s)
             silence_s = time.monotonic() - self.timeline.last_progress
@@ -355,15 +355,15 @@ class GenerationWorker:
         return "the vLLM engine's processes died"
 
     def _has_work(self) -> bool:
-        """Return whether the engine should make progress now."""
+        """Return whether the engine has work, and should therefore make progress now."""
         if self._num_trainer_calls:
             return True
-        # Paused by the trainer's own transport, the engine waits for the trainer
+        # While the NCCL transport has paused the engine, the engine waits for the trainer, which is not a stall
         is_paused = self._update_lock.locked()
         return self._requests.num_unfinished > 0 and not is_paused
 
     def progress(self) -> dict[str, Any]:
-        """Return what happened since the last call; see `Engine`."""
+        """Return statistics of the time since the last call. See `Engine`."""
         progress = {
             "token_timeline": self.timeline.steps,
             "paused_s": self.paused_s,

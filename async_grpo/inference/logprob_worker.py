@@ -1,7 +1,9 @@
-"""`LogprobWorker`: a queue of sequences in front of packed forwards. Plain asyncio; the Ray actor is in `cluster/`.
+"""`LogprobWorker`: collects sequences in a queue, and computes their log-probs in packed forward passes.
 
-A batch starts when the next sequence does not fit its token budget, or when its oldest sequence has waited `max_wait_s`.
-Waiting until no sequence has arrived for that long instead would never end under steady traffic.
+This module uses plain asyncio. The Ray actor that runs it is in `cluster/`.
+
+A batch starts when the queue fills the token budget, or when its oldest sequence has waited `max_wait_s`. The
+alternative, to wait until no sequence has arrived for `max_wait_s`, would never end under steady traffic.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ from async_grpo.weights.package import unpack
 
 
 class _Request:
-    """One sequence (L,) on its way through the queue; `answer` gets its completion's log-probs (T,)."""
+    """A sequence (L,) in the queue. `answer` will hold the log-probs (T,) of its completion."""
 
     def __init__(self, token_ids: np.ndarray, prompt_length: int) -> None:
         self.token_ids = token_ids
@@ -37,14 +39,14 @@ class _Request:
 
 
 class LogprobWorker:
-    """Computes log-probs under a policy, packing concurrent requests into few forwards.
+    """Computes log-probs under a policy, and packs concurrent requests into few forward passes.
 
-    It receives weights as an `Engine` does.
+    It receives weights through the same methods as an `Engine`.
 
     Args:
-        policy: The policy.
+        policy: The model that computes the log-probs.
         config: The worker's options.
-        temperature: Divides the logits; it must be the temperature that the completions were sampled at.
+        temperature: Divisor of the logits. It must be the temperature at which the completions were sampled.
     """
 
     def __init__(self, policy: PolicyModel, config: LogprobConfig, temperature: float = 1.0) -> None:
@@ -54,9 +56,9 @@ class LogprobWorker:
         self._max_wait_s = config.max_wait_s
         self._temperature = temperature
         self._queue: list[_Request] = []
-        self._batch: list[_Request] = []  # taken from the queue and not yet answered
+        self._batch: list[_Request] = []  # requests of the current forward pass, no longer in the queue
         self._arrival = asyncio.Event()
-        # One thread, so that a forward and an update of the weights never run at once
+        # A single thread, so that a forward pass and an update of the weights never run at the same time
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="logprob")
         self._serving: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -67,7 +69,7 @@ class LogprobWorker:
 
         Args:
             config: The `WorkerConfig`.
-            settings: What every worker of the run must share.
+            settings: Settings that all workers of the run share.
         """
         policy = PolicyModel(load_causal_lm(config.model_path, settings.dtype))
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,7 +78,7 @@ class LogprobWorker:
         return cls(policy, config, settings.temperature)
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
-        """Compute the log-probs of completions; an error of the forward is raised to its callers.
+        """Compute the log-probs of completions. An error in a forward pass is raised to all callers of its batch.
 
         Args:
             sequences: Token ids (L,) of prompt and completion.
@@ -86,7 +88,7 @@ class LogprobWorker:
             (T,) float32 log-probs of each sequence's tokens after the prompt.
 
         Raises:
-            ConfigurationError: A sequence is longer than the token budget.
+            ConfigurationError: A sequence is longer than the token budget of a forward pass.
             WorkerLost: The worker is closed.
         """
         if self._is_closed:
@@ -107,10 +109,12 @@ class LogprobWorker:
         return list(await asyncio.gather(*(request.answer for request in requests)))
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Replace the weights between two batches; see `Engine`. Forwards continue while the chunks are unpacked.
+        """Replace the weights between two batches. See `Engine`.
+
+        Forward passes continue while the chunks are unpacked.
 
         Raises:
-            WeightsDidNotLand: Names or shapes are not those of the model. Some weights may have been replaced, so the
+            WeightsDidNotLand: A name or shape is not the model's. Some weights may already have been replaced, so the
                 worker needs another update.
         """
         tensors, manifest = await asyncio.to_thread(unpack, chunks)
@@ -121,28 +125,28 @@ class LogprobWorker:
         return checked_manifest
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the log-probs (N,) of a fixed text; see `Engine`."""
+        """Return the log-probs (N,) of a fixed text. The first is 0. See `Engine`."""
         request = _Request(token_ids, prompt_length=1)
         (answer,) = await asyncio.wrap_future(self._thread.submit(self._forward, [request], 1.0))
         return np.concatenate([np.zeros(1, np.float32), answer])
 
     async def begin_anew(self) -> bool:
-        """Return that the worker can serve the next start of a run; see `Engine`."""
+        """Return True, because the worker can always serve a restarted trainer. See `Engine`."""
         return True
 
     async def until_failure(self) -> str:
-        """Wait for ever, because every failure is the answer to a request; see `Engine`."""
+        """Wait forever, because failures are raised to the callers of the failed requests. See `Engine`."""
         return await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """Fail all requests and take no more. A forward under way ends in its thread; nobody waits for it."""
+        """Fail all requests and accept no more. A running forward pass ends in its thread; its result is dropped."""
         self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self) -> None:
-        """Serve requests until cancelled. However it ends, every caller gets an answer."""
+        """Serve requests until cancelled. At the end, all requests that are still waiting fail."""
         try:
             while True:
                 await self._fill_batch()
@@ -150,7 +154,7 @@ class LogprobWorker:
                     forward = self._thread.submit(self._forward, self._batch, self._temperature)
                     answers = await asyncio.wrap_future(forward)
                 except Exception as error:
-                    # Only the requests of this batch fail
+                    # Only the requests of this batch fail; the worker continues with the next batch
                     _fail(error, self._batch)
                     continue
                 for request, answer in zip(self._batch, answers, strict=True):
@@ -161,12 +165,12 @@ class LogprobWorker:
             _fail(WorkerLost("the logprob server was closed"), self._batch + self._queue)
 
     async def _fill_batch(self) -> None:
-        """Wait until the queue fills a forward, or its oldest request has waited long enough; then take what fits."""
+        """Wait until a batch can start, and move the requests that fit into it from the queue to `_batch`."""
         while True:
-            # The callers of cancelled requests have gone
+            # Drop requests whose callers have cancelled them
             self._queue = [request for request in self._queue if not request.answer.done()]
             queued_tokens = np.cumsum([len(request.token_ids) for request in self._queue])
-            wait_s = None  # an empty queue waits for a request without a limit
+            wait_s = None  # None: while the queue is empty, wait for a request without a time limit
             if self._queue:
                 wait_s = self._queue[0].arrived_at + self._max_wait_s - time.monotonic()
                 if wait_s <= 0 or queued_tokens[-1] >= self._max_tokens:
@@ -180,7 +184,7 @@ class LogprobWorker:
 
     @torch.no_grad()
     def _forward(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
-        """Return the log-probs (T,) of each request's completion, in one packed forward. Runs in the worker thread."""
+        """Compute the log-probs (T,) of each request's completion in one packed forward pass. Runs in a thread."""
         lengths = [len(request.token_ids) for request in batch]
         bounds = np.cumsum([0, *lengths])
         input_ids = np.concatenate([request.token_ids for request in batch])
@@ -205,12 +209,12 @@ def _fail(error: Exception, requests: list[_Request]) -> None:
 
 @torch.no_grad()
 def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors into the policy.
+    """Copy the tensors into the policy's weights of the same names.
 
-    Weights that no tensor is named after keep their values; the receipt shows that they did not arrive.
+    All other weights keep their values. The receipt shows that they were not received.
 
     Returns:
-        The names of tensors that differ from the weights that the policy computes with in at least one bit.
+        The names of the tensors with which the policy does not compute exactly, bit by bit.
 
     Raises:
         WeightsDidNotLand: A name or a shape is not one of the policy's.
@@ -221,7 +225,7 @@ def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str
             expected = tuple(weights[name].shape) if name in weights else "no such tensor"
             raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
         weights[name].copy_(tensor)
-    # Read again, because a weight may be a copy that the forward does not use
+    # Read the weights again, because `copy_` may have written to a copy that the forward pass does not use
     used_weights = dict(named_weights(policy))
     differing = set()
     for name, tensor in tensors.items():

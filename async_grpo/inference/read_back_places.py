@@ -1,4 +1,4 @@
-"""Whether an engine computes with the weights that arrived, as its processes' fingerprints tell."""
+"""`ReadBack`: checks by fingerprints whether an engine computes with the weights that it has received."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,25 @@ log = logging.getLogger(__name__)
 
 
 class ReadBack:
-    """Compares the weights that arrived with those that the engine computes with, place by place (`weights.read_back`).
+    """Compares the weights that an engine received with those that it computes with, place by place.
 
-    Some places cannot be read, such as quantised layers and packed experts. They are the places that differ after the first
-    update, which brings what a new engine holds already.
+    A place is a module whose weights share one fingerprint (see `weights.read_back`). Some places cannot be read, such
+    as quantized layers and packed experts. The first update sends the weights that a new engine already holds. A place
+    that differs after it therefore cannot be read, and is ignored from then on.
     """
 
     def __init__(self) -> None:
         self._readable: set[str] | None = None  # None before the first update
         self._unreadable: set[str] = set()
-        self._not_in_use: set[str] = set()
+        self._not_in_use: set[str] = set()  # readable places that differ after the last update
 
     def compare(self, processes: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> None:
-        """Take the fingerprints (used, arrived) of the engine's processes, each by place."""
+        """Compare fingerprints after an update.
+
+        Args:
+            processes: For each process of the engine, the fingerprints of the weights in use and those of the received
+                weights, both by place.
+        """
         _, arrived = processes[0]
         differing = set()
         for place, fingerprint in arrived.items():
@@ -35,11 +41,11 @@ class ReadBack:
         self._not_in_use = differing - self._unreadable
 
     def is_in_use(self, tensor_name: str) -> bool:
-        """Return whether nothing shows that the engine computes with another value of the tensor than arrived."""
+        """Return False if the engine is known to compute with other values than those it received for the tensor."""
         return self._not_in_use.isdisjoint({tensor_name, place_of(tensor_name)})
 
     def is_readable(self, tensor_name: str) -> bool:
-        """Return whether the tensor can be read back."""
+        """Return whether the values of the tensor that the engine computes with can be checked."""
         places = {tensor_name, place_of(tensor_name)}
         readable = self._readable or set()
         return self._unreadable.isdisjoint(places) and not readable.isdisjoint(places)

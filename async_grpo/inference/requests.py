@@ -1,4 +1,4 @@
-"""Requests to vLLM and their tokens, finished or not; and when the engine last made progress."""
+"""Requests to vLLM, the tokens that they have generated so far, and the time of the engine's last progress."""
 
 import itertools
 import time
@@ -27,14 +27,14 @@ _request_numbers = itertools.count()
 
 
 class TokenTimeline(StatLoggerBase):
-    """Notes (Unix time, generated tokens) of every step of the engine, and when it last made one."""
+    """Records (Unix time, generated tokens) of every engine step, and the time of the last step that made progress."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.steps: list[tuple[float, int]] = []
         self.last_progress = time.monotonic()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a step of the engine; vLLM calls this."""
+        """Record an engine step. vLLM calls this method."""
         if iteration_stats is None:
             return
         if iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens:
@@ -43,21 +43,21 @@ class TokenTimeline(StatLoggerBase):
             self.steps.append((time.time(), iteration_stats.num_generation_tokens))
 
     def log_engine_initialized(self) -> None:
-        """Do nothing; vLLM calls this at the start."""
+        """Do nothing. vLLM calls this method when the engine starts."""
 
 
 def tokens_of(output: CompletionOutput) -> Tokens:
-    """Return the tokens of an output, copied because the output of an unfinished request still grows."""
+    """Return a copy of an output's tokens. The output of an unfinished request would continue to grow."""
     token_ids = np.array(output.token_ids, np.int32)
     flat_logprobs = output.logprobs
     assert isinstance(flat_logprobs, FlatLogprobs), type(flat_logprobs)
     assert len(flat_logprobs) == len(token_ids), (len(flat_logprobs), len(token_ids))
-    # At each position the sampled token's log-prob stands first
+    # vLLM lists several log-probs per position, with the sampled token's first
     logprobs = np.array(flat_logprobs.logprobs, np.float32)[flat_logprobs.start_indices]
 
     versions = np.full(len(token_ids), UNSYNCED, np.int32)
     for span in output.weight_versions or ():
-        # Before the first update the version need not be a number
+        # Before the first weight update, vLLM's version may be a word such as "default"
         is_number = span.version.lstrip("-").isdigit()
         if is_number:
             versions[span.start : span.end] = int(span.version)
@@ -66,14 +66,14 @@ def tokens_of(output: CompletionOutput) -> Tokens:
 
 @dataclass
 class EngineRequest:
-    """One completion that vLLM is asked for."""
+    """A request to vLLM for one completion."""
 
     member: int  # index of the completion in its group
-    token_ids: list[int]  # of the prompt, followed by `first_tokens`
+    token_ids: list[int]  # what vLLM reads: the prompt's token ids, then those of `first_tokens`
     params: SamplingParams
-    first_tokens: Tokens  # first tokens of the completion, sampled by an engine that was lost
+    first_tokens: Tokens  # beginning of the completion that a lost engine had already sampled; often empty
     name: str  # vLLM's request id
-    num_reported: int = 0  # tokens that `new_tokens` has returned
+    num_reported: int = 0  # number of tokens that `new_tokens` has returned so far
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class EngineRequest:
         sampling: Sampling | None = None,
         first_tokens: Tokens = NO_TOKENS,
     ) -> Self:
-        """Make the request of a prompt (L,).
+        """Make a request for one completion of a prompt (L,).
 
         Raises:
             ConfigurationError: The prompt leaves no room to answer.
@@ -103,19 +103,19 @@ class EngineRequest:
             temperature=temperature,
             seed=seed,
             max_tokens=max_tokens - len(first_tokens),
-            # The engine first makes the draws of the first tokens again
+            # Replays the random draws of the known tokens, so that the seed continues where the lost engine stopped
             extra_args={DRAWN: len(first_tokens)} if len(first_tokens) else None,
             stop_token_ids=list(settings.stop_token_ids),
             stop=list(sampling.stop) or None,
-            # The tokens of the completion hold the stop text, so its text must as well
+            # The completion's tokens include the stop text, so its text must include it as well
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
-            # The spelling of a special token may be a stop text
+            # Keeps special tokens in the text, because a stop text may spell one
             skip_special_tokens=False,
-            # Only the sampled token's log-prob, in lists instead of a dictionary per token
+            # 0: only the sampled token's log-prob. Flat: lists instead of one dictionary per token
             logprobs=0,
             flat_logprobs=True,
-            # Nobody changes the parameters, so vLLM need not copy them
+            # vLLM need not copy the parameters, because nothing changes them
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -123,7 +123,7 @@ class EngineRequest:
         return cls(member, token_ids, params, first_tokens, new_name())
 
     def new_tokens(self, engine: AsyncLLM) -> Tokens:
-        """Return the tokens sampled since the last call, while the request is unfinished."""
+        """Return the tokens sampled since the last call; no tokens if the request has finished."""
         output = unfinished_output(engine, self.name, self.num_reported)
         if output is None:
             return NO_TOKENS
@@ -134,20 +134,20 @@ class EngineRequest:
 
 
 class RequestTimes:
-    """The intervals (Unix time) in which an engine held each of its requests."""
+    """The time intervals (Unix time) during which an engine worked on each of its requests."""
 
     def __init__(self) -> None:
-        self._begin_by_name: dict[str, float] = {}  # of unfinished requests
+        self._begin_by_name: dict[str, float] = {}  # request id -> begin of an unfinished request
         self._finished: list[tuple[float, float]] = []
 
     @property
     def num_unfinished(self) -> int:
-        """Return the number of requests under way."""
+        """Return the number of unfinished requests."""
         return len(self._begin_by_name)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count the request as under way while the block runs."""
+        """Measure the time of a request, which counts as unfinished while the block runs."""
         self._begin_by_name[name] = time.time()
         try:
             yield
@@ -156,7 +156,10 @@ class RequestTimes:
             self._finished.append((begin, time.time()))
 
     def take(self) -> list[tuple[float, float]]:
-        """Return all intervals since the last call; those of unfinished requests end, and begin again, now."""
+        """Return all intervals since the last call.
+
+        The interval of an unfinished request is cut in two: one part ends now and is returned, the other begins now.
+        """
         now = time.time()
         intervals = self._finished + [(begin, now) for begin in self._begin_by_name.values()]
         self._finished = []
@@ -165,5 +168,5 @@ class RequestTimes:
 
 
 def new_name() -> str:
-    """Return a request id that is new in this process."""
+    """Return a request id that this process has not used yet."""
     return str(next(_request_numbers))

@@ -1,1 +1,1 @@
-"""Programs that live and die together, and reading of files that other programs may have made."""
+"""Tools for processes: starting, watching and ending them, limits for servers, and safe reading of untrusted files."""

@@ -1,4 +1,4 @@
-"""Time limits for computations whose length somebody else decides, such as a model's chat template."""
+"""Time limits for computations whose length depends on other people's data, such as a model's chat template."""
 
 import signal
 import threading
@@ -7,23 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHORTEST_S = 1e-3  # for a timer that continues; 0 would switch it off
+SHORTEST_S = 1e-3  # least time with which the earlier timer is set again, because 0 would turn it off
 
 
 class _TooSlow(BaseException):
-    """The time is over. It is no `Exception`, because libraries catch those in places and continue."""
+    """The time limit was reached. Not an `Exception`, because libraries may catch those and continue."""
 
 
 @contextmanager
 def interrupted_after(seconds: float, work: str) -> Iterator[None]:
-    """Interrupt the block with a TimeoutError after so many seconds.
+    """Interrupt the block with a TimeoutError after this number of seconds.
 
-    Code in C is interrupted only where it looks for signals, as matching a regular expression does. A timer that runs
-    already goes on afterwards. With 0 seconds or less, the block does not begin.
+    C code is interrupted only where it checks for signals, as the matching of regular expressions does. An earlier
+    timer of the process continues after the block. With 0 seconds or less, the block does not run.
 
     Raises:
-        TimeoutError: The block took longer, or had no time to begin with.
-        ValueError: This is not the main thread. No other thread gets signals, so the block could not be interrupted.
+        TimeoutError: The block took longer, or `seconds` is 0 or less.
+        ValueError: This is not the main thread. Only the main thread gets signals, so the block could not be
+            interrupted.
     """
     if seconds <= 0:
         raise TimeoutError(f"{work} has no time left: {seconds:g} s")
@@ -36,7 +37,7 @@ def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     is_running = True
 
     def give_up(signum: int, frame: FrameType | None) -> None:
-        # The signal may arrive after the block has ended, before the timer is off
+        # Ignored after the end of the block, because the signal may arrive before the timer is turned off
         if is_running:
             raise _TooSlow
 

@@ -1,4 +1,4 @@
-"""`end_in_order`: let a program end in order when a signal tells it to end."""
+"""`end_in_order`: lets a program save its state before it ends at a signal."""
 
 import logging
 import os
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SAME_S = 2.0  # a terminal and a launcher may both pass a signal on; signals this close together count as one
+# Seconds within which several signals count as one, because a terminal and a launcher may both pass on the same signal
+SAME_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -18,24 +19,25 @@ log = logging.getLogger(__name__)
 def end_in_order(
     ask: Callable[[str], Any], grace_s: float, *, is_failing: Callable[[], bool], look: Any = None
 ) -> None:
-    """Call a function at SIGTERM, SIGINT and SIGHUP, after which the program is expected to end by itself.
+    """Install handlers of SIGTERM, SIGINT and SIGHUP that ask the program to end.
 
-    The process ends at once at a second signal, after `grace_s` seconds, or if nothing is left to save.
+    The process is ended without saving at a second signal, `grace_s` seconds after the first one, or at the first
+    signal if nothing is left to save.
 
-    Call `end_in_order` in the main thread, which may be inside a collective when a signal comes. Python's handlers
-    would wait for the end of the collective, so a thread reads the signals from a pipe.
+    Must be called in the main thread. That thread may be inside a collective when a signal arrives, and Python's
+    handlers would run only after the collective. Therefore another thread reads the signals from a pipe.
 
     Args:
-        ask: Called in that thread with the name of the first signal.
+        ask: Function that asks the program to end. It is called in the other thread with the name of the first signal.
         grace_s: Seconds that the program has to end.
-        is_failing: Returns whether nothing is left to save, so that the process ends at the first signal.
-        look: Called at SIGUSR1. Without it the process does not handle SIGUSR1, so that `request_look` does not choose it.
+        is_failing: Function that returns whether nothing is left to save.
+        look: Function to call at SIGUSR1. If None, the process does not handle SIGUSR1, and `request_look` skips it.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in SIGNALS if look is None else (*SIGNALS, signal.SIGUSR1):
-        # Without a handler of Python's, the signal would not reach the pipe
+        # Python writes a signal to the pipe only if it has a handler for it
         signal.signal(number, lambda *_: None)
     listener = threading.Thread(
         target=_listen,

@@ -1,6 +1,7 @@
-"""Access rules of a server without a key.
+"""Access rules of a server that requires no key.
 
-It answers requests for an IP address or localhost, and on the loopback interface only those of its own user.
+The server answers requests whose Host header is an IP address or localhost. On the loopback interface, it answers only
+requests from its own user's processes.
 """
 
 import ipaddress
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 REFUSAL = "ask for an address, or for localhost"
 REFUSAL_OF_USERS = "this run is another user's"
-# Tables of the connections (proc(5)). The columns that are read, counted from 0:
+# Tables of network connections (see proc(5)), and the columns that are read, counted from 0
 CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
 LOCAL_ADDRESS_COLUMN = 1
 REMOTE_ADDRESS_COLUMN = 2
@@ -26,12 +27,12 @@ Address = tuple[str, int]
 def is_address(host: str, own_host: str = "localhost") -> bool:
     """Return whether a Host header is an IP address, `localhost` or the server's own name, with or without a port.
 
-    Other names are refused, because the owner of a foreign web page can make a name point to this machine and then read
-    the answers in a visitor's browser (DNS rebinding).
+    Other names are refused to prevent DNS rebinding: the owner of a malicious web page can make a domain name point to
+    this machine, and then read the answers in a visitor's browser.
 
     Args:
         host: The Host header.
-        own_host: The name on which the server listens.
+        own_host: The host name on which the server listens.
 
     >>> [is_address(host) for host in ("127.0.0.1:80", "[::1]", "localhost:8765", "evil.example:80", "")]
     [True, True, True, False, False]
@@ -43,9 +44,9 @@ def is_address(host: str, own_host: str = "localhost") -> bool:
 
 
 def may_read(client: Address, server: Address) -> bool:
-    """Return whether the client of a connection may read: a process of this process's user, or of root.
+    """Return whether the client of a connection may read. Its process must belong to this process's user or to root.
 
-    Clients on other machines always may: they can only connect if the user chose another address with `--host`.
+    Clients on other machines always may read. They can only connect if the user chose another address with `--host`.
 
     Args:
         client: Address and port of the client.
@@ -57,11 +58,11 @@ def may_read(client: Address, server: Address) -> bool:
 
 
 def _user_of(client: Address, server: Address) -> int | None:
-    """Return the id of the user whose process is the client; None if the kernel lists no such connection."""
-    # Parsing a line is slow, so lines with other ports are skipped first
+    """Return the id of the user who owns the client's process; None if the kernel lists no such connection."""
+    # Parsing a line is slow, so lines with other ports are skipped by this pattern
     ports_pattern = re.compile(rf":{client[1]:04X} \w+:{server[1]:04X} ")
     for path in CONNECTIONS:
-        with suppress(FileNotFoundError):  # the kernel may lack IPv6
+        with suppress(FileNotFoundError):  # a kernel without IPv6 has no second table
             for line in filter(ports_pattern.search, Path(path).read_text().splitlines()):
                 columns = line.split()
                 is_client = _parsed(columns[LOCAL_ADDRESS_COLUMN]) == _normal(client)
@@ -71,9 +72,9 @@ def _user_of(client: Address, server: Address) -> int | None:
 
 
 def _parsed(column: str) -> Address:
-    """Return the address and the port of a column.
+    """Return the address and the port that a column of the table contains.
 
-    The kernel prints an address as words of four bytes, each in the byte order of the machine.
+    The kernel prints an address as words of four bytes, each in the machine's byte order.
     """
     address_text, port_text = column.split(":")
     packed_address = b""
@@ -85,9 +86,10 @@ def _parsed(column: str) -> Address:
 
 
 def _normal(address: Address) -> Address:
-    """Return the address in a form that can be compared.
+    """Return the address in a form in which equal addresses are equal texts.
 
-    A socket for IPv4 and IPv6 has an IPv4 address in an IPv6 form, which is converted. The zone of an address is removed.
+    A socket for both IPv4 and IPv6 writes IPv4 addresses in an IPv6 form, which is converted to IPv4. The zone of an
+    IPv6 address is removed.
     """
     host, port = address
     ip_address = ipaddress.ip_address(host.partition("%")[0])

@@ -1,8 +1,8 @@
-"""Limits for the library's HTTP servers, which aiohttp lacks.
+"""Limits for the library's HTTP servers that aiohttp lacks.
 
-aiohttp has no limit on the number of connections, on the time of an answer that the client does not read, or on the size
-of its log. It does close a connection that sends no complete request head for `keepalive_timeout`, but by default only
-after an hour; the servers here set it to `IDLE_S`.
+aiohttp limits neither the number of connections, nor the time to send an answer that the client does not read, nor the
+size of its log. It closes a connection that sends no complete request head for `keepalive_timeout`, but by default only
+after an hour. The library's servers set this time to `IDLE_S`.
 """
 
 import asyncio
@@ -17,33 +17,34 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-IDLE_S = 75.0  # time after which a connection without a complete request head is closed; nginx's default
-ANSWER_WITHIN_S = 60.0  # time to write an answer to a client, which may not read it
+IDLE_S = 75.0  # seconds until a connection without a complete request head is closed; nginx's default
+ANSWER_WITHIN_S = 60.0  # seconds in which an answer must be sent, because a client may not read it
 MAX_CONNECTIONS = 512  # default limit of a server
-FIRST_PAUSE_S = 1.0  # shortest pause between two log lines of one kind
+FIRST_PAUSE_S = 1.0  # shortest pause between two log lines of the same kind
 LONGEST_PAUSE_S = 600.0
 MAX_LOGGED_CHARACTERS = 300
-UNLIMITED_FILES = 1 << 20  # stands for a limit of infinity
+UNLIMITED_FILES = 1 << 20  # number used if the number of open files is not limited
 PACKAGE = str(Path(__file__).resolve().parents[1])
-NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # asyncio logs why it cannot accept a connection
+NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # asyncio logs an error when it cannot accept a connection
 
 
 class ConnectionGate:
-    """A factory of protocols for `loop.create_server`: aiohttp's server with a limit on the number of connections.
+    """A protocol factory for `loop.create_server`: aiohttp's server with a limit on the number of connections.
 
-    If a connection exceeds the limit, the connection that has been without a request for the longest time is closed. If
-    all connections are busy with requests, the new connection is answered with status 503.
+    If a new connection exceeds the limit, the connection that has had no request for the longest time is closed. If all
+    connections are busy with requests, the new connection is answered with status 503.
 
     Args:
         server: `AppRunner.server`.
-        max_connections: The limit. It is lowered to half of the number of files that the process may open.
+        max_connections: Maximum number of connections. It is at most half the number of files that the process may
+            open.
     """
 
     def __init__(self, server: web.Server, max_connections: int = MAX_CONNECTIONS) -> None:
         self._server = server
         self.max_connections = min(max_connections, _max_files() // 2)
         self._busy: set[web.RequestHandler] = set()
-        self._last_used: dict[web.RequestHandler, None] = {}  # open connections, the longest unused first
+        self._last_used: dict[web.RequestHandler, None] = {}  # open connections, least recently used first
 
     def __call__(self) -> asyncio.Protocol:
         self._note_connections()
@@ -62,19 +63,19 @@ class ConnectionGate:
         self._last_used = still_open | connected
 
     def _has_request(self, handler: web.RequestHandler) -> bool:
-        """Tell whether a request has arrived that is not answered yet. Only private fields of aiohttp tell this."""
+        """Return whether a connection has an unanswered request. Only private fields of aiohttp show this."""
         is_answering = handler in self._busy or handler._current_request is not None
         return is_answering or bool(handler._messages)
 
     async def answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Have the handler answer a request. Until the answer is sent, the connection counts as busy.
+        """Answer a request with the handler's response. The connection counts as busy until the response is sent.
 
         Args:
             request: The request.
             handler: Function that returns the response.
 
         Returns:
-            The response, which was sent. If the client did not read it in time, the connection was closed.
+            The response after it was sent. If the client did not read it in time, the connection is closed.
         """
         self._busy.add(request.protocol)
         try:
@@ -86,7 +87,7 @@ class ConnectionGate:
             self._note_connections()
             if request.protocol in self._last_used:
                 del self._last_used[request.protocol]
-                self._last_used[request.protocol] = None  # at the end of the order
+                self._last_used[request.protocol] = None  # moves the connection to the end of the order
 
 
 async def write_in_time(request: web.Request, response: web.StreamResponse) -> None:
@@ -99,12 +100,12 @@ async def write_in_time(request: web.Request, response: web.StreamResponse) -> N
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        # The client has closed the connection. Its request was processed, and a generated turn is trained on all the same
+        # The client has closed the connection. Its request was processed, and a sampled turn is trained on nevertheless
         pass
 
 
 class _Refusal(asyncio.Protocol):
-    """The protocol of a connection that exceeds the limit: it answers with status 503, whatever the client requests."""
+    """The protocol of a connection that exceeds the limit. It answers every request with status 503."""
 
     def __init__(self, max_connections: int) -> None:
         message = f"{max_connections} connections are open, and all are busy: try again, or use fewer at once"
@@ -121,20 +122,21 @@ class _Refusal(asyncio.Protocol):
 
 
 class OneLinePerFault(logging.Filter):
-    """A filter that logs errors of one kind with growing pauses in between.
+    """A filter that drops repeated errors of the same kind, with growing pauses between those that it logs.
 
-    An error that a client causes is logged as one line, an error of the library with its traceback. Errors that clients
-    cause are of one kind if their message and class are the same. Errors of the library are of one kind if they occur at
-    the same place: otherwise a client that knows such a place could fill the disk with tracebacks.
+    An error that a client causes is logged as one line, and an error of the library with its traceback. Errors that
+    clients cause are of the same kind if their message and class are the same. Errors of the library are of the same
+    kind if they are raised at the same line of code and have the same class. With messages instead, a client that knows
+    how to cause an error could fill the disk with tracebacks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # By kind: the time from which on the next error is logged, the pause after it, and the errors suppressed so far
+        # Kind -> (time from which the next error is logged, pause after that one, number of errors dropped so far)
         self._next_at: dict[tuple[Any, ...], tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged. The record of a client's error is changed to one line."""
+        """Return whether to log the record. The record of an error that a client caused is changed to one line."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return True
@@ -169,14 +171,14 @@ def bound_logs() -> None:
 
 
 def _is_from_client(record: logging.LogRecord, error: BaseException) -> bool:
-    """Tell whether clients cause the error: invalid HTTP, a broken connection, or too many connections (EMFILE)."""
+    """Return whether a client caused the error: invalid HTTP, a broken connection, or too many connections (EMFILE)."""
     if record.name == "asyncio":
         return isinstance(error, OSError) and "socket.accept()" in str(record.msg)
     return isinstance(error, HttpProcessingError | ConnectionError)
 
 
 def _place_of(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the innermost frame of this package, or of the innermost frame if none is of this package."""
+    """Return file and line of the traceback's innermost frame in this package, or else of its innermost frame."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return "", 0

@@ -1,4 +1,4 @@
-"""Look at the processes of this machine: state, CPU, memory, and by py-spy the stacks of their Python threads."""
+"""Inspects processes of this machine: state, CPU, memory, and the stacks of their Python threads (with py-spy)."""
 
 import os
 import re
@@ -15,11 +15,11 @@ import psutil
 
 from async_grpo.processes.process_tree import descendants
 
-STACK_S = 10.0  # for py-spy to read one process
+STACK_S = 10.0  # seconds that py-spy may take to read one process
 MAX_COMMAND_CHARACTERS = 60
 PY_SPY = Path(sys.prefix) / "bin" / "py-spy"
 THREAD = re.compile(r"^(Thread [^\n]*)\n((?:    .*\n?)*)", re.MULTILINE)
-# Roles of processes, by a part of their command line
+# Part of a process's command line -> role of the process in the run
 ROLES = {
     "ray::GenerationActor": "the engine",
     "VLLM::": "the engine",
@@ -30,22 +30,22 @@ ROLES = {
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of one process, over one second."""
+    """The state of one process, measured over one second."""
 
     pid: int
-    role: str  # in the run; the beginning of its command line if it has none
-    status: str  # as psutil calls it: running, sleeping, stopped, ...
-    cores: float = 0.0  # CPU seconds per second
+    role: str  # role in the run, or the beginning of the command line if the process has no role
+    status: str  # psutil's name of the status: running, sleeping, stopped, ...
+    cores: float = 0.0  # CPU seconds used per second
     memory_mb: float = 0.0
-    stack: str = ""  # as py-spy prints it, or why there is none
+    stack: str = ""  # py-spy's output, or the reason why there is none
 
     def __str__(self) -> str:
         return f"{self.role} (process {self.pid}, {self.status}, {self.cores:.0%} of a core)"
 
     @property
     def frames(self) -> list[str]:
-        """Return the frames of the main thread, the innermost first."""
-        # Without `threading`, the main thread has no name
+        """Return the stack frames of the main thread, starting with the innermost."""
+        # If the process has not imported `threading`, its main thread has no name
         unnamed = f"Thread {self.pid} "
         for head, lines in THREAD.findall(self.stack):
             if '"MainThread"' in head or head.startswith(unnamed):
@@ -54,7 +54,7 @@ class ProcessState:
 
 
 def look(roots: Iterable[int]) -> list[ProcessState]:
-    """Return the states of these processes and of all their descendants."""
+    """Return the states of these processes and of all their descendants. This takes at least a second."""
     pids = set()
     for root in roots:
         pids.update([root, *descendants(root)])
@@ -63,12 +63,12 @@ def look(roots: Iterable[int]) -> list[ProcessState]:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             processes.append(process)
-            # The first call begins to count
+            # The first call starts the measurement
             process.cpu_percent()
     time.sleep(1.0)
     states = []
     for process in processes:
-        # The process may have ended
+        # Skips processes that have ended
         with suppress(psutil.Error):
             state = ProcessState(
                 process.pid,
@@ -86,7 +86,7 @@ def _role(process: psutil.Process) -> str:
     """Return the role of a process in the run, or the beginning of its command line."""
     rank = process.environ().get("RANK", "0" if process.pid == os.getpid() else "")
     parent = process.parent()
-    # A rank is alone or a child of torchrun; its own children inherit the variable
+    # The parent of a rank does not have the variable RANK. The children of a rank inherit it, and are not ranks
     if rank and parent is not None and "RANK" not in parent.environ():
         return f"rank {rank}"
     command = " ".join(process.cmdline()).replace("\n", " ")
@@ -97,7 +97,7 @@ def _role(process: psutil.Process) -> str:
 
 
 def _stack(process: psutil.Process) -> str:
-    """Read the stacks of a process without stopping it, because it may be in the middle of a step."""
+    """Return the stacks of a process. It is not paused for this, because it may be in the middle of a step."""
     if "python" not in Path(process.exe()).name:
         return ""
     command = [str(PY_SPY), "dump", "--nonblocking", "--pid", str(process.pid)]
@@ -109,15 +109,15 @@ def _stack(process: psutil.Process) -> str:
 
 
 def request_look(pid: int) -> bool:
-    """Send SIGUSR1 to the first process that handles it, among a process and its descendants.
+    """Send SIGUSR1 to a process or to one of its descendants: the first one that handles the signal.
 
-    The signal would end a process that does not handle it.
+    Other processes are skipped, because the signal would end them.
 
     Returns:
-        Whether a process handles the signal.
+        Whether any of the processes handles the signal.
     """
     for candidate in (pid, *descendants(pid)):
-        # The process may have ended
+        # Skips processes that have ended
         with suppress(OSError):
             handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{candidate}/status").read_text())
             if handled and int(handled[1], 16) >> (signal.SIGUSR1 - 1) & 1:

@@ -1,12 +1,12 @@
-"""`LoopWatch`: names what keeps an event loop from its next turn for longer than a second.
+"""`LoopWatch`: logs which code blocks an event loop for longer than a second.
 
-While one callback computes, nobody else is served: no request is answered, no deadline is kept. Nothing in the loop can
-report that. A thread looks at a heartbeat of the loop, four times a second (together less than 0.1 % of a processor), and
-logs what the loop's thread does when a turn is late.
+While one callback runs, the event loop does nothing else: no request is answered, and no deadline is kept. Code in the
+loop cannot report this. Therefore the loop sets a heartbeat four times a second, and a thread checks it. If a turn of
+the loop is late, the thread logs what the loop's thread is doing. Both together take less than 0.1 % of a processor.
 
-Time in which the code is not to blame is deducted: the loop's thread was ready and got no processor (by Linux's
-`schedstat`), or the whole process stood still (SIGSTOP, a frozen container): then this thread was late itself, although no
-thread of the process computed.
+Two kinds of delay are not the code's fault, and are subtracted. First, the loop's thread may be ready to run but get no
+processor, which Linux reports in `schedstat`. Second, the whole process may be stopped (SIGSTOP, a frozen container).
+The watching thread detects this by its own delay while no thread of the process computes.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 
-BEAT_S = 0.25
-LIMIT_S = 1.0  # of a turn
-FRAMES = 6  # of a stack, in the log
-FIRST_PAUSE_S = 10.0  # between two lines about one place
+BEAT_S = 0.25  # seconds between heartbeats
+LIMIT_S = 1.0  # a turn is logged if code delayed it by more than this number of seconds
+FRAMES = 6  # number of stack frames in the log
+FIRST_PAUSE_S = 10.0  # pause after the first log line about a line of code; doubles with each further one
 LONGEST_PAUSE_S = 600.0
 UNKNOWN_PLACE = "a call that kept Python's lock and has returned since, so that its place is not known"
 PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -33,25 +33,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LateTurn:
-    """A turn that has lasted long, or that could not begin. All times are in seconds."""
+    """A turn of the event loop that lasts long or could not begin. All times are in seconds."""
 
-    age_s: float  # since the heartbeat was due
-    computing_s: float  # of the loop's thread, on a processor
-    starved_s: float  # ready to run, without a processor
-    stopped_s: float  # the process stood still
-    busiest: str = ""  # another thread, that computed most meanwhile
-    busiest_s: float = 0.0
+    age_s: float  # time since the heartbeat was due
+    computing_s: float  # time in which the loop's thread ran on a processor
+    starved_s: float  # time in which the loop's thread was ready to run but got no processor
+    stopped_s: float  # time in which the whole process was stopped
+    busiest: str = ""  # name of the other thread that used the most CPU time meanwhile
+    busiest_s: float = 0.0  # CPU time of that thread
 
     @property
     def blamed_s(self) -> float:
-        """Return the part of its age that is due to code, which is at least the time that it computed."""
+        """Return the part of the delay that code caused. It is at least the time in which the loop's thread ran."""
         rest_s = self.age_s - self.starved_s - self.stopped_s
-        # On a busy machine time passes between the reading of one clock and of the next
+        # The rest may be too small, because on a busy machine time passes between the readings of two clocks
         return max(rest_s, min(self.computing_s, self.age_s))
 
     @property
     def cause(self) -> str:
-        """Return in words what the loop's thread did."""
+        """Return a text that says what the loop's thread was doing."""
         if self.computing_s >= self.blamed_s / 2:
             return "it computes"
         if self.busiest_s >= self.blamed_s / 2:
@@ -61,12 +61,13 @@ class LateTurn:
 
 @dataclass
 class _Places:
-    """The times at which places may be logged again."""
+    """Limits how often the same place in the code is logged."""
 
-    next_at: dict[str, tuple[float, float]] = field(default_factory=dict)  # monotonic time, next pause
+    # Place -> (monotonic time from which it may be logged again, pause after that)
+    next_at: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def may_log(self, place: str) -> bool:
-        """Return whether a place may be logged now; if so, it may not be for a while, which doubles each time."""
+        """Return whether a place may be logged now. If so, begin a pause for it, which doubles each time."""
         now = time.monotonic()
         at, pause_s = self.next_at.get(place, (now, FIRST_PAUSE_S))
         if now < at:
@@ -76,7 +77,7 @@ class _Places:
 
 
 class LoopWatch:
-    """Watches the event loop in which `start` is called, until `stop`."""
+    """Watches the event loop in which `start` is called, until `stop` is called."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -84,23 +85,23 @@ class LoopWatch:
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
-        self._reported_beats = -1  # the last turn that was logged, by the heartbeat that it began after
-        # Of the watching thread: how late its waits ended so far, and when the present one is due. One tuple, as the
-        # loop's thread must not see one number without the other
+        self._reported_beats = -1  # value of `_beats` in the last turn that was reported
+        # For the watching thread: total delay of all its waits so far, and the time at which its current wait should
+        # end. They are one tuple, so that the loop's thread always reads both from the same moment
         self._watcher_delay = (0.0, math.inf)
 
     def start(self) -> None:
-        """Begin to watch. Must be called in the loop's thread."""
+        """Begin to watch. Must be called in the event loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._native_id = threading.get_native_id()
         self._beats = 0
-        # Readings at the last heartbeat
+        # Values of clocks and counters at the last heartbeat
         self._starved_at_beat_s = self._starved_s()
         self._delay_at_beat_s = 0.0
         self._cpu_at_beat_s = time.process_time()
         self._thread_cpu_at_beat_s = time.thread_time()
-        self._due_at = time.monotonic()  # of the next heartbeat
+        self._due_at = time.monotonic()  # time at which the next heartbeat is due
         self._beat()
         self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
         self._watcher.start()
@@ -112,7 +113,7 @@ class LoopWatch:
             self._timer.cancel()
 
     def take_longest_s(self) -> float:
-        """Return the longest time that code made a turn late since the last call, as `LateTurn.blamed_s` counts it."""
+        """Return the largest `LateTurn.blamed_s` of all turns since the last call."""
         longest_s = self._longest_s
         self._longest_s = 0.0
         return longest_s
@@ -136,7 +137,7 @@ class LoopWatch:
         )
         self._longest_s = max(self._longest_s, turn.blamed_s)
         if turn.blamed_s > self._limit_s and self._reported_beats != self._beats:
-            # The watching thread never got Python's lock during this turn
+            # The watching thread has not reported this turn, because it could not get Python's lock during the turn
             self._log_turn(turn, UNKNOWN_PLACE, UNKNOWN_PLACE)
         self._starved_at_beat_s = starved_s
         self._delay_at_beat_s = delay_s
@@ -148,12 +149,12 @@ class LoopWatch:
             self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     def _watcher_delay_s(self, now: float) -> float:
-        """Return how late the watching thread was so far, in all of its waits and in the present one."""
+        """Return the total delay of the watching thread, in its past waits and in its current wait."""
         ended_waits_s, due_at = self._watcher_delay
         return ended_waits_s + max(0.0, now - due_at)
 
     def _watch(self) -> None:
-        """Look at the heartbeat, and log late turns. Runs in a thread."""
+        """Check the heartbeat, and log late turns. Runs in a thread."""
         beats = -1
         own_delay_s = 0.0
         threads_at_beat = _thread_times()
@@ -167,11 +168,11 @@ class LoopWatch:
             if has_new_turn:
                 beats = self._beats
                 own_delay_s = 0.0
-                # Of the loop's thread and the process, as the heartbeat itself saw them: where a call that keeps Python's
-                # lock began right after it, this thread looks only when the call has returned
+                # The CPU times of the loop's thread and of the process are those that the heartbeat itself read. A call
+                # that keeps Python's lock may have begun after it, and this thread runs only when the call has returned
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
                 cpu_at_beat_s = self._cpu_at_beat_s
-                # This wait may have begun before the turn did
+                # This wait may have begun before the turn did, so count only the delay within the turn
                 before = max(before, self._due_at - BEAT_S)
             own_delay_s += max(0.0, time.monotonic() - before - BEAT_S)
             age_s = time.monotonic() - self._due_at
@@ -220,7 +221,7 @@ class LoopWatch:
             )
 
     def _starved_s(self) -> float:
-        """Return for how long the loop's thread was ready without a processor, so far; 0 if the kernel does not tell."""
+        """Return the total time for which the loop's thread was ready but got no processor; 0 if it is not known."""
         try:
             text = Path(f"/proc/self/task/{self._native_id}/schedstat").read_text()
             return int(text.split()[1]) / 1e9
@@ -229,30 +230,31 @@ class LoopWatch:
 
 
 def _stopped_s(watcher_delay_s: float, computed_s: float, starved_s: float) -> float:
-    """Return for how long the process stood still, by how late the watching thread was.
+    """Return for how long the process was stopped, derived from the delay of the watching thread.
 
-    Where a thread of the process computed, the watching one was late because it waited for Python's lock.
+    While another thread computes, the watching thread is late because it waits for Python's lock. That time does not
+    count.
     """
     return max(0.0, watcher_delay_s - computed_s - starved_s)
 
 
 def _thread_times() -> dict[int, float]:
-    """Return the CPU seconds of each of Python's threads, by their ids."""
+    """Return the CPU seconds that each Python thread has used, by thread id."""
     times = {}
     for thread in threading.enumerate():
         if thread.ident is not None and Path(f"/proc/self/task/{thread.native_id}").exists():
             try:
                 times[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the thread has ended meanwhile
                 continue
     return times
 
 
 def _stack_of(frame: FrameType | None) -> tuple[str, str]:
-    """Return the place that a line in the log is about, the innermost of this package; and the stack, innermost first.
+    """Return the place to log, which is the innermost frame in this package, and the stack, innermost frame first.
 
-    A call that keeps Python's lock lets the watching thread look only when it has returned, perhaps when the loop waits for
-    its next turn already. Then the place is not known, and nothing else is blamed.
+    If a call keeps Python's lock, the watching thread runs only after the call has returned. The loop may then already
+    be waiting for its next turn. In this case the place is not known, and no other code is named.
     """
     if frame is None:
         return "?", "?"
@@ -271,7 +273,7 @@ def _stack_of(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _is_between_turns(frame: FrameType) -> bool:
-    """Return whether a thread that runs an event loop waits for the next turn, or is in the heartbeat."""
+    """Return whether an event loop's thread is waiting for its next turn or is in the heartbeat, given its frame."""
     codes = list[CodeType]()
     outer: FrameType | None = frame
     while outer is not None:
@@ -280,5 +282,5 @@ def _is_between_turns(frame: FrameType) -> bool:
     if any(code is LoopWatch._beat.__code__ for code in codes):
         return True
     names = [code.co_name for code in codes]
-    # The loop runs callbacks through `Handle._run`; without one, it is the loop itself that runs
+    # The loop runs callbacks through `Handle._run`. If the stack does not contain it, no callback is running
     return "_run_once" in names and "_run" not in names[: names.index("_run_once")]

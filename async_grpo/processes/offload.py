@@ -1,7 +1,7 @@
-"""`offloaded`: run work on large texts in a thread, so that one request or reply does not delay all others.
+"""`offloaded`: runs work on large texts in a thread, so that one request or reply does not delay all others.
 
-A thread is no protection against texts of any size: a call into C code that holds Python's global lock (parsing JSON, a
-regular expression) stops every thread. Callers must therefore limit the size of the text first.
+A thread does not help with very large texts. C code that holds Python's global lock, such as the parsing of JSON or a
+regular expression, stops all threads. Callers must therefore limit the size of texts first.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-LARGE_CHARACTERS = 32_768  # from this size on, the work takes longer than the start of a thread (some 0.1 ms)
+LARGE_CHARACTERS = 32_768  # from this size on, work takes longer than handing it to a thread (about 0.1 ms)
 THREADS = 2  # more threads would compete with the event loop for Python's global lock
 
 _Result = TypeVar("_Result")
@@ -18,10 +18,10 @@ _threads = ThreadPoolExecutor(THREADS, thread_name_prefix="large-texts")
 
 
 async def offloaded(size: int, function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """Call a function, in a thread if its work is large, and return its result.
+    """Call a function, in a thread if its text is large, and return its result.
 
-    Small work runs at once, and nothing else happens in the event loop meanwhile. If the caller is cancelled, it continues
-    at once; the thread finishes its work, and the result is dropped.
+    Small work runs directly in the event loop, without giving control to other tasks. If the caller is cancelled, it
+    does not wait for the thread. The thread finishes its work, and the result is dropped.
 
     Args:
         size: Characters or bytes of the text that the function works on.

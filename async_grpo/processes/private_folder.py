@@ -1,4 +1,4 @@
-"""Temporary folders that only their user can enter, and that the next start removes if their process was killed."""
+"""Temporary folders that only their user can enter. If their process was killed, a later process removes them."""
 
 import atexit
 import fcntl
@@ -14,37 +14,37 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-# In the folder: process id, start time in clock ticks, process namespace, boot id and name of the host. Its process keeps
-# the file locked
+# File in each folder with the process id, the start time in clock ticks, the PID namespace, the boot id and the host
+# name of the process that made the folder. That process keeps the file locked
 OWNER_FILE = "owner"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-DEAD_STATES = ("Z", "X")  # /proc/PID/stat: a process that was killed, and that nobody has waited for yet
-PREFIX = "grpo-"  # of the folders of all programs of a run
-TORCH_DEFAULT_CACHE = "torchinductor_"  # how the name begins of the folder in /tmp that torch chooses
+DEAD_STATES = ("Z", "X")  # states in /proc/PID/stat of a process that has ended but was not collected yet
+PREFIX = "grpo-"  # beginning of the names of private folders, for all programs of a run
+TORCH_DEFAULT_CACHE = "torchinductor_"  # beginning of the name of torch's default cache folder in /tmp
 
 log = logging.getLogger(__name__)
-# Descriptors of this process's own, by folder: closing one gives its lock back
+# Folder of this process -> open descriptor of its owner file. Closing the descriptor releases the lock
 _owner_files: dict[Path, int] = {}
 
 
 @contextmanager
 def private_folder(prefix: str = PREFIX) -> Iterator[Path]:
-    """Make a folder for the length of the `with` block. See `make_private_folder`."""
+    """Make a private folder that exists while the block runs. See `make_private_folder`."""
     folder = make_private_folder(prefix)
     try:
         yield folder
     finally:
         os.close(_owner_files.pop(folder))
-        # Programs that were just killed may still be writing
+        # Errors are ignored, because programs that were just killed may still be writing to the folder
         shutil.rmtree(folder, ignore_errors=True)
-        # Folders of programs that were started in the block and killed at its end
+        # Also remove the folders of programs that were started in the block and killed at its end
         remove_abandoned()
 
 
 def make_private_folder(prefix: str = PREFIX) -> Path:
-    """Make a folder of mode 0700 in the temporary directory, and remove the abandoned ones there.
+    """Make a folder of mode 0700 in the temporary directory, after removing abandoned folders there.
 
-    The caller removes it. If the caller is killed before it can do so, `remove_abandoned` does.
+    The caller must remove the folder. If the caller's process is killed first, a later `remove_abandoned` removes it.
     """
     remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=prefix))
@@ -52,19 +52,19 @@ def make_private_folder(prefix: str = PREFIX) -> Path:
     descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     _owner_files[folder] = descriptor
     os.write(descriptor, " ".join((str(pid), _start_ticks(pid), *_place())).encode())
-    # On a file system without locks nobody can lock the file, so nobody removes the folder
+    # On a file system without locks, `remove_abandoned` cannot lock the file either, and leaves the folder alone
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder
 
 
 def remove_abandoned(prefix: str = PREFIX) -> None:
-    """Remove the private folders of this user whose process is gone.
+    """Remove this user's private folders whose process has ended.
 
-    Folders that others can enter are left alone: what stands in their owner file could be anybody's.
+    Folders that others can enter are left alone, because others could have written their owner file.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
-        # The folder may be another program's, or another start may be removing it
+        # Skips folders of unrelated programs, and folders that another process is removing
         with suppress(OSError, ValueError):
             status = folder.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
@@ -73,15 +73,15 @@ def remove_abandoned(prefix: str = PREFIX) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder if its process ran here and is gone.
+    """Remove a folder if its process ran in this PID scope (see `_place`) and has ended.
 
-    The process ids of another host, or of another container, which share the directory, mean nothing here. The name of the
-    process namespace is the same on all hosts, so the boot id and the host's name are compared as well. Where two hosts
-    have all of these in common, the lock on the owner file says that the process lives.
+    Other hosts or containers may share the directory, and their process ids have no meaning here. The PID namespace may
+    have the same name on all hosts, so the boot id and the host name are compared as well. If all of these are equal on
+    two hosts, the lock on the owner file still shows that the process is running.
 
     Raises:
-        OSError: it has no owner file, or a process has locked that file.
-        ValueError: the owner file is another program's.
+        OSError: The folder has no owner file, or a running process has locked the file.
+        ValueError: The owner file belongs to an unrelated program.
     """
     with (folder / OWNER_FILE).open("r+") as owner_file:
         pid, start_ticks, *place = owner_file.read().split()
@@ -93,7 +93,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _start_ticks(pid: int) -> str:
-    """Return when a process started, in clock ticks since the machine's start; "" if it does not run."""
+    """Return the start time of a process in clock ticks since boot, or "" if the process is not running."""
     try:
         after_the_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -102,13 +102,13 @@ def _start_ticks(pid: int) -> str:
 
 
 def _place() -> tuple[str, str, str]:
-    """Return what tells where process ids mean what they mean here: the process namespace, the boot id, the host's name."""
+    """Return the scope in which this process's PIDs are valid: PID namespace, boot id and host name."""
     return os.readlink("/proc/self/ns/pid"), BOOT_ID.read_text().strip(), socket.gethostname()
 
 
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
-    """Have this process, and those that it starts in the block, put temporary files into the folder."""
+    """Make this process, and those that it starts in the block, use the folder for temporary files."""
     directory = tempfile.tempdir
     variable = os.environ.get("TMPDIR")
     tempfile.tempdir = str(folder)
@@ -124,25 +124,26 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable that has torch.compile keep its results in a folder that is this user's alone; {} if it is set.
+    """Return the environment variable that gives torch.compile a cache folder of this user; {} if the user has set it.
 
-    Torch's default, /tmp/torchinductor_USER, has a name that another user can take first. What lies there is executed. The
-    folder is in this user's cache, so that it is there at the next run; where that one cannot be had, or others can write
-    to it, it is a new one, which goes with this process.
+    Torch's default is /tmp/torchinductor_USER. Another user could create this folder first, and torch executes the code
+    in it. The folder that is returned is in this user's own cache, so that later runs can use it again. If it cannot be
+    made there, or others can write to it, a temporary folder is returned, which is removed at the end of this process.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
-    # torch writes its default into the environment of a process that asks for it, as importing vLLM does
+    # torch may have set the variable to its default itself, as it does when vLLM is imported. That value is replaced
     is_torch_default = Path(environment.get(name, "")).name.startswith(TORCH_DEFAULT_CACHE)
     if environment.get(name) and not is_torch_default:
         return {}
     try:
         caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(caches) / "async-grpo" / "torchinductor"
-        # `parents` would make the first one as the umask says, which may be for a group to write to
+        # In two steps, because mkdir applies `mode` only to the last folder. The mode of its parents depends on the
+        # umask, which may let a group write
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         problem = _problem_of_cache(folder)
-    except (OSError, RuntimeError) as error:  # no home, or none that can be written to
+    except (OSError, RuntimeError) as error:  # there is no home folder, or it is not writable
         problem = f"no folder can be made in the user's cache ({error})"
     if problem:
         folder = _cache_of_this_process()
@@ -151,8 +152,8 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def _problem_of_cache(folder: Path) -> str:
-    """Return why a folder must not hold code that this user executes, or an empty text."""
-    # Whoever can write to the parent can put another folder in this one's place
+    """Return the reason why a folder is not safe for code that this user executes, or "" if it is safe."""
+    # The parent is checked as well, because anyone who can write to it can replace the folder
     for place in (folder, folder.parent):
         status = place.stat()
         if status.st_uid != os.geteuid():
@@ -164,7 +165,7 @@ def _problem_of_cache(folder: Path) -> str:
 
 @cache
 def _cache_of_this_process() -> Path:
-    """Make a private folder that is removed at the end of this process."""
+    """Return a private folder that is removed at the end of this process. Later calls return the same folder."""
     folder = make_private_folder()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,7 +1,7 @@
 """Process trees that end with their owner and leave no process behind.
 
-They rely on two system calls of Linux that need no privileges. Only the standard library is imported, because the guardian
-of every reward's process imports this module at its start.
+They use two options of Linux's prctl that need no privileges. This module imports little besides the standard library,
+because the guardian of every reward process imports it at its start.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from collections.abc import Collection
 
 from async_grpo.errors import ConfigurationError
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # this and the next constant are from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
-WATCH_S = 0.1  # interval at which a guardian counts processes
-TOO_MANY = 113  # exit code of a guardian that ended more than `max_processes`
+WATCH_S = 0.1  # seconds between two counts of a guardian's processes
+TOO_MANY = 113  # exit code of a guardian whose descendants were more than `max_processes`
 
 _GUARDED_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def prctl(option: int, value: int) -> None:
-    """Call `prctl`, where there is one.
+    """Call `prctl` on Linux; do nothing elsewhere.
 
     Raises:
         OSError: The kernel refused the call.
@@ -40,10 +40,10 @@ def adopt_orphans(adopt: bool = True) -> None:
     """Make this process the parent of its orphaned descendants from now on.
 
     Args:
-        adopt: False ends this.
+        adopt: False turns this off again.
 
     Raises:
-        ConfigurationError: The kernel does not list children.
+        ConfigurationError: The kernel does not list the children of processes.
     """
     if not os.path.exists("/proc/thread-self/children"):
         raise ConfigurationError("processes cannot be ended here: the kernel lacks CONFIG_PROC_CHILDREN")
@@ -51,7 +51,7 @@ def adopt_orphans(adopt: bool = True) -> None:
 
 
 def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for a signal when the parent dies.
+    """Ask the kernel to send this process a signal when its parent dies.
 
     The kernel watches the thread that started this process, so that thread must live as long as the parent.
 
@@ -59,7 +59,7 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
         SystemExit: `owner_pid` is not the parent any more.
     """
     prctl(PR_SET_PDEATHSIG, signal_number)
-    # The parent may have died before the kernel watched it
+    # The parent may have died before the kernel began to watch it
     if os.getppid() != owner_pid:
         sys.exit(f"the parent process {owner_pid} is gone")
 
@@ -67,7 +67,7 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
 def children(pid: int) -> list[int]:
     """Return the ids of a process's children, zombies included; [] if the process has ended."""
     pids: list[int] = []
-    # The process may have ended
+    # An error means that the process has ended
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -76,9 +76,9 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
-    """Return the ids of all descendants of a process, zombies included; without the `spared` ones and theirs."""
+    """Return the ids of all descendants of a process, including zombies. `spared` ones and theirs are left out."""
     pids = [root]
-    # The list grows while it is iterated
+    # The list grows during the iteration, so that children of children are visited
     for pid in pids:
         pids += [child for child in children(pid) if child not in spared]
     return pids[1:]
@@ -87,29 +87,29 @@ def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
 def end_descendants(
     grace_s: float = 0.0, deadline_s: float = math.inf, spared: Collection[int] = ()
 ) -> dict[int, int]:
-    """End every descendant of this process.
+    """End all descendants of this process.
 
     Args:
         grace_s: Seconds between SIGTERM and SIGKILL; 0 sends only SIGKILL.
-        deadline_s: Seconds to wait for the end after SIGKILL.
-        spared: Processes that are left alone, with all of their descendants.
+        deadline_s: Seconds to wait for the processes to end after SIGKILL.
+        spared: Ids of processes that are not ended. Their descendants are not ended either.
 
     Returns:
-        The exit codes of this process's children by their ids, negative for signals.
+        The exit codes of this process's children, by process id. An exit code is negative for a signal.
 
     Raises:
-        TimeoutError: Processes survive SIGKILL for `deadline_s`.
+        TimeoutError: Processes still run `deadline_s` seconds after SIGKILL.
     """
     codes: dict[int, int] = {}
     if grace_s > 0:
         _signal_all(signal.SIGTERM, spared)
     kill_at = time.monotonic() + grace_s
-    # The error says that there is no child any more, and so no descendant
+    # The error means that this process has no children, and therefore no descendants, any more
     with contextlib.suppress(ChildProcessError):
         while _collect_ended(codes, spared):
             late_s = time.monotonic() - kill_at
             if late_s >= 0:
-                # Repeatedly, because they may have started others
+                # Sent repeatedly, because the processes may have started others
                 _signal_all(signal.SIGKILL, spared)
             if late_s > deadline_s:
                 raise TimeoutError(f"processes {sorted(descendants(os.getpid(), spared))} survive SIGKILL")
@@ -118,7 +118,7 @@ def end_descendants(
 
 
 def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
-    """Put the exit codes of children that have ended into `codes`, and return whether there are others to end.
+    """Add the exit codes of ended children to `codes`, and return whether children are left that must be ended.
 
     Raises:
         ChildProcessError: This process has no children any more.
@@ -129,12 +129,12 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
             if pid == 0:
                 return True
             codes[pid] = os.waitstatus_to_exitcode(status)
-    # One by one, because the exit code of a spared child belongs to the code that started it
+    # One by one, because the exit code of a spared child must be left for the code that started it
     are_left = False
     for child in children(os.getpid()):
         if child in spared:
             continue
-        # The code that started the child may have collected it meanwhile
+        # The code that started the child may already have collected its exit code
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid == 0:
@@ -145,17 +145,19 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:
-    """Return in a new process, while this process becomes its guardian and ends with the same exit code.
+    """Fork. The call returns in the child, while this process becomes its guardian and later ends with its exit code.
 
-        owner -> guardian -> the new process -> whatever the new process starts
+        owner -> guardian (this process) -> child -> all processes that the child starts
 
-    The guardian ends all of its descendants when the new process ends, when the owner asks for it (SIGTERM) or dies, and
-    when there are too many of them.
+    The guardian ends all of its descendants when the child ends, when the owner sends SIGTERM or dies, or when there
+    are too many descendants.
 
     Args:
-        owner_pid: Process id of the owner, the parent of this process.
-        close_fd: A channel to the owner, which only the new process keeps, so that the owner sees when it is closed.
-        max_processes: Maximum number of descendants. RLIMIT_NPROC would count all processes of the user, and none of root.
+        owner_pid: Process id of the owner, which is the parent of this process.
+        close_fd: Descriptor of a channel to the owner. The guardian closes it, so that the owner notices when the child
+            closes its own copy.
+        max_processes: Maximum number of descendants. RLIMIT_NPROC cannot be used, because it counts all
+            processes of the user, and does not limit root.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _GUARDED_SIGNALS)
     adopt_orphans()
@@ -169,11 +171,12 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(close_fd)
-    # If it is allowed; otherwise a fork bomb in many sessions may be faster than the guardian
+    # Real-time priority, if it is allowed. Without it, a fork bomb in many sessions may be faster than the guardian
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     has_too_many = _watch(guarded_pid, max_processes)
-    # The whole group first, which cannot fork faster than this ends it. The process may not lead its group yet
+    # First end the child's process group, which the kernel does at once, so that the group cannot fork faster. There is
+    # no such group if the child has not called `setsid` yet
     with contextlib.suppress(ProcessLookupError):
         os.killpg(guarded_pid, signal.SIGKILL)
     exit_code = end_descendants()[guarded_pid]
@@ -184,16 +187,16 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
 
 
 def _watch(guarded_pid: int, max_processes: int) -> bool:
-    """Wait until the guarded process has ended or must be ended, and return whether there are too many processes."""
+    """Wait until the guarded process ends or must be ended. Return whether that is because of too many processes."""
     while True:
         received = signal.sigtimedwait(_GUARDED_SIGNALS, WATCH_S)
         if received is not None and received.si_signo == signal.SIGTERM:
             return False
-        # The guarded process is not collected, so that no other process gets its id before its group has been killed
+        # WNOWAIT does not collect the guarded process, so that no other process gets its id before its group is killed
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == guarded_pid:
                 return False
-            # An orphan
+            # An adopted orphan has ended, so collect it
             os.waitpid(ended.si_pid, 0)
         if len(descendants(os.getpid())) > max_processes:
             return True
@@ -201,6 +204,6 @@ def _watch(guarded_pid: int, max_processes: int) -> bool:
 
 def _signal_all(number: int, spared: Collection[int]) -> None:
     for pid in descendants(os.getpid(), spared):
-        # The process may have ended, or may be another user's by now
+        # Fails if the process has ended, or has changed to another user
         with contextlib.suppress(OSError):
             os.kill(pid, number)

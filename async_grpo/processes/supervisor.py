@@ -1,4 +1,4 @@
-"""`Supervisor`: runs several programs that start and end together, whatever they do."""
+"""`Supervisor`: runs several programs together, and ends all of them when one fails."""
 
 import logging
 import os
@@ -18,9 +18,9 @@ from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, 
 from async_grpo.processes.end_on_signal import SIGNALS
 from async_grpo.processes.process_tree import adopt_orphans, descendants, die_with, end_descendants
 
-TERM_GRACE_S = 8.0  # for a program to end after SIGTERM
-KILL_GRACE_S = 5.0  # for descendants to end after SIGTERM, and after SIGKILL
-ECHO_S = 3.0  # in which other programs die of the same cause
+TERM_GRACE_S = 8.0  # seconds that programs have to end after SIGTERM
+KILL_GRACE_S = 5.0  # seconds that remaining descendants have to end after SIGTERM, and again after SIGKILL
+ECHO_S = 3.0  # seconds in which other programs may die of the same cause
 MAX_ERRORS_SHOWN = 2
 MAX_LINES_SHOWN = 12
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """Have these signals call a handler while the block runs. Outside of the main thread nothing changes.
+    """Set a handler for these signals while the block runs. In other threads than the main thread, do nothing.
 
-    Python lets only the main thread set handlers, and calls them there.
+    Python allows only the main thread to set handlers, and calls them in it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,20 +44,20 @@ def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, previous_handler in previous_handlers.items():
-            # Python cannot set a handler again that it had not set, which it calls None
+            # None means that the handler was not set from Python, and cannot be set again; use the default instead
             signal.signal(number, signal.SIG_DFL if previous_handler is None else previous_handler)
 
 
 @dataclass
 class Program:
-    """A running program."""
+    """A program that the supervisor has started."""
 
     name: str
     process: subprocess.Popen[bytes]
-    output: Path  # file with its output
+    output: Path  # file with the program's output
 
     def describe_exit(self) -> str:
-        """Return how the program ended, in words."""
+        """Return a text that says how the program ended."""
         code = self.process.returncode
         if code < 0:
             return f"{self.name} was killed by {signal.Signals(-code).name}"
@@ -65,18 +65,18 @@ class Program:
 
 
 class Supervisor:
-    """Starts programs, watches them, and ends them all.
+    """Starts programs, watches them, and ends all of them.
 
-    What this process had started before is left alone: a notebook, or a script, may have children of its own.
+    Children that this process started before are not ended, because a notebook or script may have children of its own.
 
     Args:
-        folder: Folder for files with the programs' output.
+        folder: Folder for the files with the programs' output.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._spared = frozenset(descendants(os.getpid()))
-        self._programs: list[Program] = []  # in the order of their start
+        self._programs: list[Program] = []  # in the order in which they were started
         folder.mkdir(parents=True, exist_ok=True)
         adopt_orphans()
 
@@ -86,10 +86,10 @@ class Supervisor:
         """Start a program.
 
         Args:
-            name: Name of the program; its output goes to `<folder>/<name>.log`.
+            name: Name of the program. Its output goes to `<folder>/<name>.log`, with dashes instead of spaces.
             command: The program and its arguments.
-            environment: Its environment variables.
-            console: Let the program print to this process's stdout, so that only its stderr goes to the file.
+            environment: The program's environment variables.
+            console: Whether the program prints to this process's stdout. Then only its stderr goes to the file.
         """
         output = self._folder / f"{name.replace(' ', '-')}.log"
         with output.open("wb") as sink:
@@ -99,7 +99,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=None if console else sink,
                 stderr=sink,
-                # A Ctrl-C reaches only the supervisor, which ends the programs in order
+                # In its own session, so that Ctrl-C reaches only the supervisor, which then ends the programs in order
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
             )
@@ -108,7 +108,7 @@ class Supervisor:
         return program
 
     def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
-        """Wait until a program has written a text.
+        """Wait until a program has written a text to its output file.
 
         Raises:
             DeadlineExceeded: The program ended, or did not write the text in time.
@@ -125,7 +125,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def wait(self, main: Program) -> int:
-        """Wait until the main program ends, while all others must run, and return its exit code.
+        """Wait until the main program ends, and return its exit code. Meanwhile, no other program may fail.
 
         Raises:
             WorkerLost: See `check`.
@@ -135,14 +135,14 @@ class Supervisor:
             try:
                 self.check(except_for=main)
             except (WorkerLost, ConfigurationError):
-                # If the main program has succeeded, the other program came too late for a run that is over
+                # If the main program has succeeded, the run is over, and the failure of another program does not matter
                 if main.process.poll() != 0:
                     raise
             time.sleep(0.2)
         return main.process.returncode
 
     def wait_all(self, programs: Sequence[Program], deadline_s: float) -> None:
-        """Wait until all programs have ended by themselves, `deadline_s` at most."""
+        """Wait until all programs have ended by themselves, for at most `deadline_s` seconds."""
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
             if all(program.process.poll() is not None for program in programs):
@@ -150,19 +150,19 @@ class Supervisor:
             time.sleep(0.1)
 
     def check(self, except_for: Program | None = None) -> None:
-        """Check that no program has died. A program that ends with exit code 0 was told that the run is over.
+        """Check that no program has failed. Exit code 0 is no failure: the program was told that the run is over.
 
         Args:
-            except_for: A program that may die.
+            except_for: A program that is not checked.
 
         Raises:
-            WorkerLost: A program died; the message holds the end of its output.
+            WorkerLost: A program failed. The message contains the errors in its output, or the end of the output.
             ConfigurationError: A program refused its settings.
         """
         has_died = any(program.process.poll() for program in self._programs if program is not except_for)
         if not has_died:
             return
-        # The program that is noticed first need not be the one that died first
+        # Wait for other failures with the same cause: the one that was noticed first may not have come first
         time.sleep(ECHO_S)
         dead_programs = [program for program in self._programs if program.process.poll()]
         message = "; ".join(f"{program.describe_exit()}{log_excerpt(program)}" for program in dead_programs)
@@ -171,8 +171,8 @@ class Supervisor:
         raise WorkerLost(message)
 
     def stop(self) -> None:
-        """End the program that was started last, then the others, and then all further descendants of this process."""
-        # A second Ctrl-C must not leave some of them running
+        """End the program that was started last, then the others, and then all other descendants of this process."""
+        # Ignore signals meanwhile, because a second Ctrl-C must not leave programs running
         with handling(signal.SIG_IGN, *SIGNALS):
             for programs in (self._programs[-1:], self._programs[:-1]):
                 for program in programs:
@@ -181,19 +181,19 @@ class Supervisor:
             try:
                 end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S, spared=self._spared)
             except TimeoutError as error:
-                # What remains to be done at the end must not be left out
+                # Only logged, because the caller must still do its other work at the end
                 log.error("%s", error)
-            # Processes that are started later are adopted by others
+            # From now on, orphans are adopted by init as usual
             adopt_orphans(False)
 
 
 def log_excerpt(program: Program) -> str:
-    """Return the errors in a program's output, or else its end, for an error message."""
+    """Return the errors in a program's output, or the end of the output if there are none, for an error message."""
     output = program.output.read_text(errors="replace").strip()
     lines = output.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     if not errors:
-        # torchrun's own error says less than that of its rank
+        # torchrun's own error (ChildFailedError) is left out, because the rank's error says more
         errors = [line for line in lines if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
     root = torchrun_root(output)
     if root:
@@ -204,9 +204,9 @@ def log_excerpt(program: Program) -> str:
 
 
 def torchrun_root(output: str) -> str:
-    """Return torchrun's report on the rank that ended first, or "" if there is none.
+    """Return a text about the rank that ended first, according to torchrun's report; "" if there is no report.
 
-    A single regular expression for the whole report would take time in proportion to the cube of the log's length.
+    The report is searched in steps, because a single regular expression would take cubic time in the length of the log.
     """
     after = output.partition("Root Cause")[2]
     rank = TORCHRUN_RANK.search(after)

@@ -1,8 +1,9 @@
-"""Reading of files that somebody else may have made: checkpoints, models, folders of runs, data files.
+"""Safe reading of files that other people may have made: checkpoints, models, folders of runs, data files.
 
-Only regular files are opened: a pipe would make a command wait for ever, and a device such as /dev/zero has no end.
-A name that a file says is looked for inside its own folder, without links, so that nobody else's folder can show
-or overwrite a file elsewhere. Lines, texts and the depth of JSON are bounded: a line of 200 MB took 12 GB of memory.
+Only regular files are opened, because a command would wait forever for a pipe, and a device such as /dev/zero has no
+end. If a file names another file, that file must be inside the same folder, and links are not followed. A malicious
+folder can therefore not make a program show or overwrite files elsewhere. The length of lines and texts and the depth
+of JSON are limited, because a line of 200 MB took 12 GB of memory.
 """
 
 import errno
@@ -15,34 +16,34 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-MAX_TEXT_BYTES = 16 << 20  # of a file that is read as a whole: a manifest, a run's parameters
-MAX_LINE_BYTES = 8 << 20  # of a line that a run wrote; a step's metrics take some kilobytes
-MAX_ROW_BYTES = 32 << 20  # of a row of a data file; its columns may hold test cases
-MAX_JSON_DEPTH = 100  # of objects and lists in each other; Python's own functions fail at some hundreds
-CHUNK_BYTES = 1 << 18  # read at a time
+MAX_TEXT_BYTES = 16 << 20  # largest file that is read as a whole, such as a manifest or a run's parameters
+MAX_LINE_BYTES = 8 << 20  # longest line in a run's own files; a step's metrics take a few kilobytes
+MAX_ROW_BYTES = 32 << 20  # longest row of a data file, whose columns may contain test cases
+MAX_JSON_DEPTH = 100  # deepest nesting of objects and lists; Python's own functions fail at some hundreds
+CHUNK_BYTES = 1 << 18  # number of bytes to read at a time when skipping a long line
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 log = logging.getLogger(__name__)
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
-    """Open a regular file for reading; never wait for it.
+    """Open a regular file for reading, without ever waiting.
 
     Args:
-        path: the file; links among the folders above it are followed.
-        follow_links: whether the file itself may be a link, as the files of a downloaded model are.
+        path: The file. Links among its parent folders are followed.
+        follow_links: Whether the file itself may be a link, like the files of a downloaded model.
 
     Raises:
-        OSError: there is no such file, or it is a link, a pipe, a socket, a device or a folder.
+        OSError: There is no such file, or it is a link, a pipe, a socket, a device or a folder.
     """
     return _open(path, None, follow_links=follow_links)
 
 
 def open_inside(folder: Path, name: str) -> BufferedReader:
-    """Open a regular file by the name that somebody else's file says; no link below `folder` is followed.
+    """Open a regular file in a folder by a name from an untrusted file. Links in the folder are not followed.
 
     Raises:
-        OSError: the name leads out of the folder, or what it names is no regular file.
+        OSError: The name leads out of the folder, or does not name a regular file.
     """
     parts = plain_parts(name)
     directory = os.open(folder, FOLDER_FLAGS)
@@ -57,10 +58,10 @@ def open_inside(folder: Path, name: str) -> BufferedReader:
 
 
 def plain_parts(name: str) -> tuple[str, ...]:
-    """Return the parts of a relative name.
+    """Return the parts of a relative path that stays inside its folder.
 
     Raises:
-        OSError: the name is absolute, is empty, or has `..` in it.
+        OSError: The name is absolute or empty, or contains `..` or a NUL character.
 
     >>> plain_parts("training/shard-1.safetensors")
     ('training', 'shard-1.safetensors')
@@ -78,10 +79,10 @@ def plain_parts(name: str) -> tuple[str, ...]:
 def _open(path: Path, directory: int | None, *, follow_links: bool) -> BufferedReader:
     try:
         status = os.stat(path, dir_fd=directory, follow_symlinks=follow_links)
-    except ValueError as error:  # the name holds a NUL, or half of a pair of surrogates
+    except ValueError as error:  # the name contains a NUL character or a lone surrogate
         raise OSError(errno.EINVAL, "cannot be the name of a file", str(path)) from error
     _refuse_irregular(status, path)
-    # It may have become something else since: opening a pipe must not wait
+    # Another program may have replaced the file meanwhile. The flags keep `open` from waiting for a pipe
     flags = FILE_FLAGS if follow_links else FILE_FLAGS | os.O_NOFOLLOW
     descriptor = os.open(path, flags, dir_fd=directory)
     try:
@@ -111,14 +112,18 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: boo
     """Return the content of a regular file of at most `max_bytes`.
 
     Raises:
-        OSError: as for `open_regular`, or the file is larger.
+        OSError: For the same reasons as in `open_regular`, or because the file is larger.
     """
     with open_regular(path, follow_links=follow_links) as file:
         return read_bounded(file, path, max_bytes)
 
 
 def read_bounded(file: BinaryIO, path: Path, max_bytes: int) -> bytes:
-    """Return the content of an open file; OSError if it has more than `max_bytes`."""
+    """Return the content of an open file.
+
+    Raises:
+        OSError: The file is larger than `max_bytes`.
+    """
     size = os.fstat(file.fileno()).st_size
     content = file.read(min(size, max_bytes) + 1)
     if size > max_bytes or len(content) > max_bytes:
@@ -131,27 +136,27 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: bool
     """Return the text of a regular file.
 
     Raises:
-        OSError: as for `read_bytes`.
-        ValueError: it is not UTF-8.
+        OSError: For the same reasons as in `read_bytes`.
+        ValueError: The file is not UTF-8.
     """
     return read_bytes(path, max_bytes, follow_links=follow_links).decode("utf-8")
 
 
 def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: bool = False) -> Any:
-    """Return the value that a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
-        OSError: as for `read_bytes`.
-        ValueError: as for `parse_json`.
+        OSError: For the same reasons as in `read_bytes`.
+        ValueError: For the same reasons as in `parse_json`.
     """
     return parse_json(read_bytes(path, max_bytes, follow_links=follow_links))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text whose nesting is at most MAX_JSON_DEPTH.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON, or nested deeper.
+        ValueError: The text is not UTF-8, is not JSON, or is nested deeper than MAX_JSON_DEPTH.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -179,7 +184,7 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
-    r"""Yield the lines of a file, each with its end; None in place of a line of more than `max_bytes`.
+    r"""Yield the lines of a file, including their line ends. Yield None for each line of more than `max_bytes`.
 
     >>> import io
     >>> list(bounded_lines(io.BytesIO(b"ab\nabcdefgh\nc"), 4))
@@ -195,7 +200,7 @@ def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
 
 
 def is_text(value: Any) -> bool:
-    r"""Return whether a value is text that can be encoded: JSON can write half of a pair of surrogates.
+    r"""Return whether a value is text that UTF-8 can encode. Text from JSON may contain a lone surrogate.
 
     >>> is_text("a"), is_text("\ud800"), is_text(1)
     (True, False, False)
@@ -210,7 +215,7 @@ def is_text(value: Any) -> bool:
 
 
 def all_is_text(value: Any) -> bool:
-    """Return whether every text in a JSON value, keys included, can be encoded."""
+    """Return whether UTF-8 can encode all texts in a JSON value, including keys."""
     if isinstance(value, str):
         return is_text(value)
     if isinstance(value, dict):
@@ -221,7 +226,7 @@ def all_is_text(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    r"""Return a text without the control characters by which it could write elsewhere on a terminal.
+    r"""Replace control characters, with which a text could change other parts of a terminal, by question marks.
 
     >>> printable("a\x1b[2Jb\tc")
     'a?[2Jb\tc'
@@ -230,7 +235,7 @@ def printable(text: str) -> str:
 
 
 def files_inside(folder: Path, pattern: str) -> list[Path]:
-    """Return the regular files below a folder that a pattern fits, in order, without those that a link leads to."""
+    """Return the regular files below a folder that match a pattern, sorted. Files behind links are left out."""
     files = []
     for path in sorted(folder.glob(pattern)):
         below = path.relative_to(folder)

@@ -1,4 +1,4 @@
-"""Record who waits for whom in this process, and since when, so that a stall can be explained."""
+"""Records what waits for what in this process, and since when, so that a stall can be explained."""
 
 import itertools
 import os
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# Kind, waiter, what it waits for, and `time.monotonic` at the begin of each wait, by id
+# Id of an open wait -> (kind, waiter, what it waits for, `time.monotonic()` at its beginning)
 _open_waits: dict[int, tuple[str, str, str, float]] = {}
 _ids = itertools.count()
 
 
 class Wait(NamedTuple):
-    """One wait."""
+    """A wait of this process that has not ended yet."""
 
-    kind: str  # see `metrics.diagnosis`
-    who: str  # a rank, a prompt, or a judge's call
-    whom: str  # what it waits for
+    kind: str  # kind of the wait; see `metrics.diagnosis`
+    who: str  # the waiter: a rank, a prompt, or a judge's call
+    whom: str  # what the waiter waits for
     age_s: float
 
 
@@ -27,8 +27,8 @@ def waiting(kind: str, waiter: str, awaited: str) -> Iterator[None]:
 
     Args:
         kind: Kind of the wait; see `metrics.diagnosis`.
-        waiter: A rank, a prompt, or a judge's call.
-        awaited: What it waits for.
+        waiter: What waits: a rank, a prompt, or a judge's call.
+        awaited: What the waiter waits for.
     """
     wait_id = next(_ids)
     _open_waits[wait_id] = (kind, waiter, awaited, time.monotonic())
@@ -39,9 +39,9 @@ def waiting(kind: str, waiter: str, awaited: str) -> Iterator[None]:
 
 
 def situation() -> dict[str, Any]:
-    """Return the id (`pid`) and the `waits` of this process. May be called in any thread."""
+    """Return this process's id (`pid`) and its open `waits`. May be called in any thread."""
     now = time.monotonic()
-    # A copy, which other threads do not change
+    # A copy, because other threads may change the dictionary meanwhile
     open_waits = list(_open_waits.values())
     waits = [Wait(kind, waiter, awaited, now - begin) for kind, waiter, awaited, begin in open_waits]
     return {"pid": os.getpid(), "waits": waits}

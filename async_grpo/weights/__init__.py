@@ -1,1 +1,1 @@
-"""Weights: how a new policy reaches the engines, and the proof that it did."""
+"""The weight sync: sends the weights of each new policy to the engines, and proves that they have landed."""

@@ -1,7 +1,7 @@
 """The options of the weight sync, and the registry of transports.
 
-A new transport is a file of its own and one entry here. This module imports quickly: a publisher's own module is imported
-when the publisher is made.
+To add a transport, write a file for it and add one entry to TRANSPORTS. This module imports quickly, because the module
+of a publisher is imported only when the publisher is made.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ MakePublisher = Callable[..., WeightPublisher]  # takes the arguments of `publis
 
 @dataclass(frozen=True)
 class Transport:
-    """One way for weights to travel, and what the rest of the library must know about it."""
+    """A way to send weights to the engines, and what the rest of the library must know about it."""
 
     make_publisher: MakePublisher
-    # Name of the weight transfer engine in vLLM; see `inference.vllm_edges.receive_weights`
+    # Name under which vLLM knows the engine's side of the transport; see `inference.vllm_edges.receive_weights`
     engine_backend: str = "async_grpo_object_store"
     needs_gpu: bool = False
-    sends_packages: bool = True  # False: proximal workers cannot receive the weights
-    fills_object_store: bool = True
+    sends_packages: bool = True  # if False, proximal logprob workers cannot receive the weights
+    fills_object_store: bool = True  # whether the weights take space in Ray's object store
 
 
 def _imported(name: str) -> MakePublisher:
-    """Return a function that imports a publisher of this package by name, and makes one."""
+    """Return a function that makes a publisher of this package, and imports its module only when it is called."""
     return lambda *args: resolve_name(f"async_grpo.weights.{name}")(*args)
 
 
@@ -60,7 +60,7 @@ def get_transport(name: str) -> Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig(Section):
-    """Options of the way on which new weights reach the engines, and of the proof that they landed."""
+    """Options of how new weights are sent to the engines, and of the proof that they have landed."""
 
     weight_transport: str = option(
         "object_store",
@@ -71,7 +71,7 @@ class WeightConfig(Section):
     )
     weight_folder: str = option(
         "",
-        "Folder for --weight-transport shared_files that all nodes share, with room for the weights.",
+        "Folder that all nodes share, with room for the weights. Only for --weight-transport shared_files.",
         "Cluster",
     )
     sync_timeout_s: float = option(
@@ -82,8 +82,8 @@ class WeightConfig(Section):
     )
     canary_tolerance: float | None = option(
         None,
-        "Allowed difference of engine and trainer log-probs, in nats: the root mean square without the largest "
-        "tenth. By default it is measured.",
+        "Allowed difference between log-probs of engine and trainer, in nats. It limits the root mean square without "
+        "the largest tenth, and the median of 32 tokens in a row. By default it is measured.",
         "Cluster",
         range=POSITIVE,
     )

@@ -1,6 +1,7 @@
-"""`NCCLPublisher`: sends weights from GPU to GPU through vLLM's NCCL engine, in the same transaction with the same proof.
+"""`NCCLPublisher`: sends weights from GPU to GPU through vLLM's NCCL engine, with the same proof as `Publisher`.
 
-vLLM's trainer engine gathers, broadcasts, and drives start, update and finish; `Engines` is its client.
+vLLM's trainer-side transfer engine gathers and broadcasts the weights. It calls start, update and finish on a client,
+which passes the calls on to `Engines`.
 """
 
 import logging
@@ -18,12 +19,12 @@ from async_grpo.weights.package import record
 from async_grpo.weights.publisher import Delivery, Publisher, in_thread
 
 log = logging.getLogger(__name__)
-ABORT_S = 30.0  # seconds after --sync-timeout-s in which an aborted transfer must have ended
+ABORT_S = 30.0  # seconds that an aborted transfer has to end, in addition to --sync-timeout-s
 
 
 @dataclass
 class RecordingSource:
-    """vLLM's `WeightSource`: yields full tensors in the wire dtype once, and records each."""
+    """A `WeightSource` of vLLM: yields each full tensor once, in the wire dtype, and records it."""
 
     wire_dtype: torch.dtype
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class RecordingSource:
         self.begin(self.weights)
 
     def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights to send next."""
+        """Set the weights of the next transfer."""
         self.weights = weights
         self.sent = {}
         self._remaining = self._gather()
@@ -55,13 +56,13 @@ class RecordingSource:
             yield name, full_weight
 
     def drain(self) -> None:
-        """Gather the tensors that were not sent: the other ranks gather all of them, even if the transfer fails."""
+        """Gather the tensors that were not sent. Gathering is a collective, and the other ranks gather all tensors."""
         for _ in self._remaining:
             pass
 
 
 class AbortingClient:
-    """The engines, as vLLM's trainer engine calls them.
+    """Present the engines through the client interface that vLLM's trainer-side transfer engine calls.
 
     If an engine is lost while it receives, the transfer is aborted, because a broadcast to a lost peer never returns.
     """
@@ -79,7 +80,7 @@ class AbortingClient:
         self._engines.together("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let all engines receive the broadcast tensors."""
+        """Make all engines receive the broadcast tensors."""
         try:
             self._engines.together("receive_weights", update_info)
         except WorkerLost:
@@ -87,27 +88,27 @@ class AbortingClient:
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Let all engines use the tensors that they received."""
+        """Make all engines use the tensors that they received."""
         self._engines.together("finish_weight_update")
 
 
 class NCCLPublisher(Publisher):
-    """`Publisher` that sends all weights by collectives, before `publish` returns.
+    """`Publisher` that sends all weights by NCCL broadcasts, before `publish` returns.
 
     An NCCL group has fixed members. If the set of workers has changed, as in a sync for workers that joined late, the group
     is built anew before the sync. An engine that is lost before the transfer begins is left out. If an engine is lost
-    during the transfer, all engines that wait for the same broadcast are lost too; their dispatchers start them again.
+    during the transfer, all engines that wait for the same broadcast are lost as well, and are restarted.
     """
 
-    _sender: Any = None  # vLLM's trainer engine
-    _members: Mapping[str, int] | None = None  # of the NCCL group: worker id -> processes
+    _sender: Any = None  # vLLM's trainer-side transfer engine; None without a group
+    _members: Mapping[str, int] | None = None  # members of the NCCL group: worker id -> number of processes
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._source = RecordingSource(self.wire_dtype)
 
     def make_engine(self, world_size: int) -> Any:
-        """Return vLLM's trainer-side NCCL engine; on rank 0 it is connected to all engines."""
+        """Return vLLM's trainer-side transfer engine. On rank 0 it is connected to all engines."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         from vllm.utils.network_utils import get_open_port
@@ -122,7 +123,7 @@ class NCCLPublisher(Publisher):
         engines = self.engines
         if engines is None:
             self._sender = self._sender or self.make_engine(0)
-            self._sender.send_weights()  # gathers with rank 0, and sends nothing
+            self._sender.send_weights()  # only takes part in the gathering of rank 0
             return None
         engines.begin(draft.for_late)
         engines.each("pause", draft.version)
@@ -137,11 +138,11 @@ class NCCLPublisher(Publisher):
         return lambda: (package, receipts)
 
     def _broadcast(self, engines: Engines) -> None:
-        """Send the weights to the group; if the transfer was aborted, fence all of its members."""
+        """Send the weights to the group. If the transfer was aborted, fence all members of the group."""
         try:
             self._within_deadline(self._sender.send_weights)
         except RuntimeError as error:
-            # Raised by NCCL whose transfer was aborted, or by the client that aborted it
+            # After an abort, either the aborting client or NCCL itself raises the error
             was_aborted = isinstance(error, WorkerLost) or self._sender is None
             if not was_aborted:
                 raise
@@ -152,7 +153,7 @@ class NCCLPublisher(Publisher):
                 engines.fence(worker_id, reason)
 
     def _join_group(self, engines: Engines) -> bool:
-        """Build an NCCL group with all engines of this sync, and return whether any engine is left."""
+        """Build an NCCL group with all engines of this sync. Return False if all engines were lost meanwhile."""
         members = dict(engines.members)
         while members:
             if members == self._members:
@@ -163,13 +164,13 @@ class NCCLPublisher(Publisher):
                 self._members = members
             except (RuntimeError, DeadlineExceeded) as error:
                 if members == engines.members:
-                    raise  # no engine was lost, so another attempt would fail too
+                    raise  # no engine was lost, so another attempt would fail as well
                 log.error("the NCCL group is built again without the engine that was lost: %s", error)
             members = dict(engines.members)
         return False
 
     def _leave_group(self) -> None:
-        """Abort a transfer that is in progress, and leave the group."""
+        """Leave the group. This aborts a transfer that is in progress."""
         sender = self._sender
         self._sender = None
         self._members = None
@@ -177,7 +178,11 @@ class NCCLPublisher(Publisher):
             sender.shutdown()
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a call, or raise DeadlineExceeded: an NCCL broadcast to a lost peer never returns."""
+        """Return the result of a call.
+
+        Raises:
+            DeadlineExceeded: The call did not return in time, as an NCCL broadcast to a lost peer never does.
+        """
         limit_s = self.config.sync_timeout_s + ABORT_S
         wait_for_result = in_thread(
             partial(call, *args),

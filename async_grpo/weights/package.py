@@ -1,6 +1,6 @@
-"""Pack tensors into chunks, and prove that a `WeightPackage` landed.
+"""Pack tensors into chunks, and prove that a `WeightPackage` has landed.
 
-The proof compares what was sent with what arrived, tensor by tensor, and the canary's log-probs of every worker with the
+The proof compares each received tensor with the sent one, and each worker's log-probs of the canary texts with the
 trainer's.
 """
 
@@ -19,21 +19,23 @@ from async_grpo.protocols import Manifest, Receipt, TensorRecord, WeightPackage
 
 SELF_TEST = -2  # policy version of the start-up self-test, whose weights never generate samples
 
-_SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # names of the dtypes in the format
-_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per word
-# Consecutive tokens of the canary that are judged together: single tokens of a trained model are chaotic, sixteen in a
-# row are not
+_SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # dtype -> its name in the safetensors format
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per word -> dtype
+# Number of consecutive canary tokens whose median is compared. Rounding can change single tokens of a trained model
+# greatly, but not half of the tokens in a block
 BLOCK_TOKENS = 32
-_CHUNK_WORDS = 1 << 17  # words per pass, an even number; they and their multipliers fit into a core's cache
+# Words per pass, an even number. This many words and their multipliers fit into a core's cache
+_CHUNK_WORDS = 1 << 17
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
     """Return a 64-bit digest of the bits of a tensor, the same on every device and for all strides.
 
-    The digest is the sum over words of word * odd multiplier of its position, modulo 2**64. A single changed word always
-    changes the sum (an odd number is invertible), and so does a swap of two different words. It protects against accidents
-    (a lost, truncated, mixed up or stale tensor), not against an attacker.
+    The digest is the sum of word * multiplier over all words, modulo 2**64, where each position has its own odd
+    multiplier. A single changed word always changes the sum, because an odd number is invertible. A swap of two
+    different words changes it as well. The digest protects against accidents (a lost, truncated, mixed up or stale
+    tensor), not against an attacker.
 
     >>> a = torch.tensor([1.0, 2.0, 3.0])
     >>> tensor_digest(a) == tensor_digest(a.clone()), tensor_digest(a) == tensor_digest(a.flip(0))
@@ -41,7 +43,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() % 8 or not flat.numel():
-        # A slice of a larger buffer may not be aligned to words of 8 bytes
+        # Copied to get an aligned buffer, because a slice of a larger buffer may not be aligned to words of 8 bytes
         flat = flat.clone()
     word_dtype = torch.int64 if flat.nbytes % 8 == 0 else _WORD_DTYPES[tensor.element_size()]
     words = flat.view(word_dtype)
@@ -49,7 +51,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
-        # The offset wraps around as int64 does. It is even, so that the multipliers stay odd
+        # The multipliers of this chunk are those of the first chunk plus an offset, wrapped around to int64. The offset
+        # is even, so that the multipliers stay odd
         offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63
         total += (chunk * multipliers[: chunk.numel()]).sum() + chunk.sum() * offset
     return int(total)
@@ -57,12 +60,12 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
 @cache
 def _multipliers(count: int, device: torch.device) -> torch.Tensor:
-    """Return the odd multipliers of the first `count` words."""
+    """Return the odd multipliers of the first `count` words of a tensor."""
     return (torch.arange(count, dtype=torch.int64, device=device) * _GOLDEN) | 1
 
 
 def record(tensor: torch.Tensor) -> TensorRecord:
-    """Return the record of one tensor."""
+    """Return dtype, shape and digest of a tensor."""
     return TensorRecord(
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
@@ -74,12 +77,12 @@ def record(tensor: torch.Tensor) -> TensorRecord:
 def pack_weights(
     weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """Gather the weights (a collective), cast them to `dtype`, and lay them out as a safetensors image, in one pass.
+    """Gather the weights (a collective), cast them to `dtype`, and write them into a safetensors image, in one pass.
 
-    `safetensors.torch.save` makes the same image from whole tensors, in three copies.
+    `safetensors.torch.save` makes the same image, but needs the whole tensors and copies them three times.
 
     Returns:
-        The image (n,) uint8, and its tensors by name, which share its memory.
+        The image (n,) uint8, and its tensors by name. The tensors share the image's memory.
     """
     header = _safetensors_header(weights, dtype)
     num_data_bytes = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
@@ -97,7 +100,7 @@ def pack_weights(
 
 
 def _safetensors_header(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bytes:
-    """Return the first bytes of a safetensors image, up to the data: the length of its JSON header, and the header."""
+    """Return the bytes before the data of a safetensors image: the length of the JSON header, and the header."""
     entries = {}
     begin = 0
     for name, weight in weights.items():
@@ -109,12 +112,12 @@ def _safetensors_header(weights: Mapping[str, torch.Tensor], dtype: torch.dtype)
         }
         begin = end
     header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)  # the format aligns the data, and a digest reads words of 8 bytes
+    header += b" " * (-len(header) % 8)  # aligns the data, of which a digest reads words of 8 bytes
     return len(header).to_bytes(8, "little") + header
 
 
 def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
-    """Return the tensors of safetensors images (objects that `bytes` accepts), and their records."""
+    """Return the tensors in safetensors images, and their records. Images are objects that `bytes` accepts."""
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         tensors |= load(bytes(chunk))
@@ -124,20 +127,21 @@ def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
 def prove_landed(
     package: WeightPackage, worker_id: str, receipt: Receipt, last: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """Prove that a worker received the tensors that were sent, and computes the log-probs that the trainer computes.
+    """Prove that a worker received the tensors that were sent, and computes the same log-probs as the trainer.
 
     Args:
         package: The weights that were sent.
-        worker_id: The worker that is judged.
-        receipt: What the worker received, and its log-probs of the canary.
-        last: (N,), the result for the previous weights. The worker is judged by the change since then, so that the part
-            of the rounding that stays the same from sync to sync cancels.
+        worker_id: The worker to check.
+        receipt: The records of the received tensors, and the worker's log-probs of the canary texts.
+        last: The worker's result (N,) for the previous weights. Only the change since then is compared with the
+            tolerance, so that rounding errors that stay the same from sync to sync cancel.
 
     Returns:
-        (N,), the canary log-probs of the worker minus the trainer's.
+        The canary log-probs (N,) of the worker minus the trainer's.
 
     Raises:
-        WeightsDidNotLand: Names the worker, the version, and the tensors or the difference.
+        WeightsDidNotLand: The proof failed. The message names the worker, the version, and the tensors or the
+            difference.
     """
     received, logprobs = receipt
     check_received(package.manifest, received, worker_id)
@@ -160,7 +164,7 @@ def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
     """Compare the tensors that a worker received with those that were sent.
 
     Raises:
-        WeightsDidNotLand: Names the first five tensors of each problem.
+        WeightsDidNotLand: The tensors differ. The message names the first five tensors of each problem.
     """
     problems = {
         "missing": [name for name in sent if name not in received],
@@ -177,13 +181,14 @@ def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
 
 
 def canary_miss(values: np.ndarray) -> float:
-    """Return by how much log-probs of the canary differ, in nats: the larger of `trimmed_rms` and the medians of blocks.
+    """Return the difference between two sets of canary log-probs, as one number in nats.
 
-    The medians of BLOCK_TOKENS consecutive tokens detect an error that affects some positions only, such as a position
-    that wraps around: these tokens may all be in the tenth that `trimmed_rms` leaves out.
+    It is the largest of `trimmed_rms` and the medians over blocks of about BLOCK_TOKENS consecutive tokens. The medians
+    detect errors that affect only some positions, such as positions that wrap around. All of these tokens may be in the
+    tenth that `trimmed_rms` leaves out.
 
     Args:
-        values: (N,), differences of log-probs.
+        values: Differences (N,) of log-probs.
 
     >>> late = np.where(np.arange(656) < 597, 0.0, 2.0)  # the last 59 tokens are wrong
     >>> trimmed_rms(late), canary_miss(late)
@@ -197,8 +202,8 @@ def canary_miss(values: np.ndarray) -> float:
 def trimmed_rms(values: np.ndarray) -> float:
     """Return the root mean square of `values` (N,) without the largest tenth; nan if one is nan, inf if one is infinite.
 
-    In a trained model single tokens are chaotic: rounding alone can change one log-prob in 140 by 7 nats while the median
-    changes by 0.1, and a plain root mean square would be dominated by that token. A lost tensor moves most tokens.
+    Rounding can change single tokens of a trained model greatly: one log-prob in 140 by 7 nats, while the median
+    changes by 0.1. That token would dominate a plain root mean square. A lost tensor, in contrast, changes most tokens.
 
     >>> trimmed_rms(np.array([3.0] * 9 + [1000.0])), trimmed_rms(np.array([3.0] * 8 + [1000.0] * 2)) > 300
     (3.0, True)

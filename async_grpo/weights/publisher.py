@@ -2,8 +2,10 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-Everything after the packing happens in a thread, while the ranks accumulate gradients of the next step. The engines pause
-only while they load, and no optimizer step is taken before the weights are proven.
+All steps after the packing run in a thread, while the ranks accumulate gradients for the next step. The engines pause
+only while they load. No optimizer step is taken before the weights are proven.
+
+The canary is a set of fixed texts. The proof compares the engine's log-probs of these texts with the trainer's.
 """
 
 import concurrent.futures
@@ -34,30 +36,31 @@ from async_grpo.weights.self_test import (
     self_test_groups,
 )
 
-Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
+Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
+# Delivers weights; returns their package, and the workers' receipts by worker id
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-# Lengths of the canary's texts, if the model's context allows them. A long text shows errors of the position; an engine
-# holds the logits of all its tokens at once
+# Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
+# longer, because an engine holds the logits of all tokens of a text in memory at once
 CANARY_TOKENS = (16, 128, 512)
-# Difference of engine and trainer (`canary_miss`) that the first sync always accepts, whatever the trainer's own
-# sensitivity is: an engine with quantised weights computes almost the same model
+# Difference between engine and trainer (`canary_miss`) that the first sync accepts even if the trainer's own
+# sensitivity is smaller. An engine with quantized weights differs by more than rounding
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 
 
 @dataclass(frozen=True)
 class Canary:
-    """Fixed texts whose log-probs distinguish one policy from another."""
+    """Fixed texts whose log-probs show which policy computed them."""
 
-    texts: Sequence[np.ndarray]  # each (L,) int32; N tokens in all
+    texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
     logprobs: Callable[
         ..., np.ndarray
-    ]  # (model, *texts) -> (N,), the trainer's log-probs; called on every rank
-    # Element-wise maximum over all ranks, a collective: only rank 0 communicates with the engines
+    ]  # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
+    # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines
     max_over_ranks: Callable[[list[float]], list[float]] = list
 
     @staticmethod
     def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
-        """Return (L,) int32 random tokens, which use many rows of the embedding, and every weight of the body."""
+        """Return random tokens (L,) int32. They use many rows of the embedding, and every weight of the layers."""
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
     @classmethod
@@ -77,16 +80,16 @@ class Canary:
 
 @dataclass
 class Publisher:
-    """`WeightPublisher` that sends packages: a self-test if requested, then the weights, each with its proof.
+    """`WeightPublisher` that sends the weights in packages, and proves that each package has landed.
 
-    Other transports override `_store` or `_send`.
+    On request, a self-test is sent before the weights. Other transports override `_store` or `_send`.
     """
 
     engines: Engines | None  # None except on rank 0
-    # Model -> (name, tensor) in a fixed order; the tensors of a sharded model are its shards (DTensors)
+    # Yields a model's (name, tensor) pairs in a fixed order. The tensors of a sharded model are DTensors
     named_weights: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
     canary: Canary
-    wire_dtype: torch.dtype  # dtype of the engines: tensors are sent in it, and digests are computed from it
+    wire_dtype: torch.dtype  # dtype of the engines, to which tensors are cast before they are sent and hashed
     rank: int
     config: WeightConfig
 
@@ -94,31 +97,33 @@ class Publisher:
     originals_bytes = ORIGINALS_BYTES
 
     def __post_init__(self) -> None:
-        self._rounding: float | None = None  # largest difference (`canary_miss`) of proven weights
-        self._unchanged_sensitivity = 0.0  # of the trainer itself, at the first sync; 0 if not measured
-        self._unread: set[str] = set()  # tensors that some worker cannot read back; filled on rank 0 alone
-        self._last_differences: Differences = {}  # of the last sync
-        self._for_late = False  # the current sync is for workers that joined late
-        self._proof: Proof = dict  # of the last sync; only one sync runs at a time
+        # Largest `canary_miss` of all proven weights; None before the first proof
+        self._rounding: float | None = None
+        # Sensitivity of the trainer (`measure_sensitivity`) at the first sync; 0 if it was not measured
+        self._unchanged_sensitivity = 0.0
+        self._unread: set[str] = set()  # names of tensors that some worker cannot read back; only on rank 0
+        self._last_differences: Differences = {}  # each worker's differences at its last proof
+        self._for_late = False  # whether the current sync serves only workers that joined late
+        self._proof: Proof = dict  # waits for the last sync; `publish` calls it, so that syncs do not overlap
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
-        """Make `version` the policy that every engine generates with. A collective: every rank must call it.
+        """Make `version` the policy with which all engines generate. A collective: every rank must call it.
 
-        The weights are packed when this returns; the rest of the sync runs in a thread. A worker that fails is fenced.
+        The weights are packed when this returns. The rest of the sync runs in a thread. Workers that fail are fenced.
 
         Args:
             model: The policy.
-            version: Its policy version.
-            self_test: Send and prove weights first that differ visibly in every tensor. Once weights have been proven, such
-                a sync is for the workers that joined late.
+            version: The policy version.
+            self_test: First send and prove weights in which every tensor is visibly changed. After the first proof, a
+                sync with a self-test serves only workers that joined late.
 
         Returns:
-            A function that waits for the proof. It returns the metrics `weight_sync_s`, counted from the call of
-            `publish`, and `canary_error`.
+            A function that waits for the proof. It returns the metrics `canary_error` and `weight_sync_s`. The latter
+            is the time since the call of `publish`.
 
         Raises:
-            WeightsDidNotLand: Every worker failed that received weights to generate with; raised on rank 0, here or by the
-                returned function.
+            WeightsDidNotLand: All workers that received weights to generate with failed the proof. Raised on rank 0,
+                either here or by the returned function.
         """
         self._proof()
         started = time.monotonic()
@@ -137,7 +142,7 @@ class Publisher:
                 "canary_error": max(canary_errors, default=0.0),
             }
 
-        # The sync waits three times: to begin, for the engines, and to commit
+        # Three times the option, because the sync waits for each of these: its begin, the engines, and the commit
         limit_s = 3 * self.config.sync_timeout_s
         self._proof = in_thread(
             finish,
@@ -153,26 +158,30 @@ class Publisher:
     def _run_self_test(self, model: nn.Module) -> None:
         """Send the weights unchanged, then with all tensors changed, and prove both.
 
-        The difference of engine and trainer in the first round determines every tolerance after it. While all tensors are
-        changed (in several rounds, if their originals do not fit into `originals_bytes`), engines report each tensor that
-        they received but do not use. In float32 the canary shows a lost tensor too, by more than a thousand times its
-        rounding. In bfloat16 it does not, because 30 changed layers amplify rounding to more than the effect of a lost
-        tensor. There, tensors that some engine cannot read back have rounds of their own first, one layer at a time.
+        The difference between engine and trainer in the first, unchanged round determines all later tolerances. All
+        tensors are then changed, in several rounds if their originals do not fit into `originals_bytes`. In these
+        rounds, engines report each tensor that they received but do not use.
+
+        In float32 the canary also reveals a lost tensor, whose effect is more than a thousand times that of rounding.
+        In bfloat16 it does not, because 30 changed layers amplify rounding beyond the effect of a lost tensor. In
+        bfloat16, therefore, tensors that some engine cannot read back are tested first, in rounds that change one layer
+        each.
         """
         weights = dict(self.named_weights(model))
         unchanged = self._draft(model, SELF_TEST)
         self._remember(self._transact(unchanged, weights)())
         restored = frozenset[str]()
         for group in self._rounds(weights):
-            # The noise depends on the order of the tensors, which must be the same on every rank
+            # In the order of `weights`, not of the set: the noise depends on the order, and must be equal on every rank
             changed_weights = {name: weight for name, weight in weights.items() if name in group}
             with perturbed(changed_weights):
+                # Each round also sends back the originals of the round before
                 changed = self._draft_of_round(model, weights)
                 self._transact(changed, {n: w for n, w in weights.items() if n in restored | group})()
             restored = group
 
     def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
-        """Return the tensors to change in each round of the self-test, the same on every rank."""
+        """Return the names of the tensors to change in each round of the self-test. They are the same on every rank."""
         all_groups = groups_within(weights, self.originals_bytes)
         if self.wire_dtype is torch.float32:
             return all_groups
@@ -183,7 +192,7 @@ class Publisher:
         return [*unread, *all_groups]
 
     def _draft_of_round(self, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> WeightPackage:
-        """Return the package, without tensors, of a round in which some of `weights` are changed. A collective."""
+        """Return the package, still without tensors, of a round of the self-test. A collective."""
         expected = self._canary_logprobs(model)
         tolerance = self.config.canary_tolerance
         if tolerance is None:
@@ -196,7 +205,7 @@ class Publisher:
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
-        """Return a package without tensors: the canary's log-probs under the model's weights, and their tolerance."""
+        """Return a package, still without tensors, with the trainer's canary log-probs and their tolerance."""
         expected = self._canary_logprobs(model)
         if self.config.canary_tolerance is not None:
             tolerance = self.config.canary_tolerance
@@ -209,7 +218,7 @@ class Publisher:
         return self._package(version, expected, tolerance)
 
     def _package(self, version: int, expected: np.ndarray, tolerance: float) -> WeightPackage:
-        """Return a package without tensors."""
+        """Return a package whose tensors are added later."""
         return WeightPackage(
             version=version,
             manifest={},
@@ -221,32 +230,32 @@ class Publisher:
         )
 
     def _canary_logprobs(self, model: nn.Module) -> np.ndarray:
-        """Return (N,), the trainer's log-probs of the canary. A collective."""
+        """Return the trainer's log-probs (N,) of the canary texts. A collective."""
         return self.canary.logprobs(model, *self.canary.texts)
 
     def _sensitivity(
         self, model: nn.Module, expected: np.ndarray, weights: Mapping[str, torch.Tensor]
     ) -> float:
-        """Return how far rounding moves the canary under the model's current weights. A collective."""
+        """Return how much rounding changes the canary's log-probs under the model's current weights. A collective."""
         return measure_sensitivity(lambda: self._canary_logprobs(model), expected, weights, self.wire_dtype)
 
     def _remember(self, differences: Differences) -> None:
-        """Keep the differences of proven weights, by which later syncs are judged."""
+        """Keep the differences of proven weights. Later syncs are compared with them."""
         self._last_differences = {**self._last_differences, **differences}
         self._rounding = max([self._rounding or 0.0, *map(canary_miss, differences.values())])
 
     def _transact(
         self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]
     ) -> Callable[[], Differences]:
-        """Gather and send the weights (a collective).
+        """Begin a sync: gather the weights on all ranks, and return the function that completes it.
 
         Args:
-            draft: Their package, without tensors.
+            draft: The package of the weights, still without tensors.
             weights: Tensors by name.
 
         Returns:
-            A function that delivers the weights, proves that they landed, and commits. It returns the canary log-probs of
-            each worker minus the trainer's; {} on ranks that send nothing.
+            A function that delivers the weights, proves that they landed, and commits. It returns each worker's canary
+            log-probs minus the trainer's, or {} on ranks that do not talk to the engines.
         """
         deliver = self._send(draft, weights)
         engines = self.engines
@@ -259,7 +268,8 @@ class Publisher:
                 differences = self._judge(engines, package, receipts)
                 engines.commit(package, list(differences))
             except BaseException as error:
-                with suppress(Exception):  # `error` itself is raised in any case, by the proof
+                # A failure of `abort` must not replace `error`, which is raised below
+                with suppress(Exception):
                     engines.abort(error)
                 raise
             return differences
@@ -269,10 +279,10 @@ class Publisher:
     def _judge(
         self, engines: Engines, package: WeightPackage, receipts: Mapping[str, Receipt]
     ) -> Differences:
-        """Return the differences of the workers whose weights are proven, and fence all others.
+        """Fence the workers that fail the proof, and return the differences of all others.
 
         Raises:
-            WeightsDidNotLand: No worker's weights are proven, so the fault is not a worker's. A sync for workers that
+            WeightsDidNotLand: All workers failed, so the fault is not that of a single worker. A sync for workers that
                 joined late does not raise it.
         """
         is_self_test = package.version == SELF_TEST
@@ -298,7 +308,7 @@ class Publisher:
         """Pack the tensors into chunks.
 
         Returns:
-            A function that brings the chunks to every engine; None on ranks that only gather.
+            A function that delivers the chunks to all engines, or None on ranks that only take part in gathering.
         """
         engines = self.engines
         if engines is None:
@@ -311,7 +321,7 @@ class Publisher:
             manifest: dict[str, TensorRecord] = {}
             references = []
             while packed:
-                # Popped, so that the memory of a chunk is released once it is stored
+                # Removed from the list, so that the memory of a chunk is released once it is stored
                 image, tensors = packed.pop(0)
                 manifest |= {name: record(tensor) for name, tensor in tensors.items()}
                 references.append(self._store(engines, image))
@@ -322,7 +332,7 @@ class Publisher:
         return deliver
 
     def _chunks(self, weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Split the weights, in order, into chunks of about `chunk_bytes` of the wire dtype."""
+        """Split the weights, in order, into chunks of about `chunk_bytes` each, in the wire dtype."""
         chunks: list[dict[str, torch.Tensor]] = []
         room_bytes = 0
         for name, weight in weights.items():
@@ -334,16 +344,16 @@ class Publisher:
         return chunks
 
     def _store(self, engines: Engines, image: np.ndarray) -> Any:
-        """Put one chunk where every engine can read it, and return the reference for the package."""
+        """Store one chunk where all engines can read it, and return a reference to it for the package."""
         return engines.put(image)
 
 
 def in_thread(call: Callable[[], Any], name: str, limit_s: float, timeout_message: str) -> Callable[[], Any]:
-    """Run `call` in a daemon thread: a call that never returns cannot be cancelled, and must not be joined at exit.
+    """Run `call` in a daemon thread, so that a call that never returns does not keep the process from exiting.
 
     Returns:
-        A function that waits for the result of the call, or its error. It raises DeadlineExceeded with `timeout_message`
-        after `limit_s` seconds.
+        A function that waits for the call, and returns its result or raises its error. After `limit_s` seconds of
+        waiting it raises DeadlineExceeded with `timeout_message`.
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     outcome: concurrent.futures.Future = concurrent.futures.Future()

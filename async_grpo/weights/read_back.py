@@ -1,8 +1,9 @@
-"""Read back which weights a network computes with, by asking its layers for columns of them.
+"""Read back the weights that a network computes with, by calling its layers with unit vectors.
 
-If the input of a linear layer is 1 at one position and 0 elsewhere, its output is exactly one column of its weight,
-whatever packed or fused copy serves requests. Columns are compared by a sum over their values, which does not depend on the
-order or the number of tensors: an engine may have fused, split over processes or padded the tensors that it received.
+If the input of a linear layer is 1 at one position and 0 elsewhere, the output is exactly one column of its weight.
+This also holds if the layer computes with a packed or fused copy of the weight. Columns are compared by a sum of hashes
+of their values. The sum depends neither on the order nor on the number of tensors, because an engine may fuse, split or
+pad the tensors that it receives.
 """
 
 from functools import cache
@@ -10,26 +11,27 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Columns that are compared of each matrix: at learning rate 1e-6 one in a hundred bfloat16 values of size 0.02 changes per
-# step
+# Number of columns of each matrix that are compared. Few are enough: even at learning rate 1e-6, one in a hundred
+# bfloat16 values of size 0.02 changes per step
 COLUMNS = 8
-_TINY = 1e-30  # some kernels flush smaller values to zero
-_MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)  # rounds of splitmix64: (odd multiplier, shift)
+_TINY = 1e-30  # smaller values count as zero, because some kernels flush them to zero
+# Rounds of the hash splitmix64: (odd multiplier, shift)
+_MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)
 
 
 @cache
 def sampled_columns(width: int) -> Tensor:
-    """Return the columns that are compared of a matrix of that width, always the same: (COLUMNS or less,) int64, sorted."""
+    """Return the sorted indices of the columns to compare, (COLUMNS or fewer,) int64. They depend only on the width."""
     generator = torch.Generator().manual_seed(width)
     columns = torch.randperm(width, generator=generator)[:COLUMNS]
     return columns.sort().values
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """Return the part of a weight that is compared: the sampled columns of a matrix (out, in), or a whole vector.
+    """Return the part of a weight to compare: the sampled columns of a matrix (out, in), or a whole vector.
 
-    For the matrices of many experts (experts, out, in) these are the same columns of each matrix. To hash all columns would
-    need more memory than the weights take.
+    For the stacked matrices of experts (experts, out, in), the same columns are sampled from each matrix. Hashing all
+    columns would need more memory than the weights themselves.
     """
     if weight.ndim < 2:
         return weight
@@ -37,9 +39,9 @@ def sampled(weight: Tensor) -> Tensor:
 
 
 def fingerprint(values: Tensor) -> int:
-    """Return the sum modulo 2**64 of the hashed values.
+    """Return the sum of the values' hashes, modulo 2**64.
 
-    It is the same in any order and in any dtype that holds the values exactly. Zeros add nothing.
+    The sum is the same for any order of the values, and for any dtype that represents them exactly. Zeros add nothing.
 
     >>> a, b = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3.0])
     >>> fingerprint(torch.cat([b, a.flip(0)]).bfloat16()) == (fingerprint(a) + fingerprint(b)) % 2**64
@@ -54,10 +56,10 @@ def fingerprint(values: Tensor) -> int:
 
 
 def place_of(name: str) -> str:
-    """Return the module under which a weight is compared with its neighbors, because engines fuse some under other names.
+    """Return the place of a weight: the name of the module whose weights share one fingerprint.
 
-    The experts of a layer have a place of their own, apart from their router: some engines pack experts, which then cannot
-    be read back.
+    Single weights cannot be compared, because engines fuse some of them under other names. The experts of a layer have
+    a place of their own, without their router, because some engines pack experts, which then cannot be read back.
 
     >>> place_of("model.layers.0.self_attn.q_proj.weight"), place_of("model.layers.0.self_attn.qkv_proj.bias")
     ('model.layers.0.self_attn', 'model.layers.0.self_attn')

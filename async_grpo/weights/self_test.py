@@ -1,4 +1,4 @@
-"""The self-test: which tensors change together in one round, by how much, and the tolerance for a healthy engine."""
+"""Parts of the self-test: the tensors to change together in one round, the noise, and the tolerance for engines."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,30 +10,30 @@ import torch
 from async_grpo.modeling import copies, local_shard
 from async_grpo.weights.package import canary_miss
 
-# Lowest tolerance of any comparison, in nats: float32 log-probs of one text differ by as much between machines
+# Lowest tolerance of any comparison, in nats. Float32 log-probs of the same text differ by this much between machines
 MIN_TOLERANCE = 5e-5
-# Engine and trainer may differ by this multiple of the trainer's sensitivity, its own change when the last bits of its
-# weights flip. Healthy engines differ by at most 1.9 times the sensitivity in bfloat16, where sums are rounded once, and by
-# 2.6 times on a real model in float32, where each of hundreds of terms is rounded. A lost tensor makes a difference of
-# thousands of times (docs/log.md, 2026-11-25)
+# Engine and trainer may differ by this multiple of the trainer's sensitivity, which is the change of its log-probs when
+# the last bits of its weights flip (`measure_sensitivity`). Healthy engines differ by at most 1.9 times the sensitivity
+# in bfloat16, where sums are rounded once. In float32, where each of hundreds of terms is rounded, they differ by 2.6
+# times on a real model. A lost tensor causes a difference of thousands of times (docs/log.md, 2026-11-25)
 SENSITIVITIES = {torch.float32: 48.0, torch.bfloat16: 3.0}
-# In a self-test they may also differ by this multiple of their difference before the change: an engine with other kernels,
-# or with quantised weights, differs by more than rounding
+# In a self-test, engine and trainer may also differ by this multiple of their difference before the tensors were
+# changed. An engine with other kernels or with quantized weights differs by more than rounding
 UNCHANGED_DIFFERENCES = 1.5
 
-# Main memory that all ranks together may use for originals while tensors are changed. 70 billion parameters in float32
-# take 280 GB, which a node may not have besides packed weights and the object store
+# Main memory that all ranks together may use to keep the original values of changed tensors. 70 billion parameters in
+# float32 would take 280 GB, which a node may not have in addition to packed weights and the object store
 ORIGINALS_BYTES = 8 << 30
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per value -> dtype
 
 
 def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
-    """Group names by the first number in them, the layer; names without a number form one group.
+    """Group tensor names by their layer, the first number in the name. Names without a number form one group.
 
-    If every tensor changed at once, the loss of a key bias in one of 48 layers would change the canary less than bfloat16
-    rounding. If only its own layer changes, its part of the change is at least 4 %, and rounding at most 1.6 %
-    (docs/log.md, 2026-11-22).
+    If every tensor changed at once, the loss of a key bias in one of 48 layers would change the canary's log-probs less
+    than bfloat16 rounding does. If only the tensors of its layer change, the lost bias accounts for at least 4 % of the
+    change, and rounding for at most 1.6 % (docs/log.md, 2026-11-22).
 
     >>> [sorted(group) for group in self_test_groups(["embed", "layers.0.q", "layers.0.k", "layers.1.q", "head"])]
     [['embed', 'head'], ['layers.0.k', 'layers.0.q'], ['layers.1.q']]
@@ -46,10 +46,10 @@ def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
 
 
 def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list[frozenset[str]]:
-    """Join the groups of `self_test_groups`, in order, while the originals of all ranks fit into `limit_bytes`.
+    """Join the groups of `self_test_groups`, in order, while the original values on all ranks fit into `limit_bytes`.
 
-    Every tensor is in exactly one group. A group that exceeds the limit stays whole, because an engine that fuses tensors
-    of a layer loads them together. The size is that of whole tensors, so that every rank forms the same groups.
+    Every tensor is in exactly one group. A layer that exceeds the limit is not divided, because an engine that fuses
+    tensors of a layer loads them together. Sizes are those of whole tensors, so that every rank forms the same groups.
 
     >>> weights = {f"layers.{number}.{kind}": torch.zeros(4) for number in range(3) for kind in "qk"}  # 16 bytes each
     >>> [sorted(group) for group in groups_within(weights, 64)]
@@ -69,17 +69,17 @@ def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list
 
 
 def _bytes_on_all_ranks(weight: torch.Tensor) -> int:
-    """Return the bytes that all ranks together use for a weight."""
+    """Return how many bytes all ranks together use for a weight."""
     return weight.numel() * weight.element_size() * copies(weight)
 
 
 @contextmanager
 @torch.no_grad()
 def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Add noise to each of the weights (shards included) while the block runs.
+    """Add noise to each of the weights (or to this rank's shards) while the block runs.
 
-    An engine that loses one of the tensors then computes a visibly different result; the change of a training step might be
-    too small to see. The originals are kept in main memory meanwhile (see `groups_within`).
+    An engine that loses one of these tensors computes a visibly different result. The change that a training step makes
+    might be too small to see. Meanwhile, the original values are kept in main memory (see `groups_within`).
     """
     shards = [local_shard(weight) for weight in weights.values()]
     originals = [shard.detach().to("cpu", copy=True) for shard in shards]
@@ -95,11 +95,13 @@ def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def noise_scale(shard: torch.Tensor) -> float:
-    """Return the standard deviation of a tensor's noise: half its root mean square, or more if the sum would be too small.
+    """Return the standard deviation of the noise for a tensor.
 
-    With the noise, the values of a vector have a root mean square of at least 1.5 (biases are zero in a fresh model), and a
-    matrix maps states of size 1 to states of size at least 1.25: in a narrow fresh model queries and keys are so small that
-    all tokens get the same attention, and a change of them would have no effect. A rank uses the size of its shard.
+    It is half of the tensor's root mean square, or more if the sum of tensor and noise would be too small to have an
+    effect. The sum for a vector has a root mean square of at least 1.5, because biases are zero in a fresh model. The
+    sum for a matrix maps states of size 1 to states of size at least 1.25. In a narrow fresh model, queries and keys
+    are so small that all tokens get the same attention, and changing them would have no effect. Each rank uses its own
+    shard.
     """
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
     min_size = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
@@ -115,14 +117,14 @@ def round_tolerance(
 ) -> float:
     """Return the tolerance (`canary_miss`, in nats) for a healthy engine in a round of the self-test.
 
-    An engine that rounds more coarsely than the wire, such as one with weights in fp8, also does so in the changed
-    model: its difference before the change grows as much as the trainer's own sensitivity does.
+    An engine that rounds more coarsely than `wire_dtype`, such as one with fp8 weights, also does so in the changed
+    model. Its difference is assumed to grow in proportion to the trainer's sensitivity.
 
     Args:
-        sensitivity: Of the changed model, see `measure_sensitivity`.
-        unchanged_sensitivity: Of the model before the change; 0 if not measured.
-        unchanged_difference: Difference of engine and trainer before the change.
-        wire_dtype: The dtype of the engines.
+        sensitivity: Sensitivity of the changed model; see `measure_sensitivity`.
+        unchanged_sensitivity: Sensitivity of the model before the change; 0 if it was not measured.
+        unchanged_difference: Difference between engine and trainer before the change.
+        wire_dtype: The dtype of the engines, in which tensors are sent.
 
     >>> round_tolerance(0.02, 0.001, 0.002, torch.bfloat16)  # rounds as the wire does: 3 times 0.02
     0.06
@@ -141,16 +143,17 @@ def measure_sensitivity(
     weights: Mapping[str, torch.Tensor],
     wire_dtype: torch.dtype,
 ) -> float:
-    """Return how far log-probs move (`canary_miss`, in nats) when the last bits of half of the weights flip.
+    """Return how much log-probs change (`canary_miss`, in nats) when the last bits of half of the weights flip.
 
     This measures the effect of rounding on the current model, because an engine that evaluates the same sums in another
-    order rounds about as often. It includes how much a deep or a perturbed model amplifies rounding.
+    order makes about as many rounding errors. Deep models and perturbed models amplify rounding, which is included.
 
     Args:
-        logprobs: Computes the log-probs (N,) of fixed texts with the current weights.
-        expected: The log-probs before the bits flip.
-        weights: All weights of the model (shards included); afterwards they are unchanged, to the bit.
-        wire_dtype: The dtype of the engines, whose last bits flip.
+        logprobs: Function that computes the log-probs (N,) of fixed texts with the current weights.
+        expected: The log-probs before the flip.
+        weights: All weights of the model, or this rank's shards of them. Afterwards they are exactly the same as
+            before.
+        wire_dtype: The dtype of the engines. The last bit in this dtype is flipped.
     """
     with last_bits_flipped(weights.values(), wire_dtype):
         return canary_miss(logprobs() - expected)
@@ -161,7 +164,7 @@ def measure_sensitivity(
 def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype) -> Iterator[None]:
     """Flip the last bit in `wire_dtype` of every second value of the weights while the block runs.
 
-    A second flip restores them, so that no copy is needed, for which a trainer may not have the memory.
+    A second flip restores the weights. This needs no copy, for which a trainer may not have the memory.
     """
     shards = [local_shard(weight).detach() for weight in weights]
     for shard in shards:
@@ -176,7 +179,7 @@ def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype
 def _flip_last_bits(shard: torch.Tensor, wire_dtype: torch.dtype) -> None:
     """Flip the last bit in `wire_dtype` of every second value in place.
 
-    A float32 weight has more bits than bfloat16; its bits below bfloat16's last one stay.
+    In a float32 weight, bfloat16's last bit is not the last one. The bits below it do not change.
     """
     unit = torch.finfo(wire_dtype).eps / torch.finfo(shard.dtype).eps
     flipped_bit = max(1, int(unit))

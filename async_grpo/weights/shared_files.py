@@ -1,4 +1,4 @@
-"""`SharedFilesPublisher`: packages whose chunks are safetensors files in a folder that all nodes share."""
+"""`SharedFilesPublisher`: sends weights as safetensors files in a folder that all nodes share."""
 
 import shutil
 import uuid
@@ -14,9 +14,9 @@ from async_grpo.weights.publisher import Delivery, Publisher
 
 
 class SharedFilesPublisher(Publisher):
-    """`Publisher` whose chunks are files instead of objects in Ray's object store.
+    """`Publisher` that stores its chunks as files instead of objects in Ray's object store.
 
-    The files are removed when every engine has loaded their package.
+    The files of a package are removed when its delivery ends.
     """
 
     def __post_init__(self) -> None:
@@ -27,12 +27,12 @@ class SharedFilesPublisher(Publisher):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def _store(self, engines: Engines, image: np.ndarray) -> Path:
-        # The name is new each time, because a node may have an old file of the same name in its cache
+        # Each file has a new name, because a node could still have an old file of the same name in its cache
         path = self._folder / f"weights-{uuid.uuid4().hex}.safetensors"
         self._written.append(path)
         partial_path = path.with_suffix(".partial")
         try:
-            partial_path.write_bytes(image.data)  # numpy's `tofile` does not report a full disk
+            partial_path.write_bytes(image.data)  # not numpy's `tofile`, which does not report a full disk
             partial_path.rename(path)
         except OSError as error:
             partial_path.unlink(missing_ok=True)

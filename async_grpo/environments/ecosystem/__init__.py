@@ -1,1 +1,1 @@
-"""Adapters for environments of other packages, each under the name of its package."""
+"""Adapters for environments of other packages. Each module has the name of the package."""

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: `openenv:URL` names a server, `openenv:PACKAGE.MODULE:CLASS` a class for this process."""
+"""Environments of OpenEnv. `openenv:URL` names a server. `openenv:PACKAGE.MODULE:CLASS` names a class to run here."""
 
 import inspect
 import json
@@ -12,12 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 from async_grpo.options.fields import refuse
 from async_grpo.rewards.adapter.decorators import accepted_options
 
-NO_TIMEOUT_S = 86_400.0  # a day: the parent process enforces the time limit
+NO_TIMEOUT_S = 86_400.0  # a day, in effect no limit, because the parent process enforces the time limit
 parse_object = TypeAdapter(dict[str, Any]).validate_json
 
 
 class NoAction(ValueError):
-    """What the policy said is no action of the environment."""
+    """The policy's text is not a valid action of the environment."""
 
 
 class OpenEnv:
@@ -25,8 +25,9 @@ class OpenEnv:
 
     Args:
         environment: URL of a server, or PACKAGE.MODULE:CLASS.
-        action_field: Field of an action that receives the policy's text; "" for policies that write actions as JSON.
-        observation_field: Field of an observation that the policy reads; "" for all fields, as JSON.
+        action_field: Field of an action that is set to the policy's text. "" if the policy writes whole actions as
+            JSON.
+        observation_field: Field of an observation that the policy reads. "" for all fields, as JSON.
         tasks: Number of rows.
     """
 
@@ -43,7 +44,7 @@ class OpenEnv:
 
     @classmethod
     def rows(cls, split: str, environment: str, **options: Any) -> list[dict[str, Any]]:
-        """Return one row for each seed, because OpenEnv has no data: "train" has even seeds, "eval" has odd ones."""
+        """Return one row for each seed, because OpenEnv has no data. "train" has even seeds, "eval" has odd ones."""
         first_seed = ["train", "eval"].index(split)
         num_rows = cls(environment, **options)._tasks
         rows = []
@@ -60,12 +61,12 @@ class OpenEnv:
         return self._shown(result.observation)
 
     async def step(self, text: str) -> tuple[str, float, bool]:
-        """Take the action that the policy's text names. A text that is no action gets an error and the reward 0."""
+        """Take the action that the policy's text describes. For an invalid action, return an error and the reward 0."""
         try:
             action = {self._action_field: text} if self._action_field else _checked(parse_object, text)
             result = await self._session.step(action)
         except NoAction as error:
-            # With a field, every text of the policy is the same action to the environment, so the options are wrong
+            # With `action_field`, any text should make a valid action. If it does not, the options are wrong
             refuse(bool(self._action_field), f"a text as {self._action_field!r} makes no action: {error}")
             self.numbers["wrong_actions"] += 1
             return f"error: {error}", 0.0, False
@@ -96,7 +97,7 @@ class OpenEnv:
 
 
 class ServerSession:
-    """A session of a server."""
+    """A session of an environment that runs on a server."""
 
     def __init__(self, url: str) -> None:
         self._client: Any = GenericEnvClient(
@@ -120,14 +121,14 @@ class ServerSession:
             if str(error).endswith("(code: VALIDATION_ERROR)"):
                 raise NoAction(error) from None
             raise
-        # Later versions of the client connect again, to another session
+        # Newer versions of the client silently reconnect, which begins another session
         if self._client._ws is not self._socket:
             raise ConnectionError("the connection was lost, and the session with it")
         return result
 
 
 class LocalSession:
-    """A session without a server, which calls the methods that a server would call.
+    """A session in this process, without a server. It calls the same methods as a server would.
 
     Methods that are not `async` block the process while they run.
     """
@@ -150,13 +151,13 @@ class LocalSession:
         return await self._result(method(parsed))
 
     def _method(self, name: str) -> Any:
-        """Return the `async` form of a method if the class defines it, else the plain form."""
+        """Return the `async` variant of a method if the class defines it, otherwise the plain method."""
         async_name = f"{name}_async"
         is_default = getattr(type(self._game), async_name) is getattr(env_server.Environment, async_name)
         return getattr(self._game, name if is_default else async_name)
 
     async def _result(self, returned: Any) -> Any:
-        """Return an observation in the form of a server's result."""
+        """Convert an observation to the form of a server's result."""
         observation = await returned if inspect.isawaitable(returned) else returned
         return SimpleNamespace(**env_server.serialize_observation(observation))
 
@@ -165,7 +166,7 @@ def _checked(parse: Any, *arguments: Any) -> Any:
     """Return what `parse` returns.
 
     Raises:
-        NoAction: The arguments do not satisfy its schema.
+        NoAction: The arguments do not satisfy the schema of `parse`.
     """
     try:
         return parse(*arguments)

@@ -1,6 +1,6 @@
-"""Procedural tasks of reasoning_gym, scored by their own verifiers.
+"""Procedurally generated tasks of reasoning_gym, which are scored by the package's own verifiers.
 
---environment reasoning_gym:chain_sum,leg_counting=2
+For example, `--environment reasoning_gym:chain_sum,leg_counting=2` mixes two kinds of tasks in the ratio 1 : 2.
 """
 
 from functools import cache
@@ -13,8 +13,8 @@ from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 from async_grpo.environments.environment import Environment
 from async_grpo.options.fields import nearest, refuse
 
-SEEDS = {"train": 0, "eval": 1 << 30}  # by split; the seed of a task is that of its split plus its index
-MAX_WEIGHT = 1e6  # of a kind of tasks in the mixture
+SEEDS = {"train": 0, "eval": 1 << 30}  # split -> first seed; each task's index is added to it
+MAX_WEIGHT = 1e6  # upper limit for the weight of a kind of tasks in the mixture
 
 
 @cache
@@ -23,7 +23,7 @@ def tasks_of(name: str, level: int | None, seed: int, size: int) -> Any:
 
     Args:
         name: The kind of tasks.
-        level: Level of the kind's own curriculum, from 0; None for the package's default settings.
+        level: Level in the curriculum of this kind of tasks, from 0. None for the package's default settings.
         seed: Seed of the first task.
         size: Number of tasks.
     """
@@ -37,14 +37,14 @@ def tasks_of(name: str, level: int | None, seed: int, size: int) -> Any:
 
 
 class ReasoningGym(Environment):
-    """One task, answered in one turn.
+    """One task, which the policy answers in one turn.
 
     Args:
         environment: Kinds of tasks, each with its weight in the mixture (default: 1).
-        tasks: Number of rows of each level.
-        levels: Number of levels of the tasks' curricula; 0 takes the package's default settings. Levels are mixed, unless
-            `--curriculum level` orders them.
-        prompt: Name of the system prompt: direct, simple, default, DeepSeekZero or chain_of_draft; None for no prompt.
+        tasks: Number of rows per level.
+        levels: Number of levels of the tasks' curricula. 0 means the package's default settings. Levels are mixed,
+            unless `--curriculum level` orders them.
+        prompt: Name of the system prompt: direct, simple, default, DeepSeekZero or chain_of_draft. None for no prompt.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class ReasoningGym(Environment):
     def rows(
         cls, split: str, environment: str, tasks: int = 1000, levels: int = 0, prompt: str | None = "default"
     ) -> list[dict[str, Any]]:
-        """Return the rows of a split. The splits have different seeds.
+        """Return the rows of a split. The seeds of the splits do not overlap.
 
         Raises:
-            ConfigurationError: The package has no such prompt or kind of tasks, or a weight is wrong.
+            ConfigurationError: The package has no such prompt or kind of tasks, or a weight is not valid.
         """
         is_unknown = prompt not in (None, *SYSTEM_PROMPTS)
         refuse(is_unknown, f"prompt={prompt}: there are {', '.join(SYSTEM_PROMPTS)}")
@@ -87,19 +87,19 @@ class ReasoningGym(Environment):
         return rows
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Find the task of the row, whose messages are the prompt."""
+        """Find the task of the row. Return None, because the row's own messages are the prompt."""
         self._name = row["task"]
         self._tasks = tasks_of(self._name, row["level"], row["task_seed"], row["tasks"])
         self._entry = self._tasks[row["index"]]
 
     def step(self, text: str) -> tuple[None, float, bool]:
-        """Score the answer: the text between <answer> and </answer>, or else all of it."""
+        """Score the answer: the text between <answer> and </answer>, or the whole text if it has no such tags."""
         answer = extract_answer(text)
         try:
             reward = self._tasks.score_answer(text.strip() if answer is None else answer, self._entry)
         except Exception:
-            # Some scorers parse numbers, moves or JSON, and raise if the answer has none. If the correct answer raises as
-            # well, the scorer itself is broken
+            # Some scorers parse numbers, moves or JSON, and raise if the answer has none. Such an answer is worth 0. If
+            # the correct answer raises as well, the scorer itself is broken, and the error is raised
             self._tasks.score_answer(self._entry["answer"], self._entry)
             reward = 0.0
         self.numbers = {self._name: float(reward)}
@@ -107,7 +107,7 @@ class ReasoningGym(Environment):
 
 
 def _weights(environment: str, levels: int) -> dict[str, float]:
-    """Return the weight of each kind of tasks that the name of the environment lists."""
+    """Return the weight of each kind of tasks that `environment` lists."""
     weights = {}
     for part in environment.split(","):
         name, _, weight = part.strip().partition("=")

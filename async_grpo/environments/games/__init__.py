@@ -1,1 +1,1 @@
-"""Games that a small model learns on a laptop."""
+"""Simple games that even a small model can learn, on a laptop."""

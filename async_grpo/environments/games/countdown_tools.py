@@ -1,4 +1,4 @@
-"""A calculator for countdown: the policy may try expressions before it answers. The reward `countdown` scores it."""
+"""A calculator tool for countdown tasks. The policy can try expressions before its answer, which `countdown` scores."""
 
 from async_grpo.rewards.builtin.countdown import NOT_ARITHMETIC, parse_arithmetic, value_of
 

@@ -1,4 +1,4 @@
-"""Guess a number in several turns: after each guess the policy is told whether the number is higher or lower."""
+"""A game: guess a number in several turns. After each guess, the policy reads whether the number is higher or lower."""
 
 import random
 import re
@@ -8,7 +8,7 @@ GUESS = re.compile(r"\d+")
 
 
 class Guess:
-    """A number to guess from `low` to `high`. The reward is 1 if it is found within `guesses` turns, else 0."""
+    """Guess a number from `low` to `high`. The reward is 1 if the policy finds it within `guesses` turns, else 0."""
 
     def __init__(self, low: int = 1, high: int = 16, guesses: int = 4) -> None:
         self._low = low
@@ -16,19 +16,19 @@ class Guess:
         self._guesses_left = guesses
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Draw the number, and tell the policy the range."""
+        """Draw the number, and return the range that the policy reads."""
         self._number = random.Random(seed).randint(self._low, self._high)
-        self._range = (self._low, self._high)  # in which the number lies, by the answers so far
+        self._range = (self._low, self._high)  # the lowest and highest number that the answers so far allow
         self.numbers = {"guesses": 0.0, "wasted": 0.0}
         return f"{self._low}-{self._high}"
 
     @property
     def state(self) -> str:
-        """Name the situation of the policy: the number, and what the answers so far say of it."""
+        """Return the name of the policy's situation: the number, and the range that the answers so far allow."""
         return f"{self._number} {self._range}"
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Answer a guess."""
+        """Answer a guess, and give the reward 1 if it is right."""
         self._guesses_left -= 1
         self.numbers["guesses"] += 1
         match = GUESS.fullmatch(text.strip())

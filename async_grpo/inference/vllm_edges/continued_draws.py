@@ -1,11 +1,12 @@
-"""A seeded request goes on with the draws that come next in another engine.
+"""Continue a seeded request in another engine with its next random draws.
 
-Written for vLLM 0.31 and 0.32. When an engine is lost, another continues its completions after the tokens that were
-reported, as part of the prompt. `SamplingParams.seed` starts a new generator at its first draw, and no parameter says how
-many draws were made before, so this module replaces `InputBatch.add_request` and makes those draws by the engine's own
-sampler. Completions are reported at once when they end, so fresh draws would give long ones a second chance to be short.
+Written for vLLM 0.31 and 0.32. When an engine is lost, another engine continues its completions. The tokens that were
+reported become part of the prompt. `SamplingParams.seed` starts a new generator at the first draw, and no parameter
+says how many draws were made before. Therefore this module replaces `InputBatch.add_request`, and repeats those draws
+with the engine's own sampler. New draws instead would bias the sample: finished completions are reported at once, so
+only long completions would be drawn a second time, and could become short.
 
-Not needed any more when a request can say where in the sequence of its seed it begins.
+Not needed any more when a request can say how many draws of its seed to skip.
 """
 
 from typing import Any
@@ -15,22 +16,23 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-DRAWN = "drawn"  # extra argument of a request: number of tokens that another engine drew before, with the same seed
-# State of a request's generator when the request was last added to a batch. A preempted request is added again
+# Extra argument of a request: number of tokens that a lost engine has drawn with the same seed
+DRAWN = "drawn"
+# Request's generator -> its state when the request was last added to a batch. A preempted request is added again
 BEGIN_STATES = WeakKeyDictionary[torch.Generator, torch.Tensor]()
 
 _add_request = InputBatch.add_request
 
 
 def add_request_drawing_on(self: InputBatch, request: Any) -> int:
-    """Replace `InputBatch.add_request`: continue a request of another engine with the next draws of its seed.
+    """Replace `InputBatch.add_request`: continue a lost engine's request with the next draws of its seed.
 
-    Tokens that the other engine drew after its last report are drawn again.
+    Tokens that the lost engine drew after its last report are drawn again.
     """
     generator = request.generator
     if generator is not None:
-        sampler = TopKTopPSampler("processed_logprobs")  # draws as the engine's own sampler does
-        # Taken out, so that the draws are made once, however often the request is added
+        sampler = TopKTopPSampler("processed_logprobs")  # makes the same draws as the engine's own sampler
+        # `pop`, so that the draws are repeated only once, even if the request is added again after a preemption
         num_drawn = (request.sampling_params.extra_args or {}).pop(DRAWN, 0)
         for _ in range(num_drawn):
             logits = torch.zeros(1, self.vocab_size, device=generator.device)
@@ -40,5 +42,5 @@ def add_request_drawing_on(self: InputBatch, request: Any) -> int:
 
 
 def install_continued_draws() -> None:
-    """Put the replacement in place."""
+    """Replace `InputBatch.add_request` by `add_request_drawing_on`."""
     InputBatch.add_request = add_request_drawing_on

@@ -1,11 +1,11 @@
-"""The generators of seeded requests on the CPU, which have no offset.
+"""Undo a random draw of a seeded request on the CPU, where generators have no offset.
 
-Written for vLLM 0.31 and 0.32. A prefill that is not finished in one step samples a token that nobody wants, and vLLM takes
-the draw back by the offset of the request's generator. torch's generators for the CPU have no offset, so the engine would
-die at the first long prompt with a seed. Nothing in vLLM's interface says how a draw is taken back; this module replaces
-the dictionary of generators in `InputBatch`.
+Written for vLLM 0.31 and 0.32. A prefill that takes several steps samples an unwanted token in each step before the
+last. vLLM undoes the draw by resetting the offset of the request's generator. torch's generators for the CPU have no
+offset, so the engine would crash at the first long prompt with a seed. vLLM has no public setting for this, so this
+module replaces the dictionary of generators in `InputBatch`.
 
-Not needed any more when vLLM's model runner, or torch, does without the offset.
+Not needed any more when vLLM's model runner does not need the offset, or torch's generators for the CPU have one.
 """
 
 from types import SimpleNamespace
@@ -23,13 +23,13 @@ _initialize = InputBatch.__init__
 class CpuGenerators(dict[int, torch.Generator]):
     """The generators of seeded requests in a batch.
 
-    The draw of an unfinished prefill is taken back by the state that the generator had when the request was added to the
-    batch. This is right because a request is prefilled, or after its preemption computed again, before it makes its next
-    draw.
+    To undo the draw of an unfinished prefill, the generator returns to its state at the time when the request was added
+    to the batch. That state is correct, because a request makes no wanted draw before its prefill ends. The same holds
+    after a preemption, when the request is added and computed again.
     """
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Return an object whose `set_offset` resets the generator of a request."""
+        """Return an object whose `set_offset` undoes the unwanted draws of a request."""
         generator = super().get(index)
         if generator is None:
             return default
@@ -44,6 +44,6 @@ def initialize_with_cpu_generators(self: InputBatch, *args: Any, **options: Any)
 
 
 def install_cpu_generators() -> None:
-    """Put the replacement in place, on the CPU alone."""
+    """Replace `InputBatch.__init__`, only on the CPU."""
     if current_platform.is_cpu():
         InputBatch.__init__ = initialize_with_cpu_generators

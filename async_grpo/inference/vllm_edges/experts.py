@@ -1,10 +1,11 @@
-"""Experts that are not packed again after an update.
+"""Pack the experts again after an update.
 
-Written for vLLM 0.31 and 0.32, which on the CPU pack the experts of a layer into the layout of their grouped product only
-at the first load. After an update the kernel would read unpacked numbers as packed ones, and log-probs would be wrong by
-2 nats. vLLM has no public call that packs them.
+Written for vLLM 0.31 and 0.32. On the CPU they pack the experts of a layer into the memory layout of the kernel, but
+only at the first load. After an update the kernel would read unpacked numbers as packed ones, and log-probs would be
+wrong by 2 nats. vLLM has no public call that packs them.
 
-Not needed any more when `UnquantizedFusedMoEMethod._setup_kernel` packs experts at every load; it would then pack twice.
+Not needed any more when `UnquantizedFusedMoEMethod._setup_kernel` packs experts at every load. They would then be
+packed twice.
 """
 
 import torch
@@ -17,7 +18,7 @@ _set_up_experts = UnquantizedFusedMoEMethod._setup_kernel
 def set_up_and_pack_experts(
     self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
 ) -> None:
-    """Replace `UnquantizedFusedMoEMethod._setup_kernel`: also pack experts that are loaded again."""
+    """Replace `UnquantizedFusedMoEMethod._setup_kernel`: pack experts also when they are loaded again."""
     is_loaded_again = self.moe_kernel is not None
     _set_up_experts(self, layer, w13, w2)
     if is_loaded_again:
@@ -25,11 +26,11 @@ def set_up_and_pack_experts(
 
 
 def pack_experts(method: UnquantizedFusedMoEMethod, layer: torch.nn.Module) -> None:
-    """Pack the experts' weights of a layer into the layout of its kernel."""
+    """Pack the experts of a layer into the memory layout of its kernel."""
     method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def install_packing_of_experts() -> None:
-    """Put the replacement in place; other platforms than the CPU do not pack experts."""
+    """Replace `_setup_kernel`, only on the CPU. Other platforms do not pack experts."""
     if current_platform.is_cpu():
         UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack_experts

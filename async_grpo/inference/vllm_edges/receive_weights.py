@@ -1,11 +1,14 @@
-"""The engine's side of a weight update: two transports for vLLM's own interface, with a receipt.
+"""The engine's side of a weight update: two transports for vLLM's own interface, which record each received tensor.
 
-Written for vLLM 0.31 and 0.32, whose `WeightTransferEngine` is public and whose `register_engine` takes classes of others.
-Three things are not public. The receipt: `load_weights` returns nothing about what arrived, so `Receipts` stands in the
-place of the engine's model while weights are loaded, and sees every tensor. The layerwise reload, which a transport must
-call itself. And the registry, which is asked whether it has a name already.
+Written for vLLM 0.31 and 0.32. `WeightTransferEngine` is public, and `register_engine` accepts other packages' classes.
+This module uses three private parts:
 
-Not needed any more when vLLM says which tensors arrived in an update.
+1. `load_weights` does not report which tensors it received. `Receipts` therefore replaces the engine's model while
+   weights are loaded, and sees every tensor.
+2. A transport must call the layerwise reload itself.
+3. The registry of transports is read to see whether a name is registered already.
+
+Not needed any more when vLLM reports the tensors that arrived in an update.
 """
 
 import logging
@@ -31,19 +34,20 @@ from async_grpo.protocols import TensorRecord
 from async_grpo.weights.package import record
 from async_grpo.weights.read_back import fingerprint, sampled
 
-# A round of the self-test sends one layer, and vLLM would warn about all other layers. Receipts report lost tensors.
+# Silences a warning about layers that received no weights: a round of the self-test may send a single layer. The
+# receipts show which tensors were lost.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class Receipts:
-    """Mixin for a `WeightTransferEngine`: layerwise reload, the tied head, and the list of received tensors.
+    """Mixin for a `WeightTransferEngine`: records received tensors, reloads layer by layer, and updates tied heads.
 
-    While weights are loaded, it takes the place of the engine's model, so that it sees every tensor.
+    While weights are loaded, this object replaces the engine's model, so that it sees every tensor.
     """
 
     model: Any
     model_config: Any
-    fingerprints: dict[str, int]  # by tensor, of its last version that was received
+    fingerprints: dict[str, int]  # tensor name -> fingerprint of the tensor's last received values
 
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
@@ -58,14 +62,14 @@ class Receipts:
         return self._model.load_weights(self._recorded(weights))
 
     def _recorded(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights, and record each."""
+        """Yield the weights, and record each of them."""
         for name, tensor in weights:
             self.received[name] = record(tensor)
             self.fingerprints[name] = fingerprint(sampled(tensor))
             yield name, tensor
 
     def finish_weight_update(self) -> None:
-        """Let the model compute with the new weights."""
+        """Finish loading, so that the model computes with the new weights."""
         self.model = self._model
         finalize_layerwise_reload(self.model, self.model_config)
         tied_heads.repack_tied_heads(self.model)
@@ -73,9 +77,9 @@ class Receipts:
 
 @contextmanager
 def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
-    """Yield a path under which other processes of this user can open (and mmap) the payload while the block runs.
+    """Yield a path at which other processes of this user can open (and mmap) the payload while the block runs.
 
-    Nothing stays in /dev/shm after a SIGKILL on either side.
+    If the sender or a receiver is killed, no file remains in /dev/shm.
     """
     with os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb") as memory:
         memory.write(payload)
@@ -85,7 +89,7 @@ def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
 
 @dataclass
 class ObjectStoreUpdate(WeightTransferUpdateInfo):
-    """One chunk: the path of a safetensors image in this machine's shared memory."""
+    """A chunk of weights: the path of a safetensors image in this machine's memory."""
 
     path: str
 
@@ -93,22 +97,22 @@ class ObjectStoreUpdate(WeightTransferUpdateInfo):
 class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, ObjectStoreUpdate]):
     """Receives weights through Ray's object store, on CPUs and GPUs, across nodes, for any number of engines."""
 
-    init_info_cls = WeightTransferInitInfo  # empty, because every chunk names its own path
+    init_info_cls = WeightTransferInitInfo  # has no fields, because every chunk names its own path
     update_info_cls = ObjectStoreUpdate
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing, because there is no connection to set up."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one chunk, and return when the sender may close its shared memory."""
+        """Load one chunk. Once this returns, the sender may close its shared memory."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()  # copies from the shared memory may still run
+            torch.accelerator.synchronize()  # waits for copies from the shared memory to end
 
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         """Load the tensors of one chunk."""
         with safe_open(update_info.path, framework="pt") as image:
-            # The layerwise reload may keep tensors for longer; they stay mapped when the sender closes the image
+            # The layerwise reload may keep tensors for longer. They stay mapped after the sender has closed the image
             self.model.load_weights((name, image.get_tensor(name)) for name in list(image.keys()))
 
     def shutdown(self) -> None:
@@ -116,12 +120,12 @@ class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, O
 
 
 class NCCLEngine(Receipts, NCCLWeightTransferEngine):
-    """vLLM's own NCCL engine with a receipt."""
+    """vLLM's own NCCL engine, which also records each received tensor."""
 
 
 def register_transports() -> None:
-    """Make the engine's side of the transports known to vLLM in this process."""
+    """Register the engine's side of both transports with vLLM, in this process."""
     for name, engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
-        # The module may be imported twice in one process, and vLLM refuses a second entry of a name
+        # This module may be imported twice in one process, and vLLM refuses to register a name twice
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, engine)

@@ -1,10 +1,10 @@
-"""How an engine leaves a group of the NCCL transport.
+"""Leave a group of the NCCL transport.
 
-Written for vLLM 0.31. A group has fixed members and is built anew when engines come or go. An engine that joins a second
-group without leaving the first keeps the first one open. vLLM 0.32 has a public call for it,
-`AsyncLLM.shutdown_weight_transfer_engine`; 0.31 has none, so there a method of the worker extension does it.
+Written for vLLM 0.31. A group has fixed members, and is built anew when engines join or leave. An engine that joins a
+new group without leaving the old one keeps the old one open. vLLM 0.32 can leave a group by a public call,
+`AsyncLLM.shutdown_weight_transfer_engine`. vLLM 0.31 has no such call, so a method of the worker extension replaces it.
 
-Not needed any more when no known version lacks the call.
+Not needed any more when all versions in KNOWN_VERSIONS have the call.
 """
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -13,7 +13,7 @@ HAS_PUBLIC_CALL = hasattr(AsyncLLM, "shutdown_weight_transfer_engine")
 
 
 async def leave_transfer_group(engine: AsyncLLM) -> None:
-    """Let all processes of the engine leave their group, if they are in one."""
+    """Make all processes of the engine leave their group, if they are in one."""
     if HAS_PUBLIC_CALL:
         await engine.shutdown_weight_transfer_engine()
     else:

@@ -1,11 +1,11 @@
-"""The tokens of a request that is still under way.
+"""The tokens of an unfinished request.
 
-Written for vLLM 0.31 and 0.32. So that little is lost with an engine, the worker reports every few seconds what unfinished
-completions have so far. vLLM can stream (`RequestOutputKind.DELTA` or `CUMULATIVE`), but then makes an output per token,
-and leaves out the weight versions before the last one. This module reads the states of its output processor when they are
-wanted.
+Written for vLLM 0.31 and 0.32. The worker reports the tokens of unfinished completions every few seconds, so that
+little is lost with an engine. vLLM can stream (`RequestOutputKind.DELTA` or `CUMULATIVE`), but then it makes an output
+per token, and an output names only the last weight version. Therefore this module reads the request states of vLLM's
+output processor.
 
-Not needed any more when an unfinished output has its weight versions, and can be asked for now and then.
+Not needed any more when vLLM can return an unfinished output on request, with all its weight versions.
 """
 
 from vllm.outputs import CompletionOutput
@@ -15,12 +15,12 @@ from async_grpo.inference.vllm_edges.weight_versions import version_spans
 
 
 def unfinished_output(engine: AsyncLLM, name: str, num_known: int) -> CompletionOutput | None:
-    """Return all output so far of an unfinished request; None if it has no more than `num_known` tokens.
+    """Return the whole output so far of an unfinished request, or None if it has no more than `num_known` tokens.
 
     Args:
         engine: The engine that holds the request.
-        name: The request's id, as the engine was given it.
-        num_known: Number of tokens that the caller has already.
+        name: The request id that was passed to the engine.
+        num_known: Number of tokens that the caller already has.
     """
     processor = engine.output_processor
     for request_id in processor.external_req_ids.get(name, ()):

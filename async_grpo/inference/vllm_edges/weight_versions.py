@@ -1,12 +1,12 @@
 """Which policy version sampled each token.
 
-Written for vLLM 0.31. From 0.32 on, `CompletionOutput.weight_versions` says it: spans of output tokens, by the label that
-`AsyncLLM.finish_weight_update` was given. 0.31 takes the label and tells nobody. There, this module notes when the label
-changed, and compares it with the time at which the engine made each output: no step runs while weights change, and the
-monotonic clock is one for all processes of a machine. It replaces methods of the engine's output processor, because only
-they see which tokens came with which step.
+Written for vLLM 0.31. The caller passes a version label to `AsyncLLM.finish_weight_update`. From 0.32 on,
+`CompletionOutput.weight_versions` lists spans of output tokens with their label. In 0.31 the label cannot be read
+anywhere. There, this module records when the label changes, and compares that with the time of each engine step. This
+is exact, because no step runs while weights change, and all processes of a machine share the monotonic clock. The
+module replaces methods of the engine's output processor, because only they see which tokens came from which step.
 
-Not needed any more when no known version lacks `CompletionOutput.weight_versions`.
+Not needed any more when all versions in KNOWN_VERSIONS have `CompletionOutput.weight_versions`.
 """
 
 import time
@@ -19,11 +19,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
 TELLS_VERSIONS = any(field.name == "weight_versions" for field in fields(CompletionOutput))
-FIRST_LABEL = "default"  # as vLLM calls the weights of the model's folder
+FIRST_LABEL = "default"  # vLLM's label for the weights from the model's folder
 
 
 class VersionSpan(NamedTuple):
-    """As `vllm.outputs.WeightVersionSpan`: the output tokens [start, end) were sampled by weights of this label."""
+    """Like `vllm.outputs.WeightVersionSpan`: weights of this version sampled the output tokens [start, end)."""
 
     version: str
     start: int
@@ -31,17 +31,17 @@ class VersionSpan(NamedTuple):
 
 
 class LabelHistory:
-    """The labels of an engine's weights, and when each came into use."""
+    """The version labels of an engine's weights, each with the time of its first use."""
 
     def __init__(self) -> None:
         self._changes = [(0.0, FIRST_LABEL)]  # (monotonic time, label)
 
     def change(self, label: str) -> None:
-        """Note that the weights have this label from now on."""
+        """Record that the weights have this label from now on."""
         self._changes.append((time.monotonic(), label))
 
     def at(self, moment: float) -> str:
-        """Return the label at a moment of the monotonic clock."""
+        """Return the label of the weights that were in use at a time of the monotonic clock."""
         for since, label in reversed(self._changes):
             if since <= moment:
                 return label
@@ -49,13 +49,13 @@ class LabelHistory:
 
 
 def note_versions(engine: AsyncLLM) -> None:
-    """Let the outputs of the engine have `weight_versions`, if it does not tell them itself."""
+    """Add `weight_versions` to the engine's outputs, if this vLLM version does not do so itself."""
     if not TELLS_VERSIONS:
         note_versions_by_time(engine)
 
 
 def note_versions_by_time(engine: AsyncLLM) -> None:
-    """Let finished and unfinished outputs of the engine have `weight_versions`, by the time of its steps."""
+    """Add `weight_versions` to the engine's finished and unfinished outputs, derived from the times of its steps."""
     history = LabelHistory()
     processor = engine.output_processor
     process_outputs = processor.process_outputs
@@ -70,7 +70,7 @@ def note_versions_by_time(engine: AsyncLLM) -> None:
         return process_outputs(outputs, made_at, *further)
 
     async def update_noted(new_version: str) -> None:
-        # Requests are held meanwhile: the steps before have an earlier time, and those after a later one
+        # No step runs during this call, because requests are held. Earlier steps have an earlier time than the change
         await update_weight_version(new_version)
         history.change(new_version)
 
@@ -80,7 +80,7 @@ def note_versions_by_time(engine: AsyncLLM) -> None:
 
 
 def _note_label(state: RequestState, label: str) -> None:
-    """Begin a span at the next token of the request, if the label is a new one."""
+    """Begin a new span at the request's next token, if the label has changed."""
     if not hasattr(state, "label_starts"):
         state.label_starts = []
     if not state.label_starts or state.label_starts[-1][0] != label:
@@ -88,7 +88,7 @@ def _note_label(state: RequestState, label: str) -> None:
 
 
 def version_spans(state: RequestState) -> list[Any] | None:
-    """Return the spans of the tokens that a request has so far; None if no label was noted."""
+    """Return the weight-version spans of the tokens that a request has generated; None if no version was recorded."""
     if TELLS_VERSIONS:
         return state._weight_version_spans()
     starts = getattr(state, "label_starts", [])
@@ -103,7 +103,7 @@ _new_completion_output = RequestState._new_completion_output
 
 
 def new_output_with_versions(self: RequestState, *args: Any, **options: Any) -> CompletionOutput:
-    """Replace `RequestState._new_completion_output`: the output has `weight_versions`, as in vLLM 0.32."""
+    """Replace `RequestState._new_completion_output`: add `weight_versions` to the output, as vLLM 0.32 does."""
     output = _new_completion_output(self, *args, **options)
     output.weight_versions = version_spans(self)
     return output

@@ -1,11 +1,11 @@
-"""Which weights the layers of an engine compute with, whatever copy of them they packed.
+"""Fingerprint the weights that an engine's layers compute with, even if these are packed copies.
 
-Written for vLLM 0.31 and 0.32. vLLM's own `AsyncLLM.compute_weight_checksums` (0.32) hashes the parameters that a layer
-holds. On the CPU a layer that packed its weight holds an empty parameter, so the checksum is the same before and after
-every update; and on a GPU it copies all weights to the host. This module asks the layers themselves instead: it calls the
-`apply` of their quantization method, and knows how vLLM splits layers over processes (`input_size_per_partition`, ...).
+Written for vLLM 0.31 and 0.32. vLLM's own `AsyncLLM.compute_weight_checksums` (0.32) hashes the parameters of the
+layers. On the CPU, a layer that has packed its weight has an empty parameter, so its checksum never changes. On a GPU,
+the method copies all weights to the host. This module calls the layers themselves: it uses the `apply` of their
+quantization method, and depends on how vLLM splits layers over processes (`input_size_per_partition`, ...).
 
-Not needed any more when vLLM's checksums see packed weights, and cost little.
+Not needed any more when vLLM's checksums include packed weights, and are cheap.
 """
 
 from collections import Counter
@@ -29,10 +29,11 @@ from async_grpo.weights.read_back import fingerprint, place_of, sampled, sampled
 
 
 def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
-    """Return the fingerprints, by place, of the weights that the layers of this process compute with.
+    """Return the fingerprints of the weights that this process's layers compute with.
 
-    Of weights that are split over processes, it is the share of this process; weights that all processes hold count in the
-    first process only. A tied head has the name of the tensor that it is tied to as its place.
+    The fingerprints are given by place: the module of a weight (`read_back.place_of`), or for a tied head the full name
+    of the tensor to which it is tied. Of a weight that is split over processes, this process contributes its own part.
+    A weight that all processes hold is counted in the first process only.
     """
     totals = Counter[str]()
     owners: dict[int, str] = {}  # address of a weight -> its first name
@@ -46,9 +47,9 @@ def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return the values of a weight that are compared, as the layer computes with them; zeros if none are.
+    """Return the sampled values of a weight with which the layer computes.
 
-    Zeros add nothing to a fingerprint.
+    If this weight is not compared in this process, return a zero, which adds nothing to a fingerprint.
     """
     rank = get_tensor_model_parallel_rank()
     is_row = isinstance(layer, RowParallelLinear)
@@ -61,7 +62,7 @@ def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tenso
         return sampled(weight)
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
-        # A quantised layer computes with other numbers than those it received
+        # A quantized layer computes with other numbers than those it received, so they cannot be compared
         return weight.new_zeros(1)
     width = layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim
     width_here = layer.input_size_per_partition if is_row else width
@@ -69,7 +70,7 @@ def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tenso
     columns = sampled_columns(width) - first_column
     inputs = torch.zeros(len(columns), width_here, dtype=weight.dtype, device=weight.device)
     for row, column in enumerate(columns.tolist()):
-        # If the columns of a matrix are split, this process holds only some of them
+        # If the columns of the matrix are split over processes, this process has only some of them
         if 0 <= column < width_here:
             inputs[row, column] = 1
     return method.apply(layer, inputs, None)

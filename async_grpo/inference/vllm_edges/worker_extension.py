@@ -1,9 +1,9 @@
-"""Methods that are called by name in every process of an engine, and the hook that puts the replacements in place.
+"""Methods that are called by name in every process of an engine. Importing this module also installs the replacements.
 
 Written for vLLM 0.31 and 0.32. vLLM imports the module of `worker_extension_cls` in each process that computes the model,
 and adds the methods of the class to its worker, where `AsyncLLM.collective_rpc` finds them. The argument and the call are
-public. What the methods read is not: `weight_transfer_engine` is an attribute of vLLM's worker. Neither is a second effect
-that this module relies on: being imported before the first request, so that it can replace parts of vLLM.
+public. Two things are not: the attribute `weight_transfer_engine` of vLLM's worker, which the methods read, and the
+time of the import before the first request, which lets this module replace parts of vLLM.
 
 Not needed any more when vLLM reports which weights arrived and which are in use, and no replacement is left.
 """
@@ -24,24 +24,27 @@ WORKER_EXTENSION = f"{__name__}.WeightReceipts"
 class WeightReceipts:
     """Methods added to vLLM's worker class, callable through `collective_rpc`."""
 
-    weight_transfer_engine: Any  # the worker's own
+    weight_transfer_engine: Any  # attribute of vLLM's worker
 
     def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Return the tensors that this worker received in the last update, name -> (dtype, shape, digest)."""
+        """Return the tensors that this worker received in the last update, as name -> (dtype, shape, digest)."""
         return {name: astuple(record) for name, record in self.weight_transfer_engine.received.items()}
 
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the fingerprints, by place, of the weights in use here, and of all received weights (`read_back`)."""
+        """Return the fingerprints of the weights in use in this process, and those of all received weights.
+
+        Both are given by place, as in `fingerprints_in_use`.
+        """
         used = fingerprints_in_use(self.weight_transfer_engine.model)
         received = dict.fromkeys(used, 0)
         for name, value in self.weight_transfer_engine.fingerprints.items():
-            # A tied head has the name of the tensor as its place
+            # A tied head is fingerprinted under its full tensor name, all other weights under their module (`place_of`)
             for place in {name, place_of(name)} & used.keys():
                 received[place] = (received[place] + value) % 2**64
         return used, received
 
     def leave_transfer_group(self) -> None:
-        """Leave the group of a transport (see `transfer_group`)."""
+        """Leave the transport's group of processes. See `transfer_group`."""
         self.weight_transfer_engine.shutdown()
 
 

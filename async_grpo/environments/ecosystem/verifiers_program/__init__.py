@@ -1,1 +1,1 @@
-"""Programs for an interpreter of their own, which import verifiers and nothing of this package."""
+"""Programs that run in a separate Python interpreter. They import verifiers, and nothing from this library."""

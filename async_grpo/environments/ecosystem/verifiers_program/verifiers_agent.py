@@ -1,10 +1,10 @@
-"""Environments of verifiers 0.4, in an interpreter of their own.
+"""Runs environments of verifiers 0.4 in a separate Python interpreter.
 
     verifiers_agent.py rows NAME OPTIONS SPLIT     print the rows of a split
     verifiers_agent.py play NAME OPTIONS           play trajectories of the run's endpoint, until the endpoint closes
 
-OPTIONS is a JSON object with the options that `vf-eval` calls --env.* and --select.*. Options under "train" or "eval" are
-for that split alone.
+OPTIONS is a JSON object with the options that `vf-eval` calls --env.* and --select.*. Options under the keys "train"
+and "eval" apply only to that split.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ import httpx
 import verifiers.v1 as vf
 from verifiers.v1.utils.generic import deep_merge
 
-CHAT = "verifiers_chat"  # the module beside this one
-REQUEST_TIMEOUT_S = 60.0  # longer than the endpoint keeps a claim waiting
-MAX_NAME_CHARACTERS = 100  # of a number, as the endpoint accepts it
+CHAT = "verifiers_chat"  # name of the module in this folder with the `ChatHarness`
+REQUEST_TIMEOUT_S = 60.0  # longer than the endpoint lets a claim wait for a trajectory
+MAX_NAME_CHARACTERS = 100  # longest name of a metric that the endpoint accepts
 
 Loaded = tuple[Any, dict[int, Any]]  # an environment, and its tasks by index
 
@@ -30,7 +30,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
     """Load the environment with the tasks of a split.
 
     Raises:
-        ValueError: The environment cannot be trained on with these options.
+        ValueError: With these options, the policy cannot be trained in the environment.
     """
     split_options = {"train": options.get("train", {}), "eval": options.get("eval", {})}
     if split == "eval" and not split_options["eval"]:
@@ -45,7 +45,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
         names = ", ".join(roles) or "none"
         raise ValueError(f"exactly one role can be trained, and it has these: {names}")
     ((role, agent),) = roles.items()
-    # A retry would add its turns to the same trajectory
+    # No retries, because a retry would add its turns to the same trajectory
     changes: dict[str, Any] = {"retries": vf.RetryConfig()}
     if agent.harness is None and vf.default_harness_id(name) == "bash":
         changes["harness"] = vf.harness_config_type(CHAT)(id=CHAT)
@@ -62,12 +62,12 @@ async def play(env: Any, tasks: dict[int, Any], key: str, row: dict[str, Any]) -
     """Play one trajectory, and return its result.
 
     Raises:
-        RuntimeError: The trajectory has no reward.
+        RuntimeError: The task has changed, or the trajectory failed or was not scored.
     """
     task = tasks.get(row["task"])
     if task is None or task.hash != row["hash"]:
         raise RuntimeError("the environment makes other tasks each time it is loaded")
-    # The name contains API_KEY, so that verifiers does not hand the variable to subprocesses
+    # The name contains API_KEY, because verifiers does not pass such variables to subprocesses
     variable = f"API_KEY_{hash(key)}"
     os.environ[variable] = key
     try:
@@ -82,7 +82,7 @@ def result_of(episode: Any) -> dict[str, Any]:
     """Return the reward and the numbers of an episode.
 
     Raises:
-        RuntimeError: The episode has failed, or was not scored.
+        RuntimeError: The episode failed, was not scored, or has more than one rollout.
     """
     if not episode.ok or len(episode.traces) != 1:
         errors = []
@@ -91,7 +91,7 @@ def result_of(episode: Any) -> dict[str, Any]:
         raise RuntimeError("; ".join(errors) or f"{len(episode.traces)} rollouts: only one can be trained")
     (trace,) = episode.traces
     rewards = {name: reward and reward.score for name, reward in trace.rewards.items()}
-    # A trace that stopped at its agent's time limit is scored; at any other time limit it is not
+    # verifiers scores a trace that stopped at its agent's time limit, but not one that stopped at another time limit
     is_late = trace.is_timeout and trace.stop_condition != "agent_timeout"
     if is_late or not rewards or None in rewards.values():
         raise RuntimeError(f"it has not been scored ({trace.stop_condition}): {rewards}")
@@ -100,7 +100,7 @@ def result_of(episode: Any) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """Return a name that the run's metrics accept. A reward may be called `<lambda>`.
+    """Return a name that the run's metrics accept. A reward's own name may be invalid, such as `<lambda>`.
 
     >>> plain_name("<lambda>")
     '_lambda_'
@@ -109,8 +109,8 @@ def plain_name(name: str) -> str:
 
 
 async def play_all(name: str, options: dict[str, Any]) -> None:
-    """Play the trajectories of the run's endpoint, many at once, until the endpoint closes."""
-    loaded: dict[str, Loaded] = {}  # by split
+    """Play the trajectories of the run's endpoint concurrently, until the endpoint closes."""
+    loaded: dict[str, Loaded] = {}  # split -> environment and tasks
     http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S)
     async with AsyncExitStack() as stack, http, asyncio.TaskGroup() as group:
         while True:
@@ -125,7 +125,7 @@ async def play_all(name: str, options: dict[str, Any]) -> None:
                 loaded[split] = load(name, options, split)
                 env, _ = loaded[split]
                 await stack.enter_async_context(env.serving())
-                # verifiers would keep a client for the key of each trajectory
+                # Without this, verifiers would keep an HTTP client for the key of each trajectory
                 env._interception = None
             group.create_task(play_and_report(http, loaded[split], trajectory["key"], row))
 
@@ -135,13 +135,13 @@ async def play_and_report(http: httpx.AsyncClient, loaded: Loaded, key: str, row
     env, tasks = loaded
     try:
         answer = await post(http, "result", key, await play(env, tasks, key, row))
-        # A result is refused if its numbers are not finite
+        # The endpoint refuses a result with numbers that are not finite; then report a failure
         if answer.status_code != httpx.codes.BAD_REQUEST:
             return
         failure = answer.text
     except (Exception, SystemExit) as error:
         failure = f"{type(error).__name__}: {error}"
-    # An error here would end the trajectories beside this one
+    # Errors are suppressed, because an error in one task would cancel all other trajectories of the task group
     with suppress(httpx.HTTPError):
         await post(http, "result", key, {"failure": failure.encode(errors="replace").decode()})
 
@@ -153,7 +153,7 @@ async def post(http: httpx.AsyncClient, path: str, key: str, body: Any = None) -
 
 
 def task_row(task: Any, split: str) -> dict[str, Any]:
-    """Return the data set's row of a task."""
+    """Return a task as a row for the data set."""
     row = {"input": task.data.prompt_text, "task": task.data.idx, "hash": task.hash, "split": split}
     answer = getattr(task.data, "answer", None)
     if answer is not None:
@@ -162,11 +162,11 @@ def task_row(task: Any, split: str) -> dict[str, Any]:
 
 
 def main(mode: str, name: str, options_json: str, split: str = "") -> None:
-    """Run a command; see the top of this file."""
-    # Rows go to the standard output, and what an environment prints goes to the standard error
+    """Run one of the commands in this module's docstring."""
+    # Standard output is reserved for rows. Text that environments print goes to standard error
     rows_file = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Some scorers start uv, which is installed beside this interpreter
+    # Some scorers run `uv`, which is installed in the folder of this interpreter
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     options = json.loads(options_json)
     try:

@@ -1,6 +1,6 @@
-"""`ChatHarness`: the harness `null` of verifiers, in this process.
+"""`ChatHarness`: like the harness `null` of verifiers, but within this process.
 
-The harness of verifiers starts a program for each turn of a user.
+The original harness starts a program for each turn of a user.
 """
 
 import json
@@ -14,16 +14,16 @@ from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-__all__ = ["ChatHarness"]  # verifiers takes the harness from here
+__all__ = ["ChatHarness"]  # verifiers finds the harness through this list
 
 
 class ChatHarness(NullHarness):
-    """Ask the model and call the tools that it names, until it answers without a call."""
+    """Ask the model, and call the tools that it requests, until it answers without a tool call."""
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
     async def setup(self, runtime: Any) -> None:
-        """Do nothing: there is no program to install."""
+        """Do nothing, because there is no program to install."""
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore
         """Play one trajectory."""
@@ -41,7 +41,7 @@ class ChatHarness(NullHarness):
             while True:
                 answer = await client.post(url, json=request, headers=headers)
                 if answer.is_error:
-                    # A trajectory that has reached a limit of the run is scored as it is
+                    # A trajectory that has reached one of the run's limits is no failure, and is scored
                     is_failure = "trajectory_over" not in answer.text
                     return vf.ProgramResult(int(is_failure), "", answer.text)
                 message = answer.json()["choices"][0]["message"]
@@ -69,6 +69,6 @@ async def _tool_message(servers: Any, names: Any, call: dict[str, Any]) -> dict[
         arguments = dict(json.loads(function["arguments"] or "{}"))
         message["content"] = await call_mcp(servers, names, function["name"], arguments)
     except (KeyError, TypeError, ValueError) as error:
-        # There is no such tool, or the arguments are no JSON object
+        # The tool does not exist, or the arguments are not a JSON object
         message["content"] = f"error: {type(error).__name__}: {error}"
     return message
