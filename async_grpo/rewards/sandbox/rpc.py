@@ -13,9 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 MAX_MESSAGE_BYTES = 32 * 2**20
-_JSON_INT_BITS = (
-    64  # longer integers are sent in hexadecimal, because Python limits the digits of decimal text
-)
+# Longer integers are sent in hexadecimal, because Python limits the digits of decimal text
+_JSON_INT_BITS = 64
 
 # For each type, a function that splits a value into parts, and a function that makes a value of them
 _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {

@@ -102,9 +102,8 @@ class Solution(dict[str, Any]):
         self._modules = owner_names & sys.stdlib_module_names
         self.has_used_solution = False  # the tests have used a name of the tested code
         self.has_missing_name = False  # a name that the tests use is not defined
-        self.failure: WireError | Unsendable | None = (
-            None  # kept here, because the tests may catch the exception
-        )
+        # Kept here, because the tests may catch the exception
+        self.failure: WireError | Unsendable | None = None
         self.error: Exception | None = None  # last exception of the tested code
 
     def __missing__(self, name: str) -> Any:
