@@ -28,7 +28,8 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     r"""Return the gold answer of a row, as text.
 
     It is the text after the last "####" in the row's `answer` (as in GSM8K), or else the whole `answer`. If that text
-    contains boxes, it is their content. Layout is removed as from the answer of a completion (`without_layout`).
+    contains boxes, it is their content. Layout is removed as from the answer of a completion (`without_layout`), and so
+    are thousands separators.
 
     Args:
         sample: The row, with or without a completion.

@@ -4,8 +4,8 @@ The code is the last block after the thought that is fenced as Python, or else t
 language, or else all text after the thought. The row has these columns:
 
     tests     a list of tests, each of one of two kinds:
-              {"input": text, "output": text} runs the code as a program with this standard input. Its standard output must
-              be the expected one, except for blanks at the ends of lines and empty lines at the end, and its exit
+              {"input": text, "output": text} runs the code as a program with this standard input. Its standard output
+              must be the expected one, except for blanks at the ends of lines and empty lines at the end, and its exit
               status must be 0.
               {"assert": text} runs Python statements against the code: "assert f(1) == 2", several lines, or a function
               `check(candidate)` and a call of it. The statements and the code can exchange plain values and objects,

@@ -6,8 +6,8 @@ The answer is parsed into a syntax tree and computed in exact fractions. It is n
     each number in the answer   +c if it is one of `nums` and was not used before, -c otherwise
     the end of the answer       +1 if the answer is right, as in `score`
 
-Here c = 0.3 / len(nums), so that all numbers together are worth less than the answer. The answer begins at the <answer> tag
-after the thought. If its end tag is missing, it extends to the end of the completion. If there are several <answer>
+Here c = 0.3 / len(nums), so that all numbers together are worth less than the answer. The answer begins at the <answer>
+tag after the thought. If its end tag is missing, it extends to the end of the completion. If there are several <answer>
 tags or none, there are no steps. At most 2 * len(nums) numbers are scored, which limits the penalty for repeated
 numbers.
 """
@@ -28,9 +28,8 @@ NUMBERS_CREDIT = 0.3  # largest sum of the rewards for numbers in `score_steps`
 # Limits on a number in the row, because computing with 1e999999999 would take hours
 MAX_NUMBER_CHARACTERS = 400
 MAX_EXPONENT_CHARACTERS = 4
-MAX_CHARACTERS = (
-    300  # maximum length of an answer, which also limits the depth of its tree and the size of its values
-)
+# Maximum length of an answer, which also limits the depth of its syntax tree and the size of its values
+MAX_CHARACTERS = 300
 
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]+")
