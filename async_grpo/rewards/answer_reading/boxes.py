@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_DIVIDER_CHARACTERS = 200  # maximum length of the text between two boxes of one answer
-MAX_OUTER_CHARACTERS = (
-    1000  # maximum length of a box that contains boxes; a longer one probably lacks a closing brace
-)
+# Maximum length of a box that contains boxes. A longer one probably lacks a closing brace.
+MAX_OUTER_CHARACTERS = 1000
 
 _BOX_COMMANDS = ("boxed", "fbox")  # if a text contains both commands, only \boxed is read
 # A box command may have two backslashes (`\\boxed{5}`). Other commands match with one character, so that `\{` is not
@@ -104,7 +103,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
             is_group_whole = True
             continue
         elif span.end > group_begin:
-            # This box contains the ones after it
+            # This box contains the boxes found so far
             if span.content_end - span.content_begin > MAX_OUTER_CHARACTERS:
                 break
             before_group = text[span.content_begin : group_begin]
@@ -130,7 +129,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
 
 
 def _is_words_only(text: str) -> bool:
-    r"""Return whether a text around a box is only words or "x =". A single letter may be a factor, as in `\boxed{5}x`."""
+    r"""Return whether a text around a box is only words or "x =". Single letters may be factors: `\boxed{5}x`."""
     if not _WORDS_ONLY.fullmatch(text):
         return False
     return _LETTER.search(text) is None or _WORD_OR_RELATION.search(text) is not None

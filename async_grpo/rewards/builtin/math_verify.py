@@ -1,8 +1,8 @@
 r"""Compares answers with the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
 The answer is the content of the last \boxed{} (see `stated_answer`). Without a box, it is the first of these that the
-text after the thought contains: the content of the only <answer>, the text after "####" (as in GSM8K), the text after "the
-answer is", or the last formula or number. Of an equation, the right side is compared. Numbers must agree to six
+text after the thought contains: the content of the only <answer>, the text after "####" (as in GSM8K), the text after
+"the answer is", or the last formula or number. Of an equation, the right side is compared. Numbers must agree to six
 decimals, and numbers below 0.001 must also agree to 1 %.
 
 The text comes from a model, so it must not be evaluated as code: the library parses LaTeX with a grammar, and passes

@@ -1,7 +1,7 @@
 """A filter of system calls (seccomp, Linux on x86-64 and aarch64) for confined code.
 
-It allows the calls that are needed to compute, to read files, to use pipes that are open and to start threads. All other
-calls fail with EPERM. Calls that are newer than this list fail with ENOSYS, so that libraries use older ones.
+It allows the calls that are needed to compute, read files, use open pipes and start threads. All other calls fail with
+EPERM. Newer calls, which the list cannot know, fail with ENOSYS, so that libraries fall back to older calls.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the numbers of the calls that this machine has, by name.
+    """Return the numbers of the system calls in a table on this machine, by name.
 
     >>> numbers("open 2 -, openat 257 56", "aarch64")
     {'openat': 56}
@@ -86,7 +86,7 @@ def numbers(table: str, machine: str) -> dict[str, int]:
 
 
 def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALLOW) -> list[Instruction]:
-    """Return instructions that compare an argument with values, and end the filter.
+    """Return instructions that end the filter by comparing an argument of the system call with values.
 
     Args:
         argument: Index of the argument. Its low 32 bits are compared; the kernel reads no more of these arguments.
@@ -102,7 +102,7 @@ def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALL
 
 
 def program(machine: str, pid: int) -> list[Instruction]:
-    """Return the filter of the process `pid`.
+    """Return the filter program for the process `pid`.
 
     Raises:
         KeyError: The machine is unknown.
@@ -140,7 +140,7 @@ def program(machine: str, pid: int) -> list[Instruction]:
 
 
 def install() -> bool:
-    """Filter the calls of this thread and of all that it starts, for good; return False if the kernel cannot."""
+    """Filter the calls of this thread, and of all that it starts, permanently. Return whether that worked."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False
