@@ -87,7 +87,8 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     names = {box.name for box in boxes}
     name = next((name for name in _BOX_COMMANDS if name in names), None)
     spans: list[_Span] = []  # boxes of the answer, from the last to the first
-    is_group_whole = False  # becomes True when a box does not belong to the answer; then no earlier box does
+    # True after a box that does not belong to the answer. Then an earlier box belongs to it only if it contains it.
+    is_group_whole = False
     group_begin = len(text)
     group_end = len(text)
     for box in reversed(boxes):

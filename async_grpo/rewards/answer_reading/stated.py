@@ -19,9 +19,8 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
 
     The forms are tried in the given order. The first one that the text contains decides.
 
-        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None, and other
-        forms
-                    are not tried
+        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None, and no
+                    other form is tried
         written box as box, but LaTeX layout ($, \left, spacing commands) is kept; only white space is stripped
         block       the text of <answer>...</answer>, if there is exactly one such block after the thought
         last block  the text of the last complete <answer>...</answer> after the thought

@@ -68,7 +68,7 @@ class Scorecard:
             ]
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the terminal: a histogram of the rewards, failures, and results that changed on repetition."""
+        """Yield lines to print: a histogram of the rewards, failures, and results that changed on repetition."""
         bars = histogram(self.rewards)
         label_width = max((len(label) for label, _ in bars), default=0)
         max_count = max((count for _, count in bars), default=0)

@@ -14,9 +14,8 @@ from async_grpo.processes.process_tree import die_with, prctl
 from async_grpo.rewards.sandbox import seccomp
 
 LEVELS = ("uid", "namespaces", "landlock", "seccomp")
-NETWORK_LEVELS = frozenset(
-    {"namespaces", "seccomp"}
-)  # each of these levels blocks the network access of the code
+# Each of these levels blocks the network access of the code
+NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})
 MAX_FILES = 64  # maximum number of open files
 
 # linux/sched.h

@@ -191,7 +191,7 @@ def _function_of(operation: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the plain value of an object whose class is derived from a plain type, such as the tuple of a named tuple."""
+    """Return the value of an object as a plain type that its class is derived from, such as tuple for a named tuple."""
     kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
     if kind is str:
         # `str(member)` of an enumeration would be the member's name
