@@ -36,7 +36,7 @@ _WORDS_ONLY = re.compile(r"[a-zA-Z\s,.:;=]*")
 _LETTER = re.compile(r"[a-zA-Z]")
 _WORD_OR_RELATION = re.compile(r"[a-zA-Z]{2}|=")
 _SENTENCE_END = re.compile(r"[.!?]\s+[A-Z]")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # of a formula
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # delimiters of a formula
 _SEPARATOR = r"(?:,\\!|,|\{,\}|\\,|~|[\u00a0\u202f\u2009])"
 _GROUPED_NUMBER = re.compile(rf"-?\d{{1,3}}({_SEPARATOR}\d{{3}})+(\.\d+)?")
 

@@ -22,7 +22,7 @@ from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 START_S = 60.0  # maximum time for an interpreter to start, even on a busy machine
 END_S = 10.0  # maximum time for a killed process to end
 MAX_PART_BYTES = 2**16  # maximum size of a report, or of the output that is read at once
-_FOLDER_MODE = 0o755  # of a sandboxed process's folder, which another user must be able to enter
+_FOLDER_MODE = 0o755  # mode of a sandboxed process's folder, because another user id must be able to enter it
 _MAIN = "import sys; from async_grpo.rewards.sandbox.fork_server import main; main(int(sys.argv[1]))"
 
 
@@ -179,7 +179,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class _ForkServer:
-    """The process that starts sandboxed processes, and the socket for requests to it."""
+    """A process that starts sandboxed processes, and the socket that sends requests to it."""
 
     process: subprocess.Popen[bytes]
     requests: socket.socket

@@ -20,10 +20,10 @@ from async_grpo.rewards.sandbox.rpc import RpcChannel, Unsendable, WireError, de
 class Proxy:
     """An object of the tested code, as the tests see it. Each access is a question to its process.
 
-    No method of the tested code decides whether the object equals a plain value; otherwise an object that equals
-    everything would pass every test. An object whose class is derived from a number, text or collection (such as a
-    named tuple) is compared by its plain value, `_value`, which is sent only once: `1 < x < 3` must not see two values.
-    Operators on other objects may return an object, and may compare two objects.
+    The tested code cannot decide whether an object equals a plain value. Otherwise, an object that claims to equal
+    everything would pass every test. If the object's class is derived from a number, text or collection, such as a
+    named tuple, its plain value `_value` is compared. An immutable value is sent only once, so that `1 < x < 3` cannot
+    see two values. Operators on other objects may return objects, and may compare two objects of the tested code.
     """
 
     __slots__ = ("_ask", "_number", "_value")
@@ -91,21 +91,21 @@ for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and
 
 
 class Solution(dict[str, Any]):
-    """The built-in names of the tests: Python's, which the tested code cannot replace, and the names of that code."""
+    """The built-in names of the tests: those of Python, which the tested code cannot replace, and that code's names."""
 
     def __init__(self, channel: RpcChannel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
         self.module = Proxy(self.ask, 0)
         self._channel = channel
-        # Modules that the tests may use without an import: `math` in `math.isclose(...)`
+        # Modules that the tests may use without an import, such as `math` in `math.isclose(...)`
         owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         owner_names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
         self._modules = owner_names & sys.stdlib_module_names
-        self.has_used_solution = False  # the tests have used a name of the tested code
-        self.has_missing_name = False  # a name that the tests use is not defined
+        self.has_used_solution = False  # whether the tests have used a name of the tested code
+        self.has_missing_name = False  # whether the tests have used a name that nobody defines
         # Kept here, because the tests may catch the exception
         self.failure: WireError | Unsendable | None = None
-        self.error: Exception | None = None  # last exception of the tested code
+        self.error: Exception | None = None  # the last exception that the tested code raised
 
     def __missing__(self, name: str) -> Any:
         if name in self._modules:
@@ -114,19 +114,19 @@ class Solution(dict[str, Any]):
         try:
             return self.setdefault(name, self.ask("getattr", self.module, name))
         except AttributeError:
-            # Tests that expect an exception could otherwise pass by the NameError
+            # Note it, because tests that expect an exception could pass through this NameError
             self.has_missing_name = True
             raise KeyError(name) from None
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the answer of the tested code's process; see `fork_server._answer` for the operations.
+        """Ask the tested code's process to perform an operation (see `fork_server._answer`), and return the result.
 
-        A list, dict or set among `args` is changed as the tested code has changed it.
+        If the tested code changes a list, dict or set among `args`, it is changed here, too.
 
         Raises:
-            Exception: The tested code has raised an exception; this is the nearest built-in one.
+            Exception: The tested code has raised an exception, which is converted to the nearest built-in class.
             Unsendable: An argument cannot be sent.
-            WireError: The process has ended, or has sent something that is no answer.
+            WireError: The process has ended, or has sent something that is not an answer.
         """
         try:
             arguments = [encode(value, _reference_to) for value in args]
