@@ -24,28 +24,30 @@ class LocalJudge(RewardConfig):
 
     judge_model: str | None = _judge(
         None,
-        "Model folder to serve for llm_judge, generative_rm or reward_model. By default no judge is served.",
+        "Folder of a model to serve as a judge, for the rewards llm_judge, generative_rm or reward_model. By default "
+        "no judge is served.",
     )
     judge_replicas: int = _judge(
-        1, "Number of judge servers, among which calls are balanced.", range=POSITIVE
+        1, "Number of servers of the judge. Calls are balanced among them.", range=POSITIVE
     )
     judge_runner: str = _judge(
-        "auto", "vLLM's runner for the judge.", choices=("auto", "generate", "pooling")
+        "auto", "vLLM runner (--runner) of the judge's servers.", choices=("auto", "generate", "pooling")
     )
     judge_max_model_len: int | None = _judge(
         None,
-        "Maximum tokens of the judge's prompt and reply together. The default is vLLM's for the model.",
+        "Maximum length of the judge's prompt and reply together, in tokens. By default vLLM reads it from the model's "
+        "configuration.",
         range=POSITIVE,
     )
     judge_gpus: str | None = _judge(
         None,
-        "Comma list of visible GPUs, one for each judge server, which other programs may use, too. By default each "
-        "judge server has one of the last GPUs to itself.",
+        "Comma list of visible GPUs, one for each judge server. Other programs may share these GPUs. By default each "
+        "judge server gets one of the last GPUs exclusively.",
     )
     judge_gpu_memory_utilization: float | None = _judge(
         None,
-        "Share of a GPU's memory that a judge server may take. On a shared GPU it must be less than the others "
-        "leave. The default is vLLM's.",
+        "Fraction of a GPU's memory that a judge server may take. On a shared GPU it must be less than the other "
+        "programs leave free. By default vLLM decides.",
         range=POSITIVE_SHARE,
     )
 

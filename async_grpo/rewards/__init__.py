@@ -1,18 +1,22 @@
-"""Scoring: users' rewards run in processes that can be killed, judges over the network; a failure is never a zero.
+"""Scoring of samples: users' rewards run in processes that can be killed, and judges are called over the network.
 
-    pool, adapter_queue    VerifierPool: one queue per adapter and phase
-    verifier_worker        the interface of workers; a queue's deadlines, jobs, slots and counts
-    local_workers          makes workers on this machine, without a run
+A reward that fails gives no reward. It is never counted as a reward of zero.
+
+An adapter is a reward or a judge as a run uses it, with its name. A phase is training or evaluation.
+
+    pool, adapter_queue    `VerifierPool`, which has one queue per adapter and phase
+    verifier_worker        the interface of workers, and the deadlines, jobs and counts of a queue
+    local_workers          workers on this machine, for a pool outside of a run
     standalone             the pool as a reward function for TRL
-    combine                the results of several adapters -> one verdict
-    middleware             looks into the cache and the budget before every call
+    combine                combines the results of several adapters into one verdict
+    middleware             checks the verdict cache and the budget before every call
     config                 the options of this package
 
-    adapter/, isolation/   a user's reward: how it is declared, and the process that it runs in
-    builtin/, sandbox/     the shipped rewards; the sandbox for code from completions
-    judge_worker           remote judges, and other workers under limits
-    judges/, http/, cache/ the remote judges; one call over the network; answers kept across runs
-    bench/                 the benchmark behind `async-grpo verify`
+    adapter/, isolation/   how a user's reward is declared, and the process in which it runs
+    builtin/, sandbox/     the shipped rewards, and the sandbox for code from completions
+    judge_worker           workers for remote judges, and for other rewards with rate limits
+    judges/, http/, cache/ the remote judges, their calls over the network, and answers that are kept across runs
+    bench/                 tries rewards on a file of completions, for `async-grpo verify`
 
 This package does not import ray, vllm or torch.
 """

@@ -1,12 +1,14 @@
-"""The queue and the workers of one adapter.
+"""`AdapterQueue`: the queue and the workers of one adapter.
 
     score -> queue (first come, first served) -> the least busy worker -> result
 
-A worker with `prefetch` gets more samples than it serves at a time (`capacity`): as many as it works through in
-`PREFETCH_S`. A sample that still waits for its turn after `TAKE_BACK_S` is taken back. Only this module gives a sample to a
-worker a second time: see "The way of one verdict" in docs/rewards.md. A lost worker is closed before its successor gets
-any sample, so that a late answer can never reach the wrong sample. While no worker can be made, every sample fails at once,
-with the reason.
+A worker with `prefetch` also gets samples ahead of their turn: in addition to the samples that it serves at a time
+(`capacity`), as many as it can score within `PREFETCH_S`. If such a sample still waits after `TAKE_BACK_S`, the queue
+takes it back.
+
+Only this module gives a sample to a worker a second time: see "The way of one verdict" in docs/rewards.md. A lost
+worker is closed before its successor gets any sample, so that a late answer can never reach the wrong sample. While
+there is no worker and none can be made, every sample fails at once, with the reason.
 """
 
 import asyncio
@@ -40,12 +42,15 @@ from async_grpo.types import AdapterResult
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 2  # attempts at one sample that may end with a dead process or a lost worker
-TAKE_BACK_S = 2 * PREFETCH_S  # by then the sample before it clearly takes longer than the others did
+ATTEMPTS = 2  # a sample fails after it has lost this many processes or workers
+# Time after which a sample given ahead is taken back: the sample before it is clearly slower than the earlier ones
+TAKE_BACK_S = 2 * PREFETCH_S
 
 
 class AdapterQueue:
-    """Queue of one adapter. Call `start` before the first `score`, and `close` at the end; use it from one event loop.
+    """Queue of one adapter. Use it from one event loop.
+
+    Call `start` before the first `score`, and `close` at the end.
 
     Args:
         adapter: Name of the adapter, as `make_worker` understands it.
@@ -57,27 +62,26 @@ class AdapterQueue:
     def __init__(self, adapter: str, make_worker: MakeWorker, num_workers: int, timeouts: Timeouts) -> None:
         self.adapter = adapter
         self.stats = QueueStats()
-        self.inline: InlineReward | None = None  # the worker, if it answers at once
+        self.inline: InlineReward | None = None  # the worker, if it computes rewards in this process
         self._make_worker = make_worker
         self._num_workers = num_workers
         self._timeouts = timeouts
-        self._waiting: list[
-            tuple[int, Job]
-        ] = []  # a heap by ticket, so that a job that returns keeps its place
+        # Heap of (ticket, job). A job that is enqueued again keeps its ticket, and so its place in the queue.
+        self._waiting: list[tuple[int, Job]] = []
         self._tickets = itertools.count()
         self._slots: list[WorkerSlot] = []  # the live workers
         self._jobs_at_workers: set[Job] = set()
         self._serve_tasks: set[asyncio.Task[None]] = set()
         self._make_tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._broken_reason = ""  # why no sample can be scored any more
+        self._broken_reason = ""  # why all samples fail at once; "" while samples can be scored
 
     def counts(self) -> dict[str, Any]:
-        """Return counts and seconds since the last `take_counts`, and the numbers of waiting jobs and workers now."""
+        """Return counts and times since the last `take_counts`, and the numbers of waiting jobs and workers now."""
         return self.stats.as_dict() | {"queue_depth": len(self._waiting), "workers": len(self._slots)}
 
     def take_counts(self) -> dict[str, Any]:
-        """Return `counts` with the sums of the judges' counts (`JudgeWorker.take_stats`), and reset all of them."""
+        """Return `counts` and the summed counts of the workers (`JudgeWorker.take_stats`), and reset all counts."""
         counts = self.counts()
         self.stats.reset()
         judge_counts = Counter[str]()
@@ -88,10 +92,10 @@ class AdapterQueue:
         return {**counts, **judge_counts}
 
     async def start(self) -> None:
-        """Make the missing workers; do nothing once the queue is closed.
+        """Make the missing workers. Once the queue is closed, do nothing.
 
         Raises:
-            Exception: A worker cannot be made; the error is that of the last attempt.
+            Exception: A worker cannot be made. The error is that of the last attempt.
         """
         if self._is_closed:
             return
@@ -102,7 +106,10 @@ class AdapterQueue:
                 raise error
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
-        """Return the adapter's result; FAILED if the queue is broken or closed. Cancelling the call frees the worker."""
+        """Return the adapter's result, or a FAILED result if the queue is closed or has no workers.
+
+        Cancelling the call frees its worker.
+        """
         if self.inline is not None and not self._broken_reason:
             result = await self.inline.score(sample, self._timeouts.timeout_s)
             self.stats.sums["busy_s"] += result.latency_s
@@ -126,7 +133,7 @@ class AdapterQueue:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
     ) -> list[AdapterResult]:
-        """Return a group's results after the adapter's hook has seen them; all FAILED if the hook could not run."""
+        """Apply the adapter's group hook to the results of a group. If the hook cannot run, return FAILED results."""
         job = Job(next(self._tickets), "post_process", samples, results)
         self._enqueue(job)
         self._dispatch()
@@ -141,7 +148,10 @@ class AdapterQueue:
         return answer
 
     async def close(self) -> None:
-        """Cancel running calls, fail waiting jobs and close the workers. This takes a few `grace_s` at most."""
+        """Cancel running calls, fail waiting jobs and close the workers.
+
+        This takes at most a few times `Timeouts.grace_s`.
+        """
         self._is_closed = True
         self._break(f"the queue of verifier {self.adapter!r} was closed")
         for job in self._jobs_at_workers:
@@ -163,10 +173,10 @@ class AdapterQueue:
             heapq.heappush(self._waiting, (job.ticket, job))
 
     def _dispatch(self) -> None:
-        """Give waiting jobs to workers with room. A job that must be served alone holds up the jobs behind it."""
+        """Give waiting jobs to workers with room. A job that waits for an idle worker holds up all later jobs."""
         while self._waiting:
             _, job = self._waiting[0]
-            if not job.outcome.done():  # otherwise its caller has gone
+            if not job.outcome.done():  # drop a job whose call was cancelled
                 slot = self._least_busy_slot(job)
                 if slot is None:
                     return
@@ -178,7 +188,7 @@ class AdapterQueue:
             heapq.heappop(self._waiting)
 
     def _least_busy_slot(self, job: Job) -> WorkerSlot | None:
-        """Return the worker with the fewest jobs among those with room for this one; None if no worker has room."""
+        """Return the worker with the fewest jobs among those with room for this job, or None if no worker has room."""
         slots_with_room = [slot for slot in self._slots if slot.has_room_for(job)]
         return min(slots_with_room, key=lambda slot: len(slot.jobs), default=None)
 
@@ -187,9 +197,12 @@ class AdapterQueue:
             await self._serve(slot, job, call)
 
     async def _serve(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> None:
-        """Wait for a call of the slot's worker, end its job or enqueue it again, and replace the worker if it is lost."""
+        """Wait for a call, and act on its outcome.
+
+        The job ends or is enqueued again. The worker is replaced if it is lost.
+        """
         given_at = time.monotonic()
-        # An actor may have been lost before this call, together with its other workers; then it never had the job
+        # The worker's actor may have been lost before this call. Then the job did not cause the loss.
         was_lost_before = getattr(slot.worker, "is_lost", False)
         job.queue_s += given_at - job.queued_at
         answer_s = self._timeouts.answer_s + getattr(slot.worker, "max_queue_s", 0.0)
@@ -213,7 +226,8 @@ class AdapterQueue:
             loss_reason = self._settle(slot, job, call, given_at, is_taken_back)
 
         if loss_reason and not self._is_closed:
-            is_first_report = slot in self._slots  # no other call of this worker has reported the loss
+            # If the slot is gone, another call of this worker has already reported the loss
+            is_first_report = slot in self._slots
             if is_first_report:
                 self._slots.remove(slot)
                 _run(self._replace(slot.worker, loss_reason), self._make_tasks)
@@ -222,7 +236,7 @@ class AdapterQueue:
         self._dispatch()
 
     async def _is_to_be_taken_back(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> bool:
-        """Wait up to `TAKE_BACK_S` for the turn of a job that was given ahead, and return whether it still waits then."""
+        """Wait up to `TAKE_BACK_S` for the turn of a job that was given ahead. Return whether it still waits then."""
         if not slot.is_ahead(job):
             return False
         await _first_of(call, job.outcome, TAKE_BACK_S)
@@ -230,7 +244,7 @@ class AdapterQueue:
 
     async def _cancel(self, call: asyncio.Future[Any]) -> None:
         """Cancel a call, and give it `grace_s` to end."""
-        # The callback retrieves an error that nobody else does, which asyncio would log
+        # asyncio logs an error that nobody retrieves, so this callback retrieves it
         call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         call.cancel()
         await asyncio.wait({call}, timeout=self._timeouts.grace_s)
@@ -243,7 +257,7 @@ class AdapterQueue:
         given_at: float,
         is_taken_back: bool,
     ) -> str:
-        """Act on the outcome of a call, and return why its worker is lost; "" if the worker goes on."""
+        """Act on the outcome of a call, and return why its worker is lost, or "" if it is not."""
         if not call.done():
             return f"it went on for {self._timeouts.grace_s:g} s after the call was cancelled"
         try:
@@ -264,12 +278,18 @@ class AdapterQueue:
         return ""
 
     def _enqueue_again(self, slot: WorkerSlot, job: Job) -> None:
-        # Without a mean duration the slot gets nothing ahead; otherwise it would get the same job at once
+        # With an infinite mean duration the slot gets no jobs ahead. Otherwise it would get the same job again at once.
         slot.service_s = math.inf
         self._enqueue(job)
 
     def _retry(self, job: Job, reason: str, *, is_attempt: bool = True) -> None:
-        """Enqueue a job whose worker or process was lost; after `ATTEMPTS` such attempts, end it with the reason."""
+        """Enqueue a job again after its worker or process was lost, or fail it after `ATTEMPTS` losses.
+
+        Args:
+            job: The job.
+            reason: Why the job fails if this was its last attempt.
+            is_attempt: Whether this loss counts, because the worker had received the job.
+        """
         if is_attempt:
             job.lost_attempts += 1
         if job.lost_attempts >= ATTEMPTS:
@@ -278,14 +298,14 @@ class AdapterQueue:
             self._enqueue(job)
 
     def _break(self, reason: str) -> None:
-        """Fail every waiting sample, and every later one, with the reason."""
+        """Fail all waiting jobs with this reason, and all later ones until a new worker is made."""
         self._broken_reason = self._broken_reason or reason
         for _, job in self._waiting:
             job.end(WorkerLost(self._broken_reason))
         self._waiting.clear()
 
     async def _replace(self, worker: VerifierWorker, reason: str) -> None:
-        """Close a lost worker and make another one, however long that takes: the cause of the loss may pass."""
+        """Close a lost worker, and try to make another one until that succeeds, because the cause may be temporary."""
         logger.warning("a verifier worker of %r is replaced: %s", self.adapter, reason)
         self.stats.sums["workers_lost"] += 1
         await self._close_worker(worker)
@@ -303,10 +323,10 @@ class AdapterQueue:
                 await asyncio.sleep(self._timeouts.regrow_s)
 
     async def _make(self) -> None:
-        """Make a worker, in several attempts.
+        """Make a worker and add it to the queue, in several attempts.
 
         Raises:
-            ConfigurationError: The worker can never be made; there is no second attempt.
+            ConfigurationError: The configuration is wrong, so that a second attempt would fail, too.
             Exception: The error of the last attempt.
         """
         error: Exception = WorkerLost(f"no attempt was made to make a worker of {self.adapter!r}")
@@ -320,7 +340,7 @@ class AdapterQueue:
                 raise
             except TimeoutError:
                 error = WorkerLost(f"no worker of {self.adapter!r} was ready within {limit_s:g} s")
-            except Exception as latest:  # a transport may raise anything
+            except Exception as latest:  # `make_worker` may raise anything
                 error = latest
             else:
                 self._add(worker)
@@ -328,7 +348,7 @@ class AdapterQueue:
         raise error
 
     def _add(self, worker: VerifierWorker) -> None:
-        """Give the worker a slot and the waiting jobs."""
+        """Add a new worker, and give it waiting jobs."""
         self._slots.append(WorkerSlot(worker))
         self.inline = worker if isinstance(worker, InlineReward) else None
         if getattr(worker, "has_post_process", False):
@@ -338,21 +358,21 @@ class AdapterQueue:
         self._dispatch()
 
     async def _close_worker(self, worker: VerifierWorker) -> None:
-        """Close a worker; give it up if it does not close in time."""
+        """Close a worker. If this fails or takes longer than `grace_s`, log it and continue."""
         try:
             async with asyncio.timeout(self._timeouts.grace_s):
                 await worker.close()
-        except Exception as error:  # the worker is broken anyway, and gets nothing any more
+        except Exception as error:  # not fatal, because the worker gets no more jobs
             logger.warning("closing a worker of %r: %s: %s", self.adapter, type(error).__name__, error)
 
 
 async def _first_of(call: asyncio.Future[Any], outcome: asyncio.Future[Any], timeout_s: float) -> None:
-    """Wait until the call or the job's outcome is done, at most `timeout_s`."""
+    """Wait until the call has ended or the job has an outcome, for at most `timeout_s`."""
     await asyncio.wait({call, outcome}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _run(work: Coroutine[Any, Any, Any], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[Any]:
-    """Run the coroutine in a task, which is in `tasks` until it ends."""
+    """Run the coroutine in a task, and keep the task in `tasks` until it ends."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

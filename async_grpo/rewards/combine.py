@@ -1,4 +1,4 @@
-"""`Combination`: which adapters judge a sample, and how their rewards become one verdict."""
+"""`Combination`: chooses the adapters that score a sample, and combines their rewards into one verdict."""
 
 import asyncio
 import math
@@ -17,25 +17,32 @@ Ask = Callable[[str], Awaitable[AdapterResult]]
 
 @dataclass(frozen=True)
 class Combination:
-    """Rule by which the results of a sample become its verdict.
+    """Rule that combines the results of a sample into its verdict.
 
-    Modes: `best` takes the highest reward; `sum` and `mean` are weighted; `product` multiplies. `gate` calls one adapter
-    after the other, in the given order, as long as each reward reaches `threshold`, so that cheap rules can stand before
-    paid judges; the reward is that of the last adapter that was called.
+    The modes are:
 
-    If an adapter that was called failed or timed out, the combined reward is unknown: the verdict has that status (FAILED,
-    if there are both) and the sample is masked. `constants` can replace the reward that is missing. Adapters that abstained
-    are left out. The verdict abstains if all adapters did, or if the weights of the remaining adapters are all 0 in a
-    `sum`, or add up to 0 or less in a `mean`. A combined reward beyond `MAX_REWARD` is a failure.
+        best      the highest reward
+        sum       the weighted sum of the rewards
+        mean      the weighted mean of the rewards
+        product   the product of the rewards
+        gate      calls one adapter after the other, in the given order, as long as each reward reaches `threshold`. The
+                  last adapter that was called decides the reward. So cheap rules can come before paid judges.
+
+    If an adapter failed or timed out, the combined reward is unknown. The verdict then has the status of that adapter,
+    or FAILED if one failed and another timed out. `constants` can replace the missing reward.
+
+    Adapters that abstained are left out. The verdict is ABSTAINED if all adapters abstained, if the weights of the
+    other adapters are all 0 in a `sum`, or if these weights add up to 0 or less in a `mean`. A combined reward whose
+    absolute value exceeds `MAX_REWARD` makes the verdict FAILED.
 
     Args:
         adapters: Names of the adapters.
         mode: One of MODES.
-        weights: Weights by adapter, for `sum` and `mean`; adapters that are not named weigh 1.
+        weights: Weights by adapter, for `sum` and `mean`. The default weight is 1.
         threshold: Lowest reward that passes a gate.
-        column: Column of the row that names the adapters that judge this sample, as a comma separated list; None: all
-            adapters judge every sample.
-        constants: Rewards by adapter that replace the reward of an adapter that failed or timed out.
+        column: Column of the row that names the adapters that score this sample, as a comma separated list. If None,
+            all adapters score every sample.
+        constants: Constant by adapter, which replaces the reward if the adapter failed or timed out.
     """
 
     adapters: tuple[str, ...]
@@ -64,7 +71,7 @@ class Combination:
             raise ConfigurationError(f"a {kind} is given for {unknown}, but the adapters are {adapters}")
 
     def chosen(self, sample: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the adapters that judge this sample, each once.
+        """Return the names of the adapters that score this sample, without duplicates.
 
         Raises:
             ConfigurationError: The sample's column is missing or names an adapter that the run does not have.
@@ -81,7 +88,7 @@ class Combination:
         return names
 
     def verdict(self, results: Sequence[AdapterResult]) -> Verdict:
-        """Return the verdict of these results.
+        """Combine the results of a sample into its verdict.
 
         >>> ok = AdapterResult("mathd", RewardStatus.OK, 0.0)
         >>> best = Combination(("mathd", "sympy"))
@@ -115,13 +122,14 @@ class Combination:
         Args:
             sample: The sample.
             ask: Calls an adapter by name.
-            in_turn: Call one adapter after the other also without a gate, because none has to wait for its answer.
+            in_turn: Call one adapter after the other in every mode. Use this if all adapters
+                answer at once.
         """
         names = self.chosen(sample)
         if self.mode == "gate":
             return await self._pass_gates(names, ask)
         if len(names) == 1 or in_turn:
-            # Without tasks, which would only cost time
+            # Concurrent tasks would cost time and save none
             results = []
             for name in names:
                 results.append(await ask(name))
@@ -129,7 +137,7 @@ class Combination:
         return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
 
     async def _pass_gates(self, names: Sequence[str], ask: Ask) -> Verdict:
-        """Call one adapter after the other, until a reward is below the threshold; an adapter that abstains lets pass."""
+        """Call the adapters in order, until one fails or gives a reward below the threshold."""
         results: list[AdapterResult] = []
         for name in names:
             result = await ask(name)
@@ -142,9 +150,9 @@ class Combination:
         return self.verdict(results)
 
     def _combined(self, rewards: Mapping[str, float]) -> float | None:
-        """Return the combined reward by the mode; None if these adapters have no weight, which must not become a silent 0.
+        """Return the combined reward, or None if there are no rewards or their weights cannot be used.
 
-        The result is infinite or NaN if the numbers are too large; `math.fsum` would raise instead.
+        If the numbers are too large, the result is infinite or NaN. (`math.fsum` would raise an error.)
         """
         weights = [self.weights.get(name, 1.0) for name in rewards]
         values = list(rewards.values())

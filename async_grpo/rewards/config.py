@@ -1,4 +1,4 @@
-"""`RewardConfig`: the options of rewards, of their workers, and of what happens when a reward fails."""
+"""`RewardConfig`: options of the rewards and their workers, and the policies for rewards that fail."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
-# Rewards of the shipped registry file that call no server, so that the options of another run's folder may name them
+# Rewards of the shipped registry file that call no server. Options that are read from another run's folder may name
+# only these rewards.
 SHIPPED_REWARDS = (
     "math_verify",
     "mathd",
@@ -39,36 +40,41 @@ SHIPPED_REWARDS = (
     "environment",
     "environment_turns",
 )
-# Options of the shipped rewards that a folder may set. A number is the largest value of an option that is a limit: the
-# reward's default, so that a folder can only lower it. None means that the option changes the reward and nothing else.
-# A new option must be added here before a folder may set it; `allow_unsandboxed` must never be.
+# Options of the shipped rewards that another run's folder may set. A number is the largest value that the folder may
+# set. It is the reward's default, so that the folder can only lower this limit. None means that any value is safe,
+# because the option changes only the reward. Options that are not listed here are refused. Never list
+# `allow_unsandboxed`.
 FOLDER_REWARD_OPTIONS: dict[str, float | None] = {
     "all_or_nothing": None,
     "cache_tokens": None,
     "case": None,
-    "judge": None,  # the name of one of three shipped rewards
+    "judge": None,  # the name of a shipped reward
     "max_tokens": None,
     "memory_mb": 1024.0,
-    "pattern": None,  # a row may hold one as well: the search has a time limit
+    "pattern": None,  # any pattern is safe, because the search has a time limit
     "schedule": None,
-    "schema": None,  # a row may hold one as well: a reference into the network is not followed
+    "schema": None,  # any schema is safe, because references to the network are not followed
     "search": None,
     "strip": None,
     "test_seconds": 4.0,
     "total_seconds": 20.0,
     "weight": None,
 }
-VERIFIERS = 4  # default number of worker processes of each reward that needs processes
+VERIFIERS = 4  # default number of worker processes per reward
 _reward = partial(option, panel="Rewards")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(JudgeAddresses):
-    """The options of a run's rewards. Options of the form `name=value,...` take the names of rewards."""
+    """The options of a run's rewards.
+
+    Some options take a list of assignments, `NAME=VALUE,NAME=VALUE`, where each NAME is the name of a reward.
+    """
 
     reward_fns: str = _reward(
         "",
-        "Comma list of rewards: names of the registry file, or FILE.py:NAME. The default is what the workers name.",
+        "Comma list of rewards: names of the registry file, or FILE.py:NAME. The default is the reward environment if "
+        "--environment is set, and otherwise the rewards that the generation workers were started with.",
         everyday=True,
         portable=SHIPPED_REWARDS,
     )
@@ -77,26 +83,32 @@ class RewardConfig(JudgeAddresses):
     )
     reward_options: str = _reward(
         "",
-        "Keyword options of the rewards, each passed to every reward that has it, such as weight=0.2.",
+        "Keyword arguments of the rewards, such as weight=0.2. Each is passed to all rewards that have such a "
+        "parameter.",
         portable=FOLDER_REWARD_OPTIONS,
     )
     reward_env: str = _reward(
         "",
-        "Comma list of further environment variables for the processes of rewards, environments and agents, such as "
-        "MY_API_KEY.",
+        "Comma list of the names of additional environment variables to pass to the processes of rewards, "
+        "environments and agents, such as MY_API_KEY.",
     )
     verifiers_per_reward: int = _reward(
         VERIFIERS,
-        "Worker processes of each reward. Unless this is set, countdown and format run without processes.",
+        "Number of worker processes per reward. With the default, countdown, format and environment have none: the "
+        "process that manages the rewards computes them itself.",
         range=POSITIVE,
     )
     verifiers: str = _reward(
-        "", "Worker processes by reward, such as math_verify=8,code=16, instead of --verifiers-per-reward."
+        "",
+        "Number of worker processes of individual rewards, such as math_verify=8,code=16. For these rewards it "
+        "replaces --verifiers-per-reward.",
     )
-    evaluation_verifiers: int = _reward(2, "Worker processes of each reward for evaluations.", range=POSITIVE)
+    evaluation_verifiers: int = _reward(
+        2, "Number of worker processes per reward for evaluations.", range=POSITIVE
+    )
     reward_timeout_s: float = _reward(
         30.0,
-        "Seconds that scoring one sample may take before it counts as timed out.",
+        "Maximum time to score one sample, in seconds. A sample that takes longer counts as timed out.",
         range=POSITIVE,
         portable=True,
     )
@@ -106,38 +118,41 @@ class RewardConfig(JudgeAddresses):
 
     reward_combine: str = _reward(
         "best",
-        "How several rewards become one. gate asks one reward after the other.",
+        "How several rewards are combined into one. gate calls one reward after the other, as long as each reaches "
+        "--gate-threshold.",
         choices=MODES,
         portable=True,
     )
     gate_threshold: float = _reward(
-        0.5, "Lowest reward with which a gate asks the next reward.", portable=True
+        0.5, "Lowest reward at which a gate calls the next reward.", portable=True
     )
     reward_column: str | None = _reward(
         None,
-        "Column of the rows that names the rewards of a row. By default all rewards score every row.",
+        "Column of the data that names the rewards that score a row, as a comma list. By default all rewards score "
+        "every row.",
         portable=True,
     )
     reward_weights: str = _reward(
         "",
-        "Weights of the rewards in sum and mean, and in estimators that weigh rewards, such as judge=0.5. The "
-        "default is 1 each.",
+        "Weights of the rewards, such as judge=0.5, for --reward-combine sum and mean and for advantage estimators "
+        "that weight rewards. The default weight is 1.",
         portable=True,
     )
 
     on_reward_failure: str = _reward(
         "",
-        "What happens if a reward fails: mask (the default), group_mean, refill or constant:VALUE, by reward, such "
-        "as judge=constant:0.2,code=refill.",
+        "What happens to a sample when a reward fails, by reward, such as judge=constant:0.2,code=refill. The "
+        "policies are mask (the default), group_mean, refill and constant:VALUE.",
         portable=True,
     )
     reward_fallback: str = _reward(
-        "", "Reward that is asked when another one has failed, such as judge=rule."
+        "", "Reward to call when another one has failed: judge=rule calls rule when judge has failed."
     )
 
     reward_limits: str = _reward(
         "",
-        "Limits of a reward's calls over the whole cluster, such as judge.concurrency=8,judge.rpm=60,judge.tpm=90000.",
+        "Limits on the calls of a reward over the whole cluster, such as judge.concurrency=8,judge.rpm=60,"
+        "judge.tpm=90000. rpm is requests per minute, and tpm is tokens per minute.",
         portable=True,
     )
     verdict_cache: str | None = _reward(
@@ -145,27 +160,28 @@ class RewardConfig(JudgeAddresses):
     )
     verdict_cache_mb: float | None = _reward(
         None,
-        "Maximum size of the verdict cache in MiB; verdicts that were unused for longest are deleted first. By "
-        "default there is no limit.",
+        "Maximum size of the verdict cache, in MiB. The least recently used verdicts are deleted first. By default "
+        "there is no limit.",
         range=POSITIVE,
     )
     judge_budget: float | None = _reward(
         None,
-        "Maximum cost of paid judges, in their currency. By default there is no limit.",
+        "Maximum total cost of paid judges, in the currency of their prices. By default there is no limit.",
         range=NOT_NEGATIVE,
         portable=True,
     )
     judge_budget_policy: str = _reward(
         "pause",
-        "What happens when --judge-budget is spent: pause the run, or ask the fallback of --reward-fallback.",
+        "What happens when --judge-budget is spent: pause the judges until the limit is raised, or call the reward "
+        "of --reward-fallback instead.",
         choices=("pause", "fallback"),
         portable=True,
     )
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for values that can never work, whatever the rewards are."""
+        """Raise ConfigurationError for values that cannot work with any rewards."""
         super().__post_init__()
-        # Reading the properties raises for text that is no assignment
+        # These properties raise ConfigurationError if their text cannot be read
         _ = self.weights_by_name
         _ = self.limits
         for name, fallback in self.fallbacks.items():
@@ -182,24 +198,24 @@ class RewardConfig(JudgeAddresses):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Return the names of the run's rewards in metrics, weights and results."""
+        """Return the names of the run's rewards, as metrics, weights and results use them."""
         return tuple(display_name(name) for name in parse_names(self.reward_fns))
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Return the names of the rewards and of their fallbacks, with their files."""
+        """Return the names of the rewards and of their fallbacks, including the file in FILE.py:NAME."""
         return tuple(dict.fromkeys([*parse_names(self.reward_fns), *self.fallbacks.values()]))
 
     @property
     def combination(self) -> Combination:
-        """Return the rule by which the rewards of a sample are combined.
+        """Return the rule that combines the rewards of a sample.
 
         Raises:
             ConfigurationError: A weight or constant does not fit these rewards.
         """
         weights = {}
         if self.reward_combine in ("sum", "mean"):
-            # Estimators may weigh further rewards, such as a length penalty
+            # Some weights are for advantage estimators only, which may weight other rewards, such as a length penalty
             weights = {name: weight for name, weight in self.weights_by_name.items() if name in self.adapters}
         return Combination(
             self.adapters,
@@ -212,34 +228,34 @@ class RewardConfig(JudgeAddresses):
 
     @property
     def options_by_name(self) -> dict[str, Any]:
-        """Return the rewards' keyword options by name."""
+        """Return the keyword arguments in `--reward-options`, by name."""
         return parse_assignments(self.reward_options, "reward-options")
 
     def reward_environment(self) -> dict[str, str]:
-        """Return the variables of `--reward-env` with their values in this process."""
+        """Return the environment variables that `--reward-env` names, with their values in this process."""
         return named_environment(parse_names(self.reward_env))
 
     @property
     def verifiers_by_name(self) -> dict[str, float]:
-        """Return the numbers of `--verifiers` by reward."""
+        """Return the numbers of worker processes in `--verifiers`, by reward."""
         return parse_numbers(self.verifiers, "verifiers")
 
     def num_verifiers(self, adapter: str) -> int:
-        """Return the number of worker processes of a reward that needs processes."""
+        """Return the number of worker processes of a reward that runs in processes."""
         return int(self.verifiers_by_name.get(adapter, self.verifiers_per_reward))
 
     def has_verifiers(self, adapter: str) -> bool:
-        """Return whether the run asks for processes even if the reward needs none (see `inline`)."""
+        """Return whether the options ask for worker processes for a reward that can run without them (see `inline`)."""
         return adapter in self.verifiers_by_name or self.verifiers_per_reward != VERIFIERS
 
     @property
     def weights_by_name(self) -> dict[str, float]:
-        """Return the numbers of `--reward-weights` by reward."""
+        """Return the weights in `--reward-weights`, by reward."""
         return parse_numbers(self.reward_weights, "reward-weights")
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Return the limits of `--reward-limits` by reward."""
+        """Return the limits in `--reward-limits`, by reward."""
         fields_by_name: dict[str, dict[str, Any]] = {}
         for key, value in parse_numbers(self.reward_limits, "reward-limits").items():
             name, _, unit = key.rpartition(".")
@@ -251,18 +267,18 @@ class RewardConfig(JudgeAddresses):
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Return the fallback of each reward that has one."""
+        """Return the fallback of each reward in `--reward-fallback`."""
         return parse_assignments(self.reward_fallback, "reward-fallback")
 
     @property
     def failure_policies(self) -> dict[str, str]:
-        """Return the policy by reward: mask, group_mean, refill or constant:VALUE."""
+        """Return the policies in `--on-reward-failure` (mask, group_mean, refill or constant:VALUE), by reward."""
         policies = parse_assignments(self.on_reward_failure, "on-reward-failure")
         return {name: str(policy) for name, policy in policies.items()}
 
     @property
     def failure_constants(self) -> dict[str, float]:
-        """Return the constant that replaces a failed reward, by the reward's name."""
+        """Return the constants that replace failed rewards (policy `constant:VALUE`), by reward."""
         constants: dict[str, float] = {}
         for name, policy in self.failure_policies.items():
             if policy.startswith("constant:"):

@@ -1,7 +1,7 @@
-"""Shipped rewards that need no process: they cannot hang, so the queue computes them in its own process.
+"""Shipped rewards that need no worker process. They cannot hang, so the process of the queue computes them itself.
 
-A function in `BOUNDED` reads each character a bounded number of times, computes with numbers of bounded length, keeps no
-state and reads no file. Every other function runs in a process, whatever its name and its decorators.
+Each function in `BOUNDED` reads every character a bounded number of times, computes with numbers of bounded length,
+keeps no state and reads no file. All other functions run in worker processes.
 """
 
 import time
@@ -17,7 +17,7 @@ BOUNDED = (countdown.score, text.format, environment.environment)
 
 
 class InlineReward:
-    """A `VerifierWorker` whose `score` never waits. It reads answers as a reward's process does."""
+    """A `VerifierWorker` that computes the reward in this process, without waiting for anything."""
 
     capacity = 1
 
@@ -26,10 +26,10 @@ class InlineReward:
         self._reward = Reward(adapter, options)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Return the result; FAILED for any exception of the reward. `timeout_s` is not needed."""
+        """Return the result, which is FAILED if the reward raises any exception. `timeout_s` is ignored."""
         started_at = time.monotonic()
         ((answer,),) = await self._reward.replies([{"sample": sample}])
         return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started_at)
 
     async def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, because this worker holds no resources."""

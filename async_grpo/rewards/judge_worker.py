@@ -1,4 +1,4 @@
-"""Workers that wait for permits of the run's rate limiter: remote judges, and any other worker under limits."""
+"""Workers that need a permit of the run's rate limiter for each call: remote judges, and rewards with limits."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,19 @@ from async_grpo.types import AdapterResult, RewardStatus
 class JudgeWorker:
     """A worker that calls a remote judge. It has no process, because it only waits for the network.
 
-    It scores up to `capacity` samples at once; the judge's limits decide how many requests are really in flight.
+    It scores up to `capacity` samples at once. The judge's limits may allow fewer requests in flight.
 
     Args:
         name: The judge's name.
         judge: The judge (see `judges`).
-        endpoint: The judge's endpoint, with the run's limits if there are any.
-        rate_limiter: Gives the permits.
-        phase: "train" or "eval" (see `LimitedWorker`).
-        idle_sleep: Wakes the judge's servers, if they sleep between calls; shared by all workers of these servers.
+        endpoint: The judge's endpoint, including the run's limits on its calls.
+        rate_limiter: Grants a permit for each request.
+        phase: "train" or "eval". Both phases share the limits fairly.
+        idle_sleep: Wakes the judge's servers if they sleep between calls. All workers of these servers share it.
     """
 
-    max_queue_s = (
-        QUEUE_S  # wait for permits, for the end of a server's `Retry-After`, for a server that wakes up
-    )
+    # Longest wait of a call for permits, for the end of a server's `Retry-After`, and for a server to wake up
+    max_queue_s = QUEUE_S
 
     def __init__(
         self,
@@ -47,18 +46,18 @@ class JudgeWorker:
         self._judge = judge
         self._phase = phase
         self._idle_sleep = idle_sleep
-        self._last_counts: dict[str, int] = {}  # of the last `take_stats`
+        self._last_counts: dict[str, int] = {}  # totals at the last `take_stats`
         self._client = EndpointClient(name, endpoint, rate_limiter)
         self.close = self._client.close
-        # More samples would only wait inside this worker, where no statistics show the queue
+        # With a larger capacity, samples would wait inside this worker, where the statistics of the queue miss them
         num_permits = endpoint.limits.concurrency or JUDGE_CAPACITY
         if phase == "eval":
-            # Calls that hang in an evaluation must leave permits to the training
+            # Calls of an evaluation that hang must not use up the permits that training needs
             num_permits = max(1, num_permits // 2)
         self.capacity = min(JUDGE_CAPACITY, num_permits)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Return the judge's result; FAILED with the reason, whatever the judge or the network does wrong."""
+        """Return the judge's result. If the judge or network fails, it is FAILED or TIMED_OUT, with the reason."""
         started_at = time.monotonic()
         deadline = Deadline(timeout_s, QUEUE_S)
         awake = self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext()
@@ -71,16 +70,17 @@ class JudgeWorker:
         except JudgeError as error:
             status = RewardStatus.TIMED_OUT if isinstance(error, JudgeTimeout) else RewardStatus.FAILED
             answer = failure(str(error), status.value)
-            answer["extra"] = getattr(error, "spent", {})  # a call that failed may have cost something
-        except Exception as error:  # a judge may be a user's class; its errors must not end the run
+            answer["extra"] = getattr(error, "spent", {})  # a failed call may have cost money
+        except Exception as error:  # a judge may be a user's class, and its errors must not end the run
             answer = failure(describe(error))
         latency_s = time.monotonic() - started_at
         return AdapterResult(self._name, **fields_of(answer), latency_s=latency_s, queue_s=deadline.queue_s)
 
     def take_stats(self) -> dict[str, int]:
-        """Return counts since the last call, and in `breakers_open` the number of replicas that are out of service now.
+        """Return counts since the last call of this method.
 
-        The counts are requests, retries, hedges, time-outs and how often a replica went out of service.
+        They are the numbers of requests, retries, hedged requests, time-outs, and times that a replica went out of
+        service. `breakers_open` is the number of replicas that are out of service now.
         """
         stats = self._client.stats()
         counts = {
@@ -96,9 +96,9 @@ class JudgeWorker:
 
 
 class LimitedWorker:
-    """A worker whose `score` takes a permit first. The wait for the permit does not count against the sample's time-out.
+    """A worker that waits for a permit before each call. The wait does not count against the sample's time-out.
 
-    Workers of the same key share the limits, and their phases ("train" and "eval") share them fairly.
+    All workers with the same `key` share the limits. The phases ("train" and "eval") share them fairly.
     """
 
     max_queue_s = QUEUE_S
@@ -117,7 +117,7 @@ class LimitedWorker:
         self.post_process = getattr(worker, "post_process", None)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Return the worker's result; TIMED_OUT if no permit comes."""
+        """Return the worker's result, which is TIMED_OUT if no permit is granted within `max_queue_s`."""
         started_at = time.monotonic()
         try:
             async with asyncio.timeout(self.max_queue_s):

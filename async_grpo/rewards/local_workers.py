@@ -1,4 +1,4 @@
-"""The workers of a pool without a run, on this machine alone."""
+"""`LocalWorkers`: makes workers on this machine, for a pool outside of a run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from async_grpo.rewards.verifier_worker import VerifierWorker
 
 
 class LocalWorkers:
-    """Makes the workers of a VerifierPool (`make`): processes for rewards, and clients in this process for judges.
+    """Makes the workers of a VerifierPool: processes for rewards, and clients in this process for judges.
 
     See `VerifierPool.from_registry` for the arguments and errors.
     """
@@ -39,7 +39,7 @@ class LocalWorkers:
             # `resolve` refuses an empty list of names
             check_options(resolve(self.source, full_names), options or {})
         self.adapters = tuple(display_name(name) for name in full_names)
-        self.judges: set[str] = set()  # names of the judges that `make` has made a worker of
+        self.judges: set[str] = set()  # names of the judges for which `make` has made a worker
         self._options = options
         self._environment = named_environment(parse_names(reward_env))
         self._rate_limiter = Limiter()
@@ -47,7 +47,7 @@ class LocalWorkers:
 
     async def make(self, adapter: str) -> VerifierWorker:
         """Make and start a worker of the adapter."""
-        # A process imports the registry file first: whatever the file does, it cannot harm this process
+        # A separate process imports the registry file first, so that a file that crashes or hangs cannot harm this one
         process = AdapterProcess(self.source, adapter, self._options, environment=self._environment)
         if not (await process.start()).traits.is_judge:
             return process

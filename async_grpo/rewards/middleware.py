@@ -1,8 +1,8 @@
-"""`CallMiddleware`: looks into the verdict cache and asks the budget before every call of a reward.
+"""`CallMiddleware`: checks the verdict cache and the judge budget before every call of a reward.
 
-(The workers keep the rate limits.) A call starts only if three amounts together fit the budget's limit: the money spent so
-far, the estimates of the calls in flight, and the estimate of this call. So spending exceeds the limit by no more than what
-these calls cost beyond their estimates.
+A call starts only if the sum of three amounts is within the budget's limit: the money spent so far, the estimated costs
+of the calls in flight, and the estimated cost of this call. So spending can exceed the limit only by the amount by
+which these calls cost more than estimated. Rate limits are not enforced here but by the workers.
 """
 
 import asyncio
@@ -24,53 +24,51 @@ from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN
 from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
-PRICE = "price_per_million_tokens"  # attribute of a judge: (prompt, completion), or one price for both
-CALL_FIELDS = (
-    "attempts",
-    "latency_s",
-    "queue_s",
-)  # fields of a result that concern one call and are not cached
-POLL_INTERVAL_S = 2.0  # how often a waiting call looks for a higher limit
-ROUNDING = 1e-9  # tolerance as a share of the limit, because sums of fractions are not exact
-_LINE_BEGIN = b'{"judge": '  # beginning of every line of a record
+PRICE = "price_per_million_tokens"  # attribute of a judge: (prompt price, completion price), or one price for both
+# Fields of a result that describe one call. The cache does not keep them.
+CALL_FIELDS = ("attempts", "latency_s", "queue_s")
+POLL_INTERVAL_S = 2.0  # time after which a waiting call checks again for a higher limit
+ROUNDING = 1e-9  # tolerance as a fraction of the limit, because sums of floating-point costs are not exact
+_LINE_BEGIN = b'{"judge": '  # beginning of every line in the file that records the spending
 log = logging.getLogger(__name__)
 
 Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
 
 
 class BudgetExhausted(AsyncGrpoError, RuntimeError):
-    """The call may cost more than is left of the budget."""
+    """The estimated cost of a call exceeds the rest of the budget."""
 
 
 class Budget:
     """Limits the money that a run spends on judges. It is plain asyncio: use it from one event loop.
 
-    Costs are in units of the judges' currency; a cost that is negative or not finite raises ValueError.
+    Costs are in the currency of the judges' prices. A cost that is negative or not finite raises ValueError.
 
     Args:
-        limit: Limit over all judges; None only counts.
-        policy: What happens to a call that the rest of the limit cannot pay. With `pause` it waits until the limit is
-            raised, and so do all calls behind it; with `fallback` it raises BudgetExhausted. A call that would fit once
-            the calls in flight are settled waits under both policies.
-        path: File that records the spending, for a run that is resumed; made if missing. A number in the file of the same
-            name with the ending `.limit` raises the limit. That file is read at the start, and before a pause or a refusal.
+        limit: Limit of the total cost of all judges. None means no limit: costs are only counted.
+        policy: What happens to a call that costs more than the rest of the limit. With `pause`, this call and all later
+            calls wait until the limit is raised. With `fallback`, it raises BudgetExhausted. With both policies, a call
+            waits if only the estimates of the calls in flight stand in its way.
+        path: File that records the spending, so that a resumed run knows it. It is made if it is missing. To raise the
+            limit, write a number to the file with the same name but the suffix `.limit`. That file is read at the
+            start, and before a call is paused or refused.
 
     Raises:
-        ConfigurationError: The file is no record of spending, or cannot be written.
+        ConfigurationError: The file at `path` is not a record of spending, or cannot be written.
     """
 
     def __init__(self, limit: float | None, *, policy: str = "pause", path: str | Path | None = None) -> None:
         self._policy = policy
         self._limit = math.inf if limit is None else limit
-        self._spent: defaultdict[str, float] = defaultdict(float)  # by judge
-        self._calls: Counter[str] = Counter()  # by judge
-        self._reserved = 0.0  # sum of the estimates of the calls in flight
+        self._spent: defaultdict[str, float] = defaultdict(float)  # money spent, by judge
+        self._calls: Counter[str] = Counter()  # number of calls, by judge
+        self._reserved = 0.0  # sum of the estimated costs of the calls in flight
         self._num_waiting = 0
         self._num_refused = 0
         self._is_paused = False
         self._is_record_broken = False
-        self._turn = asyncio.Lock()  # held by the first call in line
-        self._changed = asyncio.Event()  # set when a call was settled or the limit changed
+        self._turn = asyncio.Lock()  # held by the first of the waiting calls
+        self._changed = asyncio.Event()  # set when a call has ended or the limit has changed
         self._path = Path(path) if path else None
         if self._path:
             self._read_record(self._path)
@@ -78,19 +76,19 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Return the money spent so far, over all judges."""
+        """Return the money spent so far on all judges."""
         return math.fsum(self._spent.values())
 
     async def reserve(self, judge: str, estimated_cost: float) -> None:
-        """Wait until a call may start, first come, first served, and reserve its estimated cost.
+        """Wait until a call may start, and reserve its estimated cost. Calls start in the order in which they come.
 
         Raises:
-            BudgetExhausted: The rest of the limit cannot pay the call, and the policy is `fallback`.
+            BudgetExhausted: The call costs more than the rest of the limit, and the policy is `fallback`.
         """
         cost = _checked(estimated_cost)
         self._num_waiting += 1
         try:
-            # In line, because a stream of small calls could starve a large one
+            # One call at a time: otherwise small calls could always overtake a large one
             async with self._turn:
                 await self._until_it_fits(judge, cost)
                 self._reserved += cost
@@ -98,7 +96,7 @@ class Budget:
             self._num_waiting -= 1
 
     def settle(self, judge: str, estimated_cost: float, real_cost: float) -> None:
-        """Replace the reserved cost of a call that has ended, even by a failure, by its real cost."""
+        """Replace the reserved cost of a call by its real cost. Call this when a call has ended, even if it failed."""
         cost = _checked(real_cost)
         self._reserved -= estimated_cost
         self._spent[judge] += cost
@@ -107,12 +105,12 @@ class Budget:
         self._changed.set()
 
     def set_limit(self, limit: float | None) -> None:
-        """Change the limit (None removes it). Waiting calls go on as far as it reaches."""
+        """Change the limit, or remove it (None). Waiting calls that the new limit can pay for start."""
         self._limit = math.inf if limit is None else limit
         self._changed.set()
 
     def stats(self) -> dict[str, Any]:
-        """Return the money spent and reserved, and the numbers of calls that wait or were refused."""
+        """Return the money spent and reserved, the limit, and the numbers of calls that are waiting or were refused."""
         return {
             "spent": self.spent,
             "reserved": max(self._reserved, 0.0),
@@ -126,13 +124,13 @@ class Budget:
 
     @property
     def _rest(self) -> float:
-        """Return the money that is left, including that which is reserved."""
+        """Return the money that is not spent yet, including the reserved money."""
         return self._limit * (1 + ROUNDING) - self.spent
 
     def _read_raised_limit(self, record_path: Path) -> None:
-        """Raise the limit if the file beside the record holds a higher one."""
+        """Raise the limit if the `.limit` file in the folder of the record holds a higher number."""
         path = record_path.with_suffix(".limit")
-        # A file that is missing or holds no number leaves the limit as it is
+        # If the file is missing or holds no number, the limit does not change
         with suppress(OSError, ValueError):
             limit = _checked(float(path.read_text(errors="replace")))
             if limit > self._limit:
@@ -140,7 +138,7 @@ class Budget:
                 self.set_limit(limit)
 
     async def _until_it_fits(self, judge: str, cost: float) -> None:
-        """Wait until the limit can pay the cost beside the calls in flight."""
+        """Wait until the limit can pay for this cost in addition to the calls in flight."""
         try:
             while True:
                 if cost > self._rest and self._path is not None:
@@ -149,7 +147,7 @@ class Budget:
                     return
                 self._changed.clear()
                 if cost > self._rest:
-                    # It will not fit either when the calls in flight turn out to be free
+                    # Waiting for the calls in flight would not help, even if they cost nothing
                     self._refuse_or_pause(judge, cost)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), POLL_INTERVAL_S)
@@ -159,7 +157,7 @@ class Budget:
                 log.warning("the judges go on (%g is spent)", self.spent)
 
     def _refuse_or_pause(self, judge: str, cost: float) -> None:
-        """Raise BudgetExhausted, or note the pause, by the policy."""
+        """Raise BudgetExhausted (policy `fallback`), or log that the judges are paused (policy `pause`)."""
         path = self._path and self._path.with_suffix(".limit")
         remedy = f"write a number to {path}" if path else "see Budget.set_limit"
         spending = f"{self.spent:g} of {self._limit:g} is spent"
@@ -174,18 +172,18 @@ class Budget:
             log.warning("the judges are paused until the limit is raised: %s", reason)
 
     def _record(self, judge: str, cost: float) -> None:
-        """Write one line per call, so that a killed run loses at most the calls that it had in flight."""
+        """Append a line to the record. A run that is killed loses at most the costs of the calls in flight."""
         if self._path is None or self._is_record_broken:
             return
         try:
             with self._path.open("ab") as file:
                 file.write(json.dumps({"judge": judge, "cost": cost}).encode() + b"\n")
-        except OSError as error:  # a full disk is no reason to stop
+        except OSError as error:  # do not stop the run, for example because a disk is full
             log.error("%s cannot be written, so a resumed run will not know of it: %s", self._path, error)
             self._is_record_broken = True
 
     def _read_record(self, path: Path) -> None:
-        """Read the record, or make it if it is missing. Half a line at its end, left by a killed run, is cut off."""
+        """Read the record, or make it if it is missing. Remove an incomplete last line, which a killed run leaves."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a+b") as file:
@@ -210,10 +208,10 @@ class CallMiddleware:
     """The `middleware` of a run's VerifierPool. A call that the cache answers costs nothing and needs no budget.
 
     Args:
-        versions: Versions of the adapters whose answers the cache keeps; answers of another version are not used.
-        cache: The verdict cache; None: no answer is kept.
-        budget: The budget of paid judges; None: there is no limit.
-        estimates: Functions by name of a paid judge that return the highest cost of a call for a sample.
+        versions: Current version of each adapter whose answers the cache keeps. Answers of other versions are not used.
+        cache: The verdict cache, or None to keep no answers.
+        budget: The budget of paid judges, or None for no limit.
+        estimates: By name of a paid judge, a function that returns the highest cost of a call for a sample.
     """
 
     def __init__(
@@ -230,11 +228,12 @@ class CallMiddleware:
         self._estimates = dict(estimates or {})
 
     async def __call__(self, name: str, sample: dict[str, Any], phase: str, score: Score) -> AdapterResult:
-        """Return the kept result of the adapter for the sample, or call `score` if the budget can pay for it."""
+        """Return the adapter's result for the sample from the cache, or call `score` if the budget can pay for it."""
         if self._cache is None or name not in self._versions:
             return await self._pay_and_score(name, sample, score)
 
-        result: AdapterResult | None = None  # of a call that is made for this sample
+        # Stays None if the answer comes from the cache or from a concurrent call
+        result: AdapterResult | None = None
 
         async def call() -> dict[str, Any]:
             nonlocal result
@@ -250,7 +249,7 @@ class CallMiddleware:
         return AdapterResult(name, **fields_of(answer), attempts=0, latency_s=latency_s)
 
     async def _pay_and_score(self, name: str, sample: dict[str, Any], score: Score) -> AdapterResult:
-        """Return the result of a call; FAILED if the budget cannot pay for it."""
+        """Call `score` and return its result, or a FAILED result if the budget cannot pay for the call."""
         if self._budget is None or name not in self._estimates:
             return await score(sample)
         try:
@@ -258,10 +257,10 @@ class CallMiddleware:
             await self._budget.reserve(name, estimate)
         except (
             Exception
-        ) as error:  # a user's judge may raise anything; a sample may lack a column of its template
+        ) as error:  # a user's judge may raise anything, for example if the sample lacks a column
             reason = str(error) if isinstance(error, BudgetExhausted) else describe(error)
             return AdapterResult(name, RewardStatus.FAILED, reason=reason, attempts=0)
-        # A call that is cancelled, or whose server reports no usage, may have cost the whole estimate
+        # If the call is cancelled, or the server does not report its usage, the whole estimate counts as spent
         cost = estimate
         try:
             result = await score(sample)
@@ -271,7 +270,7 @@ class CallMiddleware:
         return result
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of the cache and of the budget, as far as the run has them."""
+        """Return the statistics of the cache and of the budget, if the run has them."""
         stats: dict[str, Any] = {}
         if self._cache is not None:
             stats |= {f"verdict_cache_{name}": value for name, value in self._cache.counts.items()}
@@ -281,7 +280,7 @@ class CallMiddleware:
 
 
 def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
-    """Return the highest cost of the judge for a sample, in its currency: every reply is as long as it may be."""
+    """Return the highest possible cost of judging a sample, with replies of maximum length, in the judge's currency."""
     price = getattr(judge, PRICE)
     if hasattr(judge, "token_estimate"):
         prompt_tokens, completion_tokens = judge.token_estimate(sample)
@@ -293,12 +292,12 @@ def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
 
 
 def _is_half_a_line(line: bytes) -> bool:
-    """Return whether this is the beginning of a record's line, without its end."""
+    """Return whether this is an incomplete line of the record, without its end."""
     return not line.endswith(b"\n") and line.startswith(_LINE_BEGIN[: len(line)])
 
 
 def _checked(cost: float) -> float:
-    """Return the cost; raise ValueError if it is negative or not finite."""
+    """Return the cost, or raise ValueError if it is negative or not finite."""
     if not (math.isfinite(cost) and cost >= 0):
         raise ValueError(f"a cost must be finite and not negative, not {cost}")
     return cost

@@ -1,4 +1,4 @@
-"""`VerifierPool`: every adapter scores every sample, each with its own queue and workers, and nothing is lost."""
+"""`VerifierPool`: scores samples with several adapters, each of which has its own queue and workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,22 +27,22 @@ Middleware = Callable[[str, dict[str, Any], str, Score], Awaitable[AdapterResult
 class VerifierPool:
     """Scores samples with its adapters. It is plain asyncio: use it from one event loop.
 
-    Training and evaluation have separate queues and workers, so that neither waits behind the other. The workers of the
-    evaluation are made when its first sample comes.
+    Training and evaluation have separate queues and workers, so that neither waits for the other. The workers for
+    evaluation are made when the first evaluation sample arrives.
 
     Args:
         adapters: Names of the adapters, as `make_worker` understands them.
         make_worker: Makes and starts a worker of one adapter, here or on another machine.
-        workers: Number of workers per adapter, for all adapters alike or by name; adapters that are not named get 1.
-        evaluation_workers: Number of workers per adapter for the evaluation.
-        make_evaluator: Makes the workers of the evaluation, if they differ from those of the training.
-        combination: Rule by which the results of a sample become its verdict; default: the best reward.
-        fallbacks: Fallback adapter by adapter. The fallback scores the samples that the adapter failed on or timed out on.
-        middleware: Wraps every call of an adapter, for a cache or a budget. It receives the adapter's name, the sample, the
-            phase ("train" or "eval") and the function that makes the call.
-        timeout_s: Seconds that the scoring of one sample may take, once a worker has begun it. The time in the queue is
-            measured separately.
-        more_timeouts: Further fields of `verifier_worker.Timeouts`.
+        workers: Number of workers per adapter: one number for all adapters, or numbers by name. The default is 1.
+        evaluation_workers: Number of workers per adapter for evaluation.
+        make_evaluator: Makes the workers for evaluation. The default is `make_worker`.
+        combination: Rule that combines the results of a sample into its verdict. The default is the best reward.
+        fallbacks: Name of the fallback adapter, by adapter. The fallback scores the samples on which the adapter failed
+            or timed out.
+        middleware: Wraps every call of an adapter, for a cache or a budget. It receives the adapter's name, the sample,
+            the phase ("train" or "eval") and the function that makes the call.
+        timeout_s: Maximum time for a worker to score one sample, in seconds. The time in the queue does not count.
+        more_timeouts: Other fields of `verifier_worker.Timeouts`.
 
     Raises:
         ConfigurationError: There is no adapter, an adapter is named twice, or a number of workers is impossible.
@@ -80,7 +80,7 @@ class VerifierPool:
             TRAINING: make_queues(make_worker, workers),
             EVALUATION: make_queues(make_evaluator or make_worker, evaluation_workers),
         }
-        self._start_tasks: dict[str, asyncio.Task[None]] = {}  # the last start of each phase
+        self._start_tasks: dict[str, asyncio.Task[None]] = {}  # by phase, the task that starts its queues
 
     @classmethod
     def from_registry(
@@ -93,19 +93,20 @@ class VerifierPool:
         judge_addresses: JudgeAddresses | None = None,
         **settings: Any,
     ) -> Self:
-        """Make a pool of this machine alone, without a trainer, a run or Ray.
+        """Make a pool that uses only this machine, without a trainer, a run or Ray.
 
         Args:
             adapters: Rewards and judges of the registry file, or FILE.py:NAME.
-            registry: The registry file; default: `reward_registry.py` of the working folder, or else the shipped one.
-            reward_options: Keyword options; a reward receives those that it names.
-            reward_env: Environment variables of this process that the rewards' processes get as well.
-            judge_addresses: Addresses of the judges whose entry names no `url`.
-            settings: Further arguments of this class.
+            registry: The registry file. The default is `reward_registry.py` in the working folder if it exists, and the
+                shipped registry file otherwise.
+            reward_options: Keyword arguments. Each is passed to all rewards that have such a parameter.
+            reward_env: Names of environment variables to pass to the rewards' processes.
+            judge_addresses: Addresses of the judges whose registry entry has no `url`.
+            settings: Other arguments of this class.
 
         Raises:
-            ConfigurationError: A file, a reward's name, an option or a variable cannot be used. Some of these are found
-                only by `start`, which then raises the error.
+            ConfigurationError: A file, a reward's name, an option or a variable cannot be used. `start` raises the
+                errors that only a worker can find.
         """
         workers = LocalWorkers(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)
@@ -116,7 +117,7 @@ class VerifierPool:
         return self._combination.adapters
 
     def as_trl_reward(self) -> TRLReward:
-        """Return this pool as a reward function for TRL's trainers (see `TRLReward`)."""
+        """Return a reward function for TRL's trainers that uses this pool (see `TRLReward`)."""
         return TRLReward(self)
 
     async def __aenter__(self) -> Self:
@@ -127,10 +128,10 @@ class VerifierPool:
         await self.close()
 
     async def start(self) -> None:
-        """Make all workers of the training.
+        """Make all workers for training.
 
         Raises:
-            Exception: A worker cannot be made; the error is that of the last attempt. No worker is left running.
+            Exception: A worker cannot be made. The error is that of the last attempt. All other workers are closed.
         """
         try:
             await self._ensure_started(TRAINING)
@@ -141,7 +142,7 @@ class VerifierPool:
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         """Return the combined verdict of a sample.
 
-        An adapter's failure is part of the verdict and is never raised. The call may be cancelled.
+        If an adapter fails, the verdict says so, and no exception is raised. The call may be cancelled.
         """
         if evaluation:
             await self._ensure_started(EVALUATION)
@@ -152,15 +153,15 @@ class VerifierPool:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """Return the verdicts of a group, after each adapter with a group hook has seen all its results.
+        """Apply the group hooks of the adapters to the results of a group, and return the new verdicts.
 
         Args:
             samples: All samples of one group.
             verdicts: The verdict of each sample.
-            evaluation: The group belongs to an evaluation.
+            evaluation: Whether the group belongs to an evaluation.
         """
         if evaluation:
-            # The verdicts may come from an earlier pool, so that this one has not started its evaluation yet
+            # The verdicts may come from an earlier pool. Then this pool has not made its workers for evaluation yet
             await self._ensure_started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
         results_by_member = [{result.adapter: result for result in verdict.results} for verdict in verdicts]
@@ -170,20 +171,23 @@ class VerifierPool:
         return [self._combination.verdict(tuple(results.values())) for results in results_by_member]
 
     async def close(self) -> None:
-        """Cancel running calls, fail waiting samples and close every worker. This takes a few `grace_s` at most."""
+        """Cancel running calls, fail waiting samples and close all workers.
+
+        This takes at most a few times `Timeouts.grace_s`.
+        """
         queues = [*self._queues[TRAINING].values(), *self._queues[EVALUATION].values()]
         await asyncio.gather(*(queue.close() for queue in queues))
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return by adapter the counts and seconds since the last `take_stats`, and the queue and workers of now."""
+        """Return by adapter the counts and times since the last `take_stats`, and the waiting jobs and workers now."""
         return {name: queue.counts() for name, queue in self._titled_queues()}
 
     def take_stats(self) -> dict[str, dict[str, Any]]:
-        """Return `stats` and reset the counts, for one line per step. Judges add the counts of their requests."""
+        """Return `stats` and the counts of the judges' requests, and reset all counts. Call this once per step."""
         return {name: queue.take_counts() for name, queue in self._titled_queues()}
 
     def _titled_queues(self) -> list[tuple[str, AdapterQueue]]:
-        """Return the queues with their titles; those of the evaluation only once it has begun."""
+        """Return the queues with their titles. The queues for evaluation are included once an evaluation has begun."""
         titled = list(self._queues[TRAINING].items())
         if EVALUATION in self._start_tasks:
             for name, queue in self._queues[EVALUATION].items():
@@ -191,7 +195,7 @@ class VerifierPool:
         return titled
 
     async def _ensure_started(self, phase: str) -> None:
-        """Start the queues of a phase once for all concurrent callers; after a failure the next caller tries again."""
+        """Start the queues of a phase, once for all callers. If that has failed, the next caller tries again."""
         task = self._start_tasks.get(phase)
         if task is None or _has_failed(task):
             task = asyncio.create_task(self._start_queues(phase))
@@ -200,7 +204,7 @@ class VerifierPool:
 
     async def _start_queues(self, phase: str) -> None:
         starts = [queue.start() for queue in self._queues[phase].values()]
-        # Every start ends before the first error is raised, so that `close` finds all workers
+        # Wait for all starts before raising the first error, so that `close` finds all workers
         for error in await asyncio.gather(*starts, return_exceptions=True):
             if error is not None:
                 raise error
@@ -208,7 +212,7 @@ class VerifierPool:
     async def _score(
         self, sample: dict[str, Any], phase: str, name: str, *, is_fallback: bool = False
     ) -> AdapterResult:
-        """Return the adapter's result, or the result of its fallback if the adapter failed."""
+        """Return the adapter's result, or the result of its fallback if the adapter failed or timed out."""
         score = self._queues[phase][name].score
         call = score(sample) if self._middleware is None else self._middleware(name, sample, phase, score)
         with waiting("reward", f"prompt {sample.get('group_id')}", name):
@@ -216,7 +220,7 @@ class VerifierPool:
         if is_fallback or name not in self._fallbacks or not result.status.is_lost:
             return result
         fallback_result = await self._score(sample, phase, self._fallbacks[name], is_fallback=True)
-        # The result carries the name of the adapter that failed; otherwise weights and constants would not find it
+        # The result gets the name of the adapter that failed, because weights and constants are looked up by that name
         return fallback_result.standing_in_for(result)
 
 
@@ -226,7 +230,10 @@ async def _apply_hook(
     samples: Sequence[dict[str, Any]],
     results_by_member: Sequence[dict[str, AdapterResult]],
 ) -> None:
-    """Replace the adapter's results of a group by what its hook makes of them; the hook sees only members with a result."""
+    """Replace the adapter's results in a group with those that its group hook returns.
+
+    Members without a result of this adapter are not passed to the hook.
+    """
     members = [member for member, results in enumerate(results_by_member) if adapter in results]
     if not members:
         return

@@ -1,4 +1,4 @@
-"""`TRLReward`: a pool without a run, as a reward function for TRL's trainers."""
+"""`TRLReward`: uses a pool outside of a run as a reward function for TRL's trainers."""
 
 import asyncio
 from collections import defaultdict
@@ -12,7 +12,7 @@ Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversati
 
 
 class ScoringPool(Protocol):
-    """The part of `VerifierPool` that `TRLReward` uses; the pool's module imports this one."""
+    """The methods of `VerifierPool` that `TRLReward` uses. The class itself would be a circular import."""
 
     @property
     def adapters(self) -> tuple[str, ...]: ...
@@ -31,12 +31,13 @@ class ScoringPool(Protocol):
 class TRLReward(AbstractContextManager["TRLReward"]):
     """`reward_funcs` of a TRL trainer: `f(prompts, completions, completion_ids=None, **columns) -> [1.0, None, ...]`.
 
-    None means that a sample could not be scored; TRL leaves it out of the reward. The completions of one prompt form a
-    group. Prompts and completions may be texts or conversations, whose messages are joined to one text.
+    None means that a sample could not be scored. TRL leaves it out of the reward. The completions of one prompt form a
+    group. Prompts and completions may be texts or conversations. The messages of a conversation are joined into one
+    text.
 
-    If it is made in a running event loop, it uses a pool of that loop, and must be called from other threads. Otherwise
-    the first call starts the pool, and all further calls must come from the same thread. The pool lives until `close`, the
-    end of the `with` block, or the end of that thread.
+    If the object is made in a running event loop, its pool belongs to that loop, and the object must be called from
+    other threads. Otherwise the first call starts the pool, and all later calls must come from the same thread. The
+    pool runs until `close` is called, the `with` block ends, or that thread ends.
 
         with VerifierPool.from_registry("math_verify").as_trl_reward() as reward:
             trainer = GRPOTrainer(model, reward_funcs=reward, ...)
@@ -50,7 +51,7 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         self.__name__ = "+".join(pool.adapters)  # TRL logs the reward under this name
         self._pool = pool
         self._loop = _running_loop()
-        self._runner: asyncio.Runner | None = None  # of a pool that the first call has started
+        self._runner: asyncio.Runner | None = None  # event loop of a pool that this object has started
         self._start_error: BaseException | None = None
 
     def __call__(
@@ -60,17 +61,17 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         completion_ids: Sequence[Sequence[int]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return the rewards of the completions, in their order; None for a sample that could not be scored.
+        """Return the reward of each completion, in order, or None for a sample that could not be scored.
 
         Args:
             prompts: One prompt per completion.
             completions: The completions.
             completion_ids: Token ids of each completion, if there are any.
-            columns: Columns of the data set, each a list with one value per completion. Anything else, such as TRL's
-                `trainer_state`, is ignored.
+            columns: Columns of the data set, each a list with one value per completion. Other keyword arguments, such
+                as TRL's `trainer_state`, are ignored.
 
         Raises:
-            RuntimeError: The call was made in the pool's event loop, where it would wait for itself.
+            RuntimeError: The call was made in the pool's event loop, where it would block itself.
             Exception: The pool cannot be started.
         """
         samples = _samples(prompts, completions, completion_ids, columns)
@@ -85,7 +86,7 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         return asyncio.run_coroutine_threadsafe(self._score(samples), self._loop).result()
 
     def close(self) -> None:
-        """End the pool, if this function has started it. A second call does nothing."""
+        """Close the pool, if this object has started it. A second call does nothing."""
         if self._runner is not None:
             with self._runner as runner:
                 runner.run(self._pool.close())
@@ -109,9 +110,9 @@ class TRLReward(AbstractContextManager["TRLReward"]):
         return [verdict.reward for verdict in verdicts]
 
     def _ensure_runner(self) -> asyncio.Runner:
-        """Return the event loop of the pool; the first call starts both."""
+        """Return the runner with the pool's event loop. The first call starts both the loop and the pool."""
         if self._start_error is not None:
-            # A pool that could not start is closed for good
+            # A pool that failed to start was closed, and cannot be started again
             raise self._start_error
         if self._runner is None:
             self._runner = asyncio.Runner()
@@ -137,19 +138,19 @@ def _samples(
     completion_ids: Sequence[Sequence[int]] | None,
     columns: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the samples as a reward receives them, one per completion."""
+    """Return one sample per completion, as a dict with the fields that rewards read."""
     sample_columns = {}
     for name, values in columns.items():
         is_list = isinstance(values, Sequence) and not isinstance(values, str)
         if is_list and len(values) == len(completions):
             sample_columns[name] = values
-    group_ids: dict[str, int] = {}  # by prompt
+    group_ids: dict[str, int] = {}  # id of each prompt's group, by prompt
     samples = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         prompt_text = _text(prompt)
         completion_text = _text(completion)
         token_ids = [] if completion_ids is None else [int(token) for token in completion_ids[index]]
-        # A column must not replace a field of the sample, except `truncated`
+        # Columns come first, so that they cannot replace the fields below. Only `truncated` may come from a column.
         sample: dict[str, Any] = {"truncated": False}
         for name, values in sample_columns.items():
             sample[name] = values[index]

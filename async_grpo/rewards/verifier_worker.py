@@ -1,4 +1,4 @@
-"""`VerifierWorker`, the interface of workers, and what a queue keeps of them: deadlines, jobs, slots and counts."""
+"""`VerifierWorker`, the interface of workers, and the parts of a queue: deadlines, jobs, worker slots and counts."""
 
 import asyncio
 import math
@@ -16,35 +16,38 @@ from async_grpo.options.redaction import redacted
 from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible, shown
 from async_grpo.types import AdapterResult, RewardStatus
 
-PREFETCH_S = 0.1  # a worker's work given ahead; with more, samples would wait while another worker is idle
-MAX_PREFETCH = 64  # samples given ahead
-MAX_LATENCIES = 10_000  # latencies kept for the quantiles; all of them would cost ever more memory
-QUEUE_S = 1800.0  # longest wait of a call inside a worker with `max_queue_s`, for permits and the like
+# Amount of work that a worker gets ahead, in seconds. With more, samples could wait here while another worker is idle.
+PREFETCH_S = 0.1
+MAX_PREFETCH = 64  # maximum number of samples that a worker gets ahead
+MAX_LATENCIES = 10_000  # number of recent latencies kept for the quantiles, which bounds the memory
+# Longest wait of a call inside a judge's worker, for example for a permit of the rate limiter
+QUEUE_S = 1800.0
 SERVICE_SMOOTHING = 0.8  # weight of the earlier calls in the moving average of a call's duration
-MIN_SERVICE_S = 1e-9  # keeps the quotient finite if a call takes no measurable time
+MIN_SERVICE_S = 1e-9  # lower bound of a call's duration, so that a division by it stays finite
 
 
 class ProcessDied(WorkerLost):
-    """The worker's process died while it served this call, which may be the reason. The worker itself goes on."""
+    """The worker's process died while it served this call, which may be the cause. The worker can still be used."""
 
 
 class CallInterrupted(WorkerLost):
-    """The worker's process was ended for another call. This call is not to blame, and the worker goes on."""
+    """The worker's process was ended because of another call. The worker can still be used."""
 
 
 class VerifierWorker(Protocol):
-    """Scores samples with one reward. A worker repeats nothing: its queue does.
+    """Scores samples with one reward. A worker never retries a call, because its queue does that.
 
-    - `capacity` is known once the worker is made: the number of calls, of both methods together, that it serves at a time.
-      Only a worker with a true `prefetch` gets more calls; it serves them in the order in which they are made.
-    - A call ends within `Timeouts.answer_s`. A call of a worker with `max_queue_s` may take that much longer, and reports
-      the wait as `queue_s`.
-    - A worker with a true `has_post_process` also gets the results of whole groups:
-      `await worker.post_process(samples, results, timeout_s)` returns the changed list of results.
-    - Whatever goes wrong with a sample is a result, FAILED or TIMED_OUT, and costs that sample alone, or its batch.
-    - ProcessDied and CallInterrupted leave the worker usable. After any other error it is closed, which ends its other
-      calls.
-    - A cancelled call ends when its place is free again, or at once if its turn has not come yet.
+    - `capacity` is the number of calls, of both methods together, that the worker serves at a time. It is known once
+      the worker is made. A worker whose attribute `prefetch` is true may get more calls, which it serves in order.
+    - A call ends within `Timeouts.answer_s`. If the worker has an attribute `max_queue_s`, a call may wait this much
+      longer, and reports the wait as `queue_s`.
+    - A worker whose attribute `has_post_process` is true also applies the reward's group hook:
+      `await worker.post_process(samples, results, timeout_s)` returns the new list of results.
+    - A problem with a sample is returned as a FAILED or TIMED_OUT result of this sample, or of its batch. It is not
+      raised.
+    - After ProcessDied or CallInterrupted, the worker can still be used. After any other error it is closed, which ends
+      its other calls.
+    - A cancelled call ends once the worker can serve another call in its place, or at once if it was not served yet.
     """
 
     @property
@@ -62,26 +65,26 @@ MakeWorker = Callable[[str], Awaitable[VerifierWorker]]
 class Timeouts:
     """Deadlines of a queue, in seconds."""
 
-    timeout_s: float = 30.0  # for scoring one sample, once its turn has come
-    grace_s: float = 10.0  # for a worker to report a time-out, to obey a cancellation, or to close
-    make_timeout_s: float = 120.0  # for making one worker
+    timeout_s: float = 30.0  # maximum time to score one sample, without the time in queues
+    grace_s: float = 10.0  # maximum time for a worker to report a time-out, to cancel a call, or to close
+    make_timeout_s: float = 120.0  # maximum time to make one worker
     backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # pause before each attempt to make a worker
-    regrow_s: float = 30.0  # pause after all attempts to replace a worker have failed
+    regrow_s: float = 30.0  # pause after all these attempts have failed, before they are repeated
 
     @property
     def answer_s(self) -> float:
-        """Return the limit of one answer: another sample or batch may have to end first, and a process to start."""
+        """Return the maximum time of one call, which may first wait for an earlier sample and a process to start."""
         return 2 * self.timeout_s + self.make_timeout_s + self.grace_s
 
 
 class Job:
     """A call of a `VerifierWorker`: a sample to score, or a group's results to show to the hook.
 
-    Its outcome is the worker's answer or a WorkerLost, as a value: raised, it would be an error that nobody retrieves when
-    the caller has gone.
+    Its outcome is the worker's answer or a WorkerLost error. The error is a value and is not raised, because asyncio
+    would log an error that nobody retrieves if the caller was cancelled.
 
     Args:
-        ticket: Place in the queue.
+        ticket: Number that decides the job's place in the queue. Jobs with lower numbers come first.
         method: Name of the worker's method.
         arguments: Arguments of the method, without the time limit.
     """
@@ -94,22 +97,25 @@ class Job:
         self.created_at = time.monotonic()
         self.queued_at = 0.0
         self.queue_s = 0.0  # time in the queue so far
-        self.lost_attempts = 0  # attempts that ended without a result, perhaps because of this job
-        self.is_served_alone = False  # it may have crashed its process, and must not take other jobs with it
+        # Attempts that ended with the loss of a process or worker, perhaps because of this job
+        self.lost_attempts = 0
+        # It may have crashed a process, so it must not share one with other jobs
+        self.is_served_alone = False
 
     def end(self, outcome: Any) -> None:
-        """Set the outcome, unless the caller has gone."""
+        """Set the outcome, unless the job already has one or its caller was cancelled."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 class WorkerSlot:
-    """A worker and the jobs that were given to it."""
+    """A worker and its unfinished jobs."""
 
     def __init__(self, worker: VerifierWorker) -> None:
         self.worker = worker
-        self.jobs: list[Job] = []  # unfinished, in the order in which they were given
-        self.service_s = math.inf  # moving average of a call's duration; infinite, nothing is given ahead
+        self.jobs: list[Job] = []  # unfinished jobs, in the order in which the worker received them
+        # Moving average of a call's duration. While it is infinite, the worker gets no jobs ahead.
+        self.service_s = math.inf
         self._last_end_at = 0.0
 
     def has_room_for(self, job: Job) -> bool:
@@ -123,11 +129,15 @@ class WorkerSlot:
         return len(self.jobs) < self.worker.capacity + prefetch
 
     def is_ahead(self, job: Job) -> bool:
-        """Return whether the job still waits for earlier jobs of this worker, which serves them in order."""
+        """Return whether the job waits in the worker for earlier jobs, which the worker serves in order."""
         return job not in self.jobs[: self.worker.capacity]
 
     def note_duration(self, given_at: float) -> None:
-        """Note that a call has ended, which was given at `given_at` (`time.monotonic`)."""
+        """Update the average duration of a call, after a call has ended.
+
+        Args:
+            given_at: Time at which the worker received the call (`time.monotonic`).
+        """
         now = time.monotonic()
         duration_s = now - max(given_at, self._last_end_at)
         if math.isinf(self.service_s):
@@ -138,10 +148,11 @@ class WorkerSlot:
 
 
 def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an AdapterResult that a reward decides on, from an answer as JSON keeps it (see `read_answer`).
+    """Convert a reward's answer, as plain JSON values (see `read_answer`), into fields of an AdapterResult.
 
-    Every answer enters the run here: of processes, judges, inline rewards and the verdict cache. Its reason and the names
-    of its numbers are redacted with the secrets of this process, and an implausible reward becomes a failure.
+    All answers pass through this function: those of processes, judges, inline rewards and the verdict cache. Secrets of
+    this process are removed from the reason and from the names of the extra numbers. An implausible reward becomes a
+    failure.
     """
     reward = answer["reward"]
     if reward is not None and not is_plausible(reward):
@@ -156,26 +167,29 @@ def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# quantile(values, q): the smallest value that at least a share q of the values does not exceed
+# quantile(values, q): the smallest of the values such that at least a fraction q of them is less than or equal to it
 quantile = partial(np.quantile, method="inverted_cdf")
 
 
 class QueueStats:
-    """Counts of a queue since the last reset; and, over the whole run, whether an adapter always gives the same reward."""
+    """Counts of a queue since the last reset.
+
+    It also notes, over the whole run, whether the adapter always gives the same reward.
+    """
 
     def __init__(self) -> None:
-        self.has_hook = False  # rewards are final only after the group hook
-        self._distinct_rewards: set[float] = set()  # at most two: more than one is all that matters
+        self.has_hook = False  # whether the adapter has a group hook, which may still change the rewards
+        self._distinct_rewards: set[float] = set()  # at most two, because only one or several matters
         self._num_rewards = 0
         self.reset()
 
     def reset(self) -> None:
-        """Set all counts since the last reset to zero."""
+        """Set the counts since the last reset to zero."""
         self._statuses: Counter[RewardStatus] = Counter()
         self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._queue_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self.sums = {"retries": 0, "workers_lost": 0, "busy_s": 0.0}
-        self._first_reason = ""  # of a failure or a time-out
+        self._first_reason = ""  # reason of the first failure or time-out
 
     def add(self, result: AdapterResult) -> None:
         """Count a result."""
@@ -186,10 +200,11 @@ class QueueStats:
         self._note_reward(result, is_final=not self.has_hook)
 
     def revise(self, before: AdapterResult, after: AdapterResult) -> None:
-        """Count what a group hook made of a result.
+        """Count a result again after a group hook has changed it.
 
-        The counts by status do not change for a result that was counted before the last reset, or never counted: a result
-        from a cache has no attempts.
+        One result moves from the status `before` to the status `after`, if any result with the status `before` was
+        counted since the last reset. Results from the cache (`attempts` is 0) do not move, because `add` never counted
+        them.
         """
         if before.attempts > 0 and self._statuses[before.status] > 0:
             self._statuses[before.status] -= 1
@@ -205,7 +220,7 @@ class QueueStats:
                 self._distinct_rewards.add(result.reward)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return counts by status, and quantiles of the latency and of the queueing time in it, in seconds."""
+        """Return all counts, and quantiles of the latency and of the time in queues that it includes, in seconds."""
         latencies_s = self._latencies_s or [0.0]
         queue_s = self._queue_s or [0.0]
         is_constant = len(self._distinct_rewards) == 1

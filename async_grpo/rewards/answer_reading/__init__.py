@@ -1,1 +1,1 @@
-"""Reading the answer of a completion, by one rule for rewards, votes and evaluations (`stated.stated_answer`)."""
+"""Finds the answer in a completion. Rewards, votes and evaluations use the same rule (`stated.stated_answer`)."""

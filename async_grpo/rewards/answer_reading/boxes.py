@@ -1,17 +1,19 @@
-r"""Reading boxes in LaTeX, with any layout around them, in them and between them."""
+r"""Finds the content of LaTeX boxes such as \boxed{5}, and ignores the layout around, in and between them."""
 
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_DIVIDER_CHARACTERS = 200  # between two boxes of one answer
-MAX_OUTER_CHARACTERS = 1000  # of a box that contains boxes; a longer one lacks a brace
+MAX_DIVIDER_CHARACTERS = 200  # maximum length of the text between two boxes of one answer
+# Maximum length of a box that contains boxes. A longer one probably lacks a closing brace.
+MAX_OUTER_CHARACTERS = 1000
 
-_BOX_COMMANDS = ("boxed", "fbox")  # a text with both is read by the first
-# A box may be escaped twice (`\\boxed{5}`). Of all other commands only the first character matters: `\{` is no brace.
+_BOX_COMMANDS = ("boxed", "fbox")  # if a text contains both commands, only \boxed is read
+# A box command may have two backslashes (`\\boxed{5}`). Other commands match with one character, so that `\{` is not
+# taken for a brace.
 _TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)(?![a-zA-Z])|\\(?:begin|end)(?![a-zA-Z])|\\.|[{}]", re.DOTALL)
-_WORD_PIECE = re.compile(  # of the content of a box without braces
+_WORD_PIECE = re.compile(  # a piece of the word after a box command without braces, as in `\boxed 5`
     r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]"
 )
 _ROW_BREAK = r"\\\\(?:\[[^\]\\]*\])?"
@@ -28,20 +30,20 @@ _LAYOUT = re.compile(
 )
 _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
-_TRAILING_CHARACTERS = 100  # in which spacing at the end of a content is looked for
+_TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many last characters of a text
 _DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
 _WORDS_ONLY = re.compile(r"[a-zA-Z\s,.:;=]*")
 _LETTER = re.compile(r"[a-zA-Z]")
 _WORD_OR_RELATION = re.compile(r"[a-zA-Z]{2}|=")
 _SENTENCE_END = re.compile(r"[.!?]\s+[A-Z]")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # of a formula
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # delimiters of a formula
 _SEPARATOR = r"(?:,\\!|,|\{,\}|\\,|~|[\u00a0\u202f\u2009])"
 _GROUPED_NUMBER = re.compile(rf"-?\d{{1,3}}({_SEPARATOR}\d{{3}})+(\.\d+)?")
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A command that begins a box: its name, where it begins and ends, and whether an environment holds it."""
+    """A box command: its name, its begin and end in the text, and whether it is in a LaTeX environment."""
 
     name: str
     begin: int
@@ -51,7 +53,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Span:
-    """A complete box: where it begins and ends, and where its content does."""
+    """A complete box: its command, the begin and end of its content, and the end of the whole box."""
 
     box: _Box
     content_begin: int
@@ -60,23 +62,23 @@ class _Span:
 
 
 def has_box(text: str) -> bool:
-    r"""Return whether a \boxed or \fbox begins in the text, complete or not."""
+    r"""Return whether the text contains a \boxed or \fbox, even if its brace is not closed."""
     return bool(_boxes_and_braces(text)[0])
 
 
 def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
-    r"""Return the content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open.
+    r"""Return the content of the last \boxed{...} or "\boxed x", or None without a box or if its brace is not closed.
 
-    Braces are balanced, and `\{` is no brace. Layout (delimiters of formulas, spaces, \text, \left, alignment) around the
-    content and between boxes does not count. \fbox is read where there is no \boxed.
+    Braces are matched, and `\{` is not a brace. Layout (delimiters of formulas, spaces, \text, \left, alignment) around
+    the content and between boxes is ignored. \fbox is read only in a text without \boxed.
 
-    An answer may have several boxes: those that are divided from the last one only by a comma, a semicolon, "and", "or" or,
-    in an environment such as `cases`, a new row. Their contents are joined by commas, and equal contents count once. A box
-    that contains boxes counts as a whole if it adds more than words and "x =" to them.
+    An answer may consist of several boxes, if only a comma, a semicolon, "and" or "or" separates them, or a new row of
+    an environment such as `cases`. Their contents are joined by commas, without duplicates. A box that contains boxes
+    counts as one box if it adds more than words and "x =" to them.
 
     Args:
         text: The text.
-        keeps_layout: Contents lose only the white space around them.
+        keeps_layout: Whether to remove only white space around the contents, and keep all other layout.
 
     >>> boxed_answer(r"\boxed{1}, no: \(x = \boxed{2}\)\quad\text{and}\quad\(\boxed{-3}\).")
     '2, -3'
@@ -84,8 +86,9 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     boxes, closing_braces = _boxes_and_braces(text)
     names = {box.name for box in boxes}
     name = next((name for name in _BOX_COMMANDS if name in names), None)
-    spans: list[_Span] = []  # of the boxes of the answer, the last one first
-    is_group_whole = False  # the boxes before this place are no part of the answer
+    spans: list[_Span] = []  # boxes of the answer, from the last to the first
+    # True after a box that does not belong to the answer. Then an earlier box belongs to it only if it contains it.
+    is_group_whole = False
     group_begin = len(text)
     group_end = len(text)
     for box in reversed(boxes):
@@ -101,12 +104,12 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
             is_group_whole = True
             continue
         elif span.end > group_begin:
-            # This box contains the ones after it
+            # This box contains the boxes found so far
             if span.content_end - span.content_begin > MAX_OUTER_CHARACTERS:
                 break
             before_group = text[span.content_begin : group_begin]
             after_group = text[group_end : span.content_end]
-            # No answer continues after the end of a sentence: a brace is missing or stray
+            # An answer does not contain the end of a sentence, so a brace must be missing or misplaced
             if _SENTENCE_END.search(before_group) or _SENTENCE_END.search(after_group):
                 break
             if not _is_words_only(_LAYOUT.sub(" ", f"{before_group} {after_group}")):
@@ -127,14 +130,14 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
 
 
 def _is_words_only(text: str) -> bool:
-    r"""Return whether a text around a box adds nothing to it. Letters alone, as in `\boxed{5}x`, may be factors."""
+    r"""Return whether a text around a box is only words or "x =". Single letters may be factors: `\boxed{5}x`."""
     if not _WORDS_ONLY.fullmatch(text):
         return False
     return _LETTER.search(text) is None or _WORD_OR_RELATION.search(text) is not None
 
 
 def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
-    """Return all commands that begin a box, and the position of the closing brace of each opening one that has it."""
+    """Return all box commands, and the position of the matching closing brace for each opening brace that has one."""
     boxes: list[_Box] = []
     closing_braces: dict[int, int] = {}
     open_braces: list[int] = []
@@ -157,7 +160,7 @@ def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
 
 
 def _span_of(text: str, box: _Box, closing_braces: dict[int, int]) -> _Span | None:
-    """Return the extent of a box; None if it has no content, or no end."""
+    """Return the span of a box, or None if it has no content or its brace is not closed."""
     space = _LEADING_SPACE.match(text, box.end)
     begin = box.end if space is None else space.end()
     if text[begin : begin + 1] == "{":
@@ -168,7 +171,7 @@ def _span_of(text: str, box: _Box, closing_braces: dict[int, int]) -> _Span | No
 
 
 def _word_end(text: str, begin: int, closing_braces: dict[int, int]) -> int:
-    """Return where the word ends that begins there: at a space, a delimiter of a formula or a brace that encloses it."""
+    """Return where the word that starts at `begin` ends: at a space, a formula delimiter or an enclosing brace."""
     position = begin
     while True:
         piece = _WORD_PIECE.match(text, position)
@@ -181,7 +184,7 @@ def _word_end(text: str, begin: int, closing_braces: dict[int, int]) -> int:
 
 
 def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> bool:
-    """Return whether nothing but a divider and layout stands between a box and the next one of an answer."""
+    """Return whether only a divider and layout separate a box from the next box of the answer."""
     if group_begin - span.end > MAX_DIVIDER_CHARACTERS:
         return False
     between = text[span.end : group_begin]
@@ -194,11 +197,11 @@ def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> boo
 
 
 def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict[int, int]) -> str:
-    """Return the content of a box without the commands of the boxes in it, whose contents stay."""
+    """Return the content of a box. Boxes inside it are replaced by their contents."""
     content = text[span.content_begin : span.content_end]
     if not any(name in content for name in _BOX_COMMANDS):
         return content
-    removed: list[tuple[int, int]] = []  # begin and end of each piece
+    removed: list[tuple[int, int]] = []  # begin and end of each piece of text to remove
     first = bisect_left(boxes, span.content_begin, key=lambda box: box.begin)
     last = bisect_left(boxes, span.content_end, key=lambda box: box.begin)
     for box in boxes[first:last]:
@@ -217,9 +220,9 @@ def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict
 
 
 def without_layout(text: str) -> str:
-    r"""Return a text of LaTeX without spaces around it and without the delimiters of a formula that is all of it.
+    r"""Return a LaTeX text without spaces at its ends, and without delimiters that enclose all of it as one formula.
 
-    A text that is nothing but layout is returned as it is.
+    A text that consists only of layout is returned unchanged.
 
     >>> without_layout(r"\[ \displaystyle \frac12 \, \]"), without_layout("$5"), without_layout("$1$, $2$")
     ('\\frac12', '$5', '$1$, $2$')
@@ -228,7 +231,7 @@ def without_layout(text: str) -> str:
 
 
 def without_delimiters(text: str) -> str:
-    r"""Return the text without white space around it, and without the delimiters of a formula that is all of it.
+    r"""Return the text without white space at its ends, and without delimiters that enclose all of it as one formula.
 
     >>> without_delimiters(r" \( C\, \)"), without_delimiters("~/bin "), without_delimiters("C:\\")
     ('C', '~/bin', 'C:\\')
@@ -244,11 +247,11 @@ def without_delimiters(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    """Return the text without spaces, spacing and style commands at its ends; unchanged if it has nothing else."""
+    """Remove spaces, spacing commands and style commands at the ends of a text, unless nothing would be left."""
     text = text.strip()
     whole = text
     if text.endswith("\\") and not text.endswith("\\\\"):
-        # The rest of `\ `, whose blank was stripped
+        # This backslash is the rest of the spacing command `\ `, whose blank was stripped
         text = text[:-1]
     leading = _LEADING_SPACE.match(text)
     if leading is not None:
@@ -256,13 +259,13 @@ def _without_spaces(text: str) -> str:
     head = text[:-_TRAILING_CHARACTERS]
     tail = text[-_TRAILING_CHARACTERS:]
     stripped_tail = _TRAILING_SPACE.sub("", tail)
-    # `\\,` is a row break and a comma, and `\,` in it is no space
+    # `\\,` is a row break and a comma, so the `\,` in it is not a spacing command
     is_escape_cut = stripped_tail.endswith("\\")
     return head + (tail if is_escape_cut else stripped_tail) or whole
 
 
 def ungrouped(text: str) -> str:
-    r"""Return a number without its thousands separators; anything else as it is.
+    r"""Remove the thousands separators of a number. Other texts are returned unchanged.
 
     >>> ungrouped("-1,234.5"), ungrouped(r"1\,234\,567"), ungrouped("1, 234")
     ('-1234.5', '1234567', '1, 234')

@@ -1,6 +1,6 @@
-r"""`stated_answer`: the rule by which rewards, votes and evaluations find the answer that a completion states.
+r"""`stated_answer`: the rule that rewards, votes and evaluations use to find the answer in a completion.
 
-All functions take linear time, also for texts that were written to slow them down.
+All functions take linear time, even for texts that are written to slow them down.
 """
 
 import re
@@ -17,18 +17,18 @@ _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | None:
     r"""Return the answer that a completion states, or None if it states none.
 
-    The forms are tried in their order, and the first one that the text has decides.
+    The forms are tried in the given order. The first one that the text contains decides.
 
-        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None, and other forms
-                    are not tried
-        written box the same, with all its layout except white space
-        block       the text of <answer>...</answer>, if there is exactly one such block behind the thought
-        last block  the text of the last complete <answer>...</answer>
-        marker      the rest of the line behind the last "####", if it has a digit (GSM8K)
-        rest        all text behind the thought
-        last line   the last line; if the text ends with a block between lines of ```, that block
+        box         the last \boxed{...} (`boxed_answer`). If the last box is cut off, the result is None, and no
+                    other form is tried
+        written box as box, but LaTeX layout ($, \left, spacing commands) is kept; only white space is stripped
+        block       the text of <answer>...</answer>, if there is exactly one such block after the thought
+        last block  the text of the last complete <answer>...</answer> after the thought
+        marker      the rest of the line after the last "####", if it contains a digit (as in GSM8K)
+        rest        all text after the thought
+        last line   the last line, or the block between lines of ``` if the text ends with one
 
-    A thought ends with the last "</think>". An answer in it does not count, unless nothing follows the thought.
+    A thought ends with the last "</think>". Only the text after it is searched, unless nothing follows the thought.
 
     >>> stated_answer(r"<think>\boxed{3}?</think> So \boxed{4}."), stated_answer(r"\boxed{3}, no: \boxed{\frac{4")
     ('4', None)
@@ -55,26 +55,26 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
 
 
 def answer_block(text: str) -> str | None:
-    """Return the text between the answer tags; None unless there is exactly one such block after the thought."""
+    """Return the text between <answer> and </answer>, or None unless exactly one such block follows the thought."""
     return _only_block(text.rpartition("</think>")[2])
 
 
 def _only_block(text: str) -> str | None:
-    """Return the text between the answer tags; None unless there is exactly one such block."""
+    """Return the text between <answer> and </answer>, or None unless there is exactly one such block."""
     parts = re.split("(</?answer>)", text)
     tags = parts[1::2]
     return parts[2] if tags == ["<answer>", "</answer>"] else None
 
 
 def _last_block(text: str) -> str | None:
-    """Return the text of the last complete block between answer tags."""
+    """Return the text of the last complete <answer>...</answer>, or None if there is none."""
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
     return content if opening and closing else None
 
 
 def _marked_line(text: str) -> str | None:
-    """Return the rest of the line behind the last "####"; None without a digit in it, as in a heading."""
+    """Return the rest of the line after the last "####", or None if it has no digit, as in a Markdown heading."""
     _, marker, behind = text.rpartition("####")
     line = behind.strip().partition("\n")[0]
     has_digit = any(character.isdecimal() for character in line)
@@ -82,7 +82,7 @@ def _marked_line(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """Return the last line, or the block between lines of ``` that the text ends with; None if the text is blank."""
+    """Return the last line, or the fenced block at the end of the text. Return None if the text is blank."""
     text = text.strip()
     line = text.rpartition("\n")[2].strip()
     if line == "```":
@@ -92,7 +92,7 @@ def _last_line(text: str) -> str | None:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language (lower case, "" without one) and content of each closed block between lines of ```."""
+    """Return (language, content) for each closed block between lines of ```. The language is in lower case or ""."""
     blocks: list[tuple[str, str]] = []
     fence: re.Match[str] | None = None
     lines: list[str] = []

@@ -1,8 +1,8 @@
-"""Files of completions: reading and scoring of their rows, and the check of a reward on rows that it scores as right.
+"""Reads and scores files of completions, and checks a reward on completions that are right.
 
-The help of `VerifyConfig.file` lists the columns of a row. Missing columns get defaults: `input` is "", rows with the same
-`input` have the same `group_id` and rows without `input` a group of their own, and each character counts as one token of
-`completion_token_ids`.
+The help of `VerifyConfig.file` lists the columns of a row. Missing columns get defaults: `input` is "". Rows with the
+same `input` form a group with one `group_id`, and each row without an `input` forms a group of its own. Each character
+of the completion counts as one token of `completion_token_ids`.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 LABEL = "label"
-IN_FLIGHT = 256  # rows that are scored at once
-CANCEL_AFTER_S = 0.002  # time after which the check cancels a call, which is then under way
+IN_FLIGHT = 256  # maximum number of rows that are scored at the same time
+CANCEL_AFTER_S = 0.002  # time after which `check_adapter` cancels a call that is in progress
 POOR_COMPLETIONS = {
     "an empty completion": "",
     "a completion of blanks": " \n\t\r\n ",
@@ -47,16 +47,16 @@ POOR_COMPLETIONS = {
 class CompletionRow:
     """A row of the file."""
 
-    line: int  # number of its line, from 1
+    line: int  # line number in the file, from 1
     columns: dict[str, Any]
-    label: float | None = None  # the right reward; None if the file does not tell it
+    label: float | None = None  # the correct reward, or None if the file has no label for the row
 
 
 def read_completion_rows(path: str | Path) -> list[CompletionRow]:
     """Return all rows of the file.
 
     Raises:
-        ConfigurationError: The file cannot be read, holds no rows, or has a row that is wrong, at a named line.
+        ConfigurationError: The file cannot be read, holds no rows, or has an invalid row. The message names its line.
     """
     rows = []
     number = 0
@@ -70,7 +70,7 @@ def read_completion_rows(path: str | Path) -> list[CompletionRow]:
                     continue
                 row = _row(line)
                 if row.get("group_id") is None:
-                    # Rows without an input get a number that no other row has
+                    # A row without an input gets its line number, so that it forms a group of its own
                     row["group_id"] = groups.setdefault(row.get("input") or number, -number)
                 label = row.pop(LABEL, None)
                 rows.append(CompletionRow(number, row, None if label is None else float(label)))
@@ -108,7 +108,7 @@ def _row(line: bytes) -> dict[str, Any]:
     token_ids = row.get("completion_token_ids")
     are_token_ids = token_ids is None
     if isinstance(token_ids, list):
-        are_token_ids = all(type(token) is int for token in token_ids)  # a bool is an int, too, by isinstance
+        are_token_ids = all(type(token) is int for token in token_ids)  # `isinstance` would also accept bools
     label = row.get(LABEL)
     for name, form, is_right in (
         ("completion", "text", isinstance(row.get("completion"), str)),
@@ -128,12 +128,12 @@ async def score_rows(
     on_row: Callable[[CompletionRow, Sequence[Verdict]], None],
     repeat: int,
 ) -> None:
-    """Score every row `repeat` times, one time after the other, and let the rewards process whole groups.
+    """Score every row `repeat` times in sequence, and apply the group hooks of the rewards to whole groups.
 
     Args:
         pool: The rewards.
         rows: The rows.
-        on_row: Is called for each row, in the order of the rows, with a verdict for each time that the row was scored.
+        on_row: Called for each row, in order, with one verdict for each time that the row was scored.
         repeat: How often each row is scored.
 
     Raises:
@@ -176,9 +176,10 @@ async def check_adapter(
 ) -> list[str]:
     """Return the problems of a reward, as sentences; an empty list if it has none.
 
-    The reward must score each right completion higher than poor completions, unless it has a `post_process_scores`, which
-    may decide that later. It must score poor completions without failing. And it must return the same result for the same
-    sample when it is called again, after a cancelled call, and in another process.
+    The reward must score each right completion higher than the poor completions. A reward with a `post_process_scores`
+    is exempt, because this function may decide that later. The reward must score poor completions without failing. It
+    must return the same result for the same sample when it is called again, after a cancelled call, and in another
+    process.
 
     Args:
         adapter: Name of the reward.
@@ -189,7 +190,7 @@ async def check_adapter(
     samples = [sample_of(row) for row in rows]
     timeouts = Timeouts(timeout_s, backoff_s=(0.0,))
     queue = AdapterQueue(adapter, make_worker, 1, timeouts)
-    second_queue = AdapterQueue(adapter, make_worker, 1, timeouts)  # of another process
+    second_queue = AdapterQueue(adapter, make_worker, 1, timeouts)  # its worker is another process
     try:
         await queue.start()
         await second_queue.start()
@@ -198,7 +199,7 @@ async def check_adapter(
         for number, (sample, first_result) in enumerate(zip(samples, first_results, strict=True)):
             sample_problems = await _check_sample(queue, second_queue, sample, first_result)
             problems += [f"sample {number}: {problem}" for problem in sample_problems]
-        # `post_process_scores` must not fail. Which rewards it should return, only its author knows
+        # Check only that `post_process_scores` does not fail, because the right rewards of a group are not known here
         group_results = await queue.post_process(samples, first_results)
         for first_result, group_result in zip(first_results, group_results, strict=True):
             if group_result.status.is_lost and first_result.status is RewardStatus.OK:
@@ -216,8 +217,8 @@ async def _check_sample(
     """Return the problems of a reward with one right completion and with poor completions of the same question.
 
     Args:
-        queue: Calls of the reward.
-        second_queue: Calls of the reward in another process.
+        queue: Calls the reward.
+        second_queue: Calls the reward in another process.
         sample: A sample whose completion is right.
         first_result: The result of the first call with that sample.
     """
@@ -229,7 +230,7 @@ async def _check_sample(
         if result.status.is_lost:
             problems.append(f"{description} {_as_words(result)}")
         elif queue.stats.has_hook or result.reward is None or first_result.reward is None:
-            continue  # a reward with a hook may tell right from wrong only once it sees the group
+            continue  # a reward with a group hook may distinguish right from wrong only in the hook
         elif result.reward >= first_result.reward:
             problems.append(f"{description} {_as_words(result)}, and the right one no more than that")
     if problems:
@@ -251,7 +252,7 @@ async def _check_sample(
 
 
 def _are_equal(result: AdapterResult, other_result: AdapterResult) -> bool:
-    """Compare two results without their times."""
+    """Return whether two results are equal, apart from their times."""
     return (
         result.status == other_result.status
         and result.reward == other_result.reward
@@ -261,7 +262,7 @@ def _are_equal(result: AdapterResult, other_result: AdapterResult) -> bool:
 
 
 def _as_words(result: AdapterResult) -> str:
-    """Return the end of a sentence about a completion, such as "is worth 1"."""
+    """Describe a result by the end of a sentence about the completion, such as "is worth 1"."""
     if result.status is RewardStatus.OK:
         parts = "".join(f", {name} {value:g}" for name, value in result.extra.items())
         return f"is worth {result.reward:g}{parts}"

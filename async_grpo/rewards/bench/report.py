@@ -1,4 +1,4 @@
-"""Results of trying rewards on a file: statistics of each reward and of each pair of rewards, and a printed report."""
+"""Statistics of each reward and of each pair of rewards on a file of completions, and a report that prints them."""
 
 import math
 from bisect import bisect_right
@@ -15,24 +15,26 @@ from async_grpo.rewards.bench.completions import LABEL, CompletionRow
 from async_grpo.rewards.verifier_worker import quantile
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
-MAX_EXAMPLES = 3  # lines that are shown of each kind of event
+MAX_EXAMPLES = 3  # maximum number of examples to print for each kind of event
 MAX_RIGHT_ROWS = 2
-BAR_WIDTH = 30  # characters
-MAX_EXCERPT = 60  # characters of a completion
+BAR_WIDTH = 30  # maximum length of a histogram's bar, in characters
+MAX_EXCERPT = 60  # maximum number of characters to print of a completion
 
 
 @dataclass
 class Scorecard:
-    """The calls of one reward."""
+    """Results of the calls of one reward."""
 
     statuses: Counter[RewardStatus] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # time of each call, without the wait for a worker
-    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # lines by status and reason
+    failures: dict[tuple[str, str], list[int]] = field(
+        default_factory=dict
+    )  # line numbers by (status, reason)
     unsteady: dict[int, list[str]] = field(
         default_factory=dict
     )  # by line, results that were not always the same
-    # The first rows that the reward scores as right, and that no label calls wrong
+    # The first rows that the reward scores as right and whose label, if there is one, agrees
     right_rows: list[CompletionRow] = field(default_factory=list)
 
     @property
@@ -42,11 +44,11 @@ class Scorecard:
 
     @property
     def mean(self) -> float | None:
-        """The mean reward; None if there is no reward."""
+        """The mean reward, or None if there are no rewards."""
         return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
 
     def add(self, line: int, runs: Sequence[AdapterResult]) -> None:
-        """Count the results of one row.
+        """Add the results of one row.
 
         Args:
             line: Number of the row's line.
@@ -66,7 +68,7 @@ class Scorecard:
             ]
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the terminal: a histogram of the rewards, failures, and results that were not always the same."""
+        """Yield lines to print: a histogram of the rewards, failures, and results that changed on repetition."""
         bars = histogram(self.rewards)
         label_width = max((len(label) for label, _ in bars), default=0)
         max_count = max((count for _, count in bars), default=0)
@@ -87,7 +89,7 @@ class Scorecard:
 
 
 def _examples_of(texts: Sequence[str]) -> Iterator[str]:
-    """Yield the first texts, and the number of the others."""
+    """Yield the first texts, and a line with the number of the others."""
     for text in texts[:MAX_EXAMPLES]:
         yield f"  {text}"
     if len(texts) > MAX_EXAMPLES:
@@ -97,8 +99,8 @@ def _examples_of(texts: Sequence[str]) -> Iterator[str]:
 class Report:
     """Results of trying rewards on a file.
 
-    A reward calls a completion right if its score is `threshold` or more. A pair consists of two rewards, or of a reward
-    and LABEL.
+    A reward calls a completion right if its score is `threshold` or more. A pair consists of two rewards, or of a
+    reward and LABEL.
 
     Attributes:
         scorecards: The calls of each reward, by name.
@@ -123,11 +125,11 @@ class Report:
         self.seconds = 0.0
 
     def add(self, row: CompletionRow, verdicts: Sequence[Verdict]) -> None:
-        """Count one row. Rows are added in the order of the file.
+        """Add the results of one row. Add the rows in the order of the file.
 
         Args:
             row: The row.
-            verdicts: A verdict for each time that the row was scored. Rewards are compared by the first one.
+            verdicts: A verdict for each time that the row was scored. Only the first one is used to compare rewards.
         """
         opinions = {result.adapter: result.reward for result in verdicts[0].results} | {LABEL: row.label}
         is_right_by_name = {
@@ -168,7 +170,7 @@ class Report:
         for name, card in self.scorecards.items():
             counts = [str(card.statuses[status]) for status in RewardStatus]
             latencies = [f"{1000 * quantile(card.seconds, q):.1f}" for q in (0.5, 0.95, 1.0)]
-            steady = "?"  # a single call does not tell
+            steady = "?"  # unknown after a single call
             if repeat >= 2:
                 steady = f"no: {len(card.unsteady)}" if card.unsteady else "yes"
             table.add_row(name, *counts, _number(card.mean), *latencies, steady)
@@ -195,14 +197,15 @@ class Report:
 
 
 def one_line(text: str) -> str:
-    """Return a foreign text as one line without control characters, which could change the terminal."""
+    """Return an untrusted text as one line, without control characters, which could change the terminal."""
     return " ".join(repr(text)[1:-1].split())
 
 
 def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int]]:
-    """Return label and count of each bar of a histogram.
+    """Return the label and the count of each bar of a histogram.
 
-    Each distinct value has a bar. If there are more than `max_bars` values, each of `max_bars` equal ranges has one.
+    Each distinct value has a bar. If there are more than `max_bars` distinct values, the range is divided into
+    `max_bars` equal parts, each with a bar.
     """
     counts = Counter(values)
     if len(counts) <= max_bars:
@@ -216,7 +219,7 @@ def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int
 
 
 def _table(*columns: str) -> Table:
-    """Return a narrow table with names on the left and numbers on the right of their columns."""
+    """Return a compact table with left-aligned names and right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         table.add_column(column, justify="left" if column in ("reward", "against") else "right", no_wrap=True)

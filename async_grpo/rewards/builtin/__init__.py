@@ -1,7 +1,8 @@
-"""The rewards that the package contains, one file each.
+"""The rewards that ship with the package.
 
-Every `score(sample, ...)` returns `reward`, or the rewards of steps, with its components.
+Each function `score(sample, ...)` returns a dict with the `reward`, or with the rewards of steps, and their components.
 
-Malformed output of the model is worth 0. A row that cannot be scored (no gold answer, no numbers) raises ValueError: its
-samples then count as failed, because a zero would teach the policy something that is not known to be true.
+A malformed completion gets the reward 0. A row that cannot be scored, for example because it has no gold answer, raises
+ValueError. Its samples count as failed and get no reward, because a reward of 0 would teach the policy that they are
+wrong.
 """

@@ -1,6 +1,6 @@
-r"""The text to score and the row's gold answer, which all rewards read alike.
+r"""The text to score and the gold answer of a row, as all shipped rewards read them.
 
-`async_grpo.rewards.answer_reading.stated` finds the answer in a text.
+`async_grpo.rewards.answer_reading.stated` finds the answer in the text to score.
 """
 
 import math
@@ -18,24 +18,26 @@ from async_grpo.rewards.answer_reading.stated import stated_answer as stated_ans
 
 
 def completion_text(sample: dict[str, Any]) -> str:
-    """Return the generated text without white space around it and without one `end_token` of the row at its end."""
+    """Return the completion without surrounding white space, and without one `end_token` of the row at its end."""
     text = str(sample["completion"]).strip()
     end_token = sample.get("end_token")
     return text.removesuffix(end_token).rstrip() if end_token else text
 
 
 def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
-    r"""Return the row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes.
+    r"""Return the gold answer of a row, as text.
 
-    It is read like the answer of a completion (`boxed_answer`, `without_layout`).
+    It is the text after the last "####" in the row's `answer` (as in GSM8K), or else the whole `answer`. If that text
+    contains boxes, it is their content. Layout is removed as from the answer of a completion (`without_layout`), and so
+    are thousands separators.
 
     Args:
         sample: The row, with or without a completion.
-        is_latex: The answer is LaTeX. If not (a path, a name), characters that would be layout in LaTeX stay, except in a
-            box or a formula.
+        is_latex: Whether the answer is LaTeX. If it is not, for example a path or a name, characters that would be
+            layout in LaTeX are kept, except in a box or a formula.
 
     Raises:
-        ValueError: The answer is missing, empty, or neither text nor a number, or its box is cut off.
+        ValueError: The answer is missing, empty, or neither text nor a number, or the brace of its box is not closed.
 
     >>> gold_answer({"answer": "9 * 113 = 1,017\n#### 1,017"}), gold_answer({"answer": 7.0})
     ('1017', '7')
@@ -44,7 +46,7 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"the row's answer must be text or a number, not {answer!r}")
     if isinstance(answer, float) and math.isfinite(answer):
-        # Python would write 1e-05
+        # In plain decimals, because `str` would return "1e-05"
         answer = int(answer) if answer.is_integer() else f"{Decimal(repr(answer)):f}"
     text = str(answer).rpartition("####")[2].strip()
     if has_box(text):

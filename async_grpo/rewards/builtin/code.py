@@ -1,17 +1,19 @@
-"""Unit tests on generated Python code, in a sandbox without network: see `async_grpo.rewards.sandbox`.
+"""Runs unit tests on generated Python code, in a sandbox without network access (`async_grpo.rewards.sandbox`).
 
-The code is the last block fenced as Python behind the thought, else the last block fenced without a language, else the
-whole completion. The row has these columns:
+The code is the last block after the thought that is fenced as Python, or else the last block that is fenced without a
+language, or else all text after the thought. The row has these columns:
 
-    tests     a list. {"input": text, "output": text} runs the code as a program. Its standard output must be the expected
-              one, except for blanks at the ends of lines and empty lines at the end, and its exit status must be 0.
-              {"assert": text} runs Python statements against the code: "assert f(1) == 2", several lines, or a
-              function `check(candidate)` with a call of it. The statements and the code exchange plain values and objects,
-              but no functions that the statements define.
-    prelude   optional: text before the code, for imports or classes that the prompt promised
+    tests     a list of tests, each of one of two kinds:
+              {"input": text, "output": text} runs the code as a program with this standard input. Its standard output
+              must be the expected one, except for blanks at the ends of lines and empty lines at the end, and its exit
+              status must be 0.
+              {"assert": text} runs Python statements against the code: "assert f(1) == 2", several lines, or a function
+              `check(candidate)` and a call of it. The statements and the code can exchange plain values and objects,
+              but not functions that the statements define.
+    prelude   optional: text to insert before the code, for imports or classes that the prompt promised
 
-The code has Python's standard library, threads, and a folder in which nothing can be written. Each test is a run of its
-own. The expected output never enters the process that runs the code.
+The code can use Python's standard library and threads, and runs in a folder that is not writable. Each test is a
+separate run. The process that runs the code never receives the expected output.
 """
 
 import time
@@ -21,14 +23,14 @@ from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
 from async_grpo.rewards.sandbox.run import Sandbox, SandboxRun
 
-MAX_CHARACTERS = 100_000  # of the code
-MIN_REMAINING_S = 0.01  # with less time, a test is not begun
+MAX_CHARACTERS = 100_000  # maximum length of the code; longer code passes no test
+MIN_REMAINING_S = 0.01  # a test is not started if less time remains
 _PYTHON = ("python", "python3", "py")
-_TEST_KEYS = ({"assert"}, {"input", "output"})  # of the two kinds of tests
+_TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
 
 
 def code_of(text: str) -> str:
-    """Return the code in a completion."""
+    """Return the code in a completion, as described above."""
     spoken = text.rpartition("</think>")[2]
     python_blocks = []
     plain_blocks = []
@@ -42,10 +44,10 @@ def code_of(text: str) -> str:
 
 
 def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the row's tests.
+    """Return the tests of a row.
 
     Raises:
-        ValueError: The row has no tests, or a test is neither of the two kinds.
+        ValueError: The row has no tests, or a test that is of neither kind.
     """
     tests = sample.get("tests")
     if not isinstance(tests, list) or not tests:
@@ -79,25 +81,26 @@ def score(
 
     Args:
         sample: The completion and its row.
-        test_seconds: Limit of one test's processor time; on the clock it may take twice as long.
-        total_seconds: Limit of all tests on the clock. Tests that have not run by then count as timed out. Keep it below
-            the run's time-out for a reward, after which the sample would not be wrong but unknown.
-        memory_mb: Limit of the process's address space, in MiB.
-        all_or_nothing: The reward is 1 if the code passes all tests, else 0.
-        allow_unsandboxed: Run the code even where nothing keeps it off the network.
+        test_seconds: Maximum processor time of one test. Its wall-clock time may be twice as long.
+        total_seconds: Maximum wall-clock time of all tests together. Tests that have not run by then count as timed
+            out. Keep it below `--reward-timeout-s`, after which the whole sample would have no reward.
+        memory_mb: Maximum address space of the process, in MiB.
+        all_or_nothing: Whether the reward is 1 if the code passes all tests and 0 otherwise.
+        allow_unsandboxed: Whether to run the code even if this machine cannot block its network access.
 
     Returns:
-        `reward`; the numbers of tests `passed`, `total` and `timed_out`; and `network_blocked` and `files_hidden` (0 or 1).
+        `reward`, the numbers of tests that `passed` and `timed_out`, their `total` number, and whether the network was
+        blocked (`network_blocked`) and files were hidden (`files_hidden`), as 0 or 1.
 
     Raises:
         ValueError: The row has no usable tests.
-        ConfigurationError: Nothing keeps the code off the network, and that is not allowed.
+        ConfigurationError: The machine cannot block the network access of the code, and `allow_unsandboxed` is false.
     """
     tests = tests_of(sample)
     code = _code_with_prelude(sample)
     passed = 0
     timed_out = 0
-    levels: frozenset[str] = frozenset()  # of confinement, which all tests had
+    levels: frozenset[str] = frozenset()  # levels of confinement that were in force in all tests
     deadline = time.monotonic() + total_seconds
     for position, test in enumerate(tests):
         has_failed = passed < position
@@ -132,7 +135,7 @@ def _code_with_prelude(sample: dict[str, Any]) -> str:
 
 
 def _run_test(sandbox: Sandbox, code: str, test: dict[str, str]) -> tuple[SandboxRun, bool]:
-    """Run one test, and return the run and whether the code has passed."""
+    """Run one test. Return the run, and whether the code passed the test."""
     if "assert" in test:
         run = sandbox.run_tests(code, test["assert"])
         return run, run.ended_well

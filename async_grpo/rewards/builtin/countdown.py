@@ -1,14 +1,15 @@
-"""Countdown: reach the target with the given numbers, each used exactly once.
+"""Countdown: compute the target from the given numbers, using each number exactly once.
 
-The answer is read as a syntax tree and computed in exact fractions; it is never executed. Allowed are + - * / (and a
-minus sign), parentheses, blanks and plain decimal integers. `score_steps` scores the same answer step by step:
+The answer is parsed into a syntax tree and computed in exact fractions. It is never executed. It may contain + - * /
+(also a minus sign), parentheses, blanks and plain decimal integers. `score_steps` scores the same answer step by step:
 
-    each number in the answer   +c if it is one of `nums` and not used before, else -c
-    the end of the answer       +1 if the answer is right by `score`
+    each number in the answer   +c if it is one of `nums` and was not used before, -c otherwise
+    the end of the answer       +1 if the answer is right, as in `score`
 
-with c = 0.3 / len(nums), so that all numbers together are worth less than the answer. The answer begins with the only
-<answer> behind the thought. An answer without an end is scored as far as it goes. Without an <answer>, or with several,
-there are no steps. At most 2 * len(nums) numbers are scored, because repetition must not cost without a bound.
+Here c = 0.3 / len(nums), so that all numbers together are worth less than the answer. The answer begins at the <answer>
+tag after the thought. If its end tag is missing, it extends to the end of the completion. If there are several <answer>
+tags or none, there are no steps. At most 2 * len(nums) numbers are scored, which limits the penalty for repeated
+numbers.
 """
 
 import ast
@@ -23,11 +24,12 @@ from async_grpo.rewards.builtin.answers import answer_block, completion_text
 from async_grpo.rewards.builtin.text import well_formedness
 
 FORMAT_WEIGHT = 0.1
-NUMBERS_CREDIT = 0.3  # of all numbers together, where steps are scored
-# Of a number in the row: 1e999999999 would take hours
+NUMBERS_CREDIT = 0.3  # largest sum of the rewards for numbers in `score_steps`
+# Limits on a number in the row, because computing with 1e999999999 would take hours
 MAX_NUMBER_CHARACTERS = 400
 MAX_EXPONENT_CHARACTERS = 4
-MAX_CHARACTERS = 300  # of an answer; also bounds the depth of the tree and the digits of every value
+# Maximum length of an answer, which also limits the depth of its syntax tree and the size of its values
+MAX_CHARACTERS = 300
 
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]+")
@@ -37,10 +39,10 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def parse_arithmetic(expression: str) -> ast.expr:
-    """Return the syntax tree of an expression.
+    """Parse an arithmetic expression into a syntax tree.
 
     Raises:
-        ValueError or another of `NOT_ARITHMETIC`: It is not plain arithmetic, or is nested too deeply (the last two).
+        ValueError or another of `NOT_ARITHMETIC`: The text is not plain arithmetic, or is nested too deeply.
     """
     text = expression.strip()
     if len(text) > MAX_CHARACTERS or not _TEXT.fullmatch(text):
@@ -49,10 +51,10 @@ def parse_arithmetic(expression: str) -> ast.expr:
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """Return the exact value of a syntax tree.
+    """Compute the exact value of a syntax tree.
 
     Raises:
-        ValueError or another of `NOT_ARITHMETIC`: It has other operators, or divides by zero.
+        ValueError or another of `NOT_ARITHMETIC`: The tree contains other operators, or a division by zero.
     """
     match node:
         case ast.Constant(value=int(number)):
@@ -66,7 +68,7 @@ def value_of(node: ast.expr) -> Fraction:
 
 
 def solves(expression: str, nums: list[int], target: Fraction) -> bool:
-    """Return whether the expression uses each of `nums` exactly once and has exactly the value `target`."""
+    """Return whether the expression uses each of `nums` exactly once and is equal to `target`."""
     try:
         tree = parse_arithmetic(expression)
         used_numbers = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
@@ -79,7 +81,7 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
     """Return the row's `nums` and its `target` (or `answer`), which may be numbers or texts.
 
     Raises:
-        ValueError: They are missing, or are not what they should be.
+        ValueError: A value is missing, is not a number of the right kind, or is too large.
     """
     nums = sample.get("nums")
     target = sample.get("target", sample.get("answer"))
@@ -102,7 +104,7 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""Return 0.1 * well-formedness, plus 1 for a right answer: at most 1.1. Only a single answer block earns credit.
+    r"""Return 0.1 times the well-formedness, plus 1 for a right answer in the only answer block.
 
     Raises:
         ValueError: The row has no usable `nums` or `target`.
@@ -123,7 +125,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the rewards of the steps, and their sums by kind. Numbers are compared as texts: "03" is not 3.
+    """Return the rewards of the steps, and their sums by kind. Numbers are compared as text: "03" is not 3.
 
     Raises:
         ValueError: The row has no usable `nums` or `target`.
@@ -131,7 +133,7 @@ def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
     nums, _ = task_of(sample)
     answer_reward = score(sample)["answer_reward"]
     text = str(sample["completion"])
-    # Places are counted in the whole completion, but nothing behind the scored text may count
+    # Positions refer to the whole completion. Only an end token and white space after the scored text are cut off.
     num_leading_spaces = len(text) - len(text.lstrip())
     text = text[: num_leading_spaces + len(completion_text(sample))]
     begin, end = _answer_span(text)
@@ -150,8 +152,8 @@ def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer_span(text: str) -> tuple[int, int]:
-    """Return where the only answer behind the thought begins and ends; (0, 0) without one, or with several."""
-    # Without a thought, this is the whole text
+    """Return where the only answer after the thought begins and ends, or (0, 0) if there are several or none."""
+    # Without "</think>", the search starts at the beginning of the text
     start = text.rfind("</think>") + 1
     if text.count("<answer>", start) != 1:
         return 0, 0

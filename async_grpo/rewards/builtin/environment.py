@@ -1,4 +1,4 @@
-"""Rewards that an environment gives itself: for the whole trajectory, or turn by turn."""
+"""Rewards that come from the environment: for the whole trajectory, or for each turn."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from async_grpo.rewards.adapter.decorators import process_reward
 
 
 def environment(sample: dict[str, Any]) -> float:
-    """Return the reward of the whole trajectory."""
+    """Return the environment's reward for the whole trajectory."""
     reward = sample.get("environment_reward")
     if reward is None:
         raise ValueError(
@@ -17,7 +17,7 @@ def environment(sample: dict[str, Any]) -> float:
 
 @process_reward
 def environment_turns(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the reward of each turn, at its last token."""
+    """Return the environment's reward for each turn, as a step that ends at the last token of the turn."""
     ends = sample.get("turn_ends", [])
     rewards = sample.get("turn_rewards", [])
     if not rewards or len(rewards) != len(ends):

@@ -1,8 +1,8 @@
-"""Whether the completion is JSON that satisfies a schema: the row's `schema`, else the option's.
+"""Checks whether a completion is JSON that satisfies a schema, which is the row's `schema` or else the option `schema`.
 
-JSON is read strictly: no NaN or Infinity, no number beyond the range of a float, no name twice in an object, and nothing
-beside the value. The value is the last block behind the thought that is fenced as ```json or without a language, else all
-text behind the thought.
+The JSON value is the last block after the thought that is fenced as ```json or without a language, or else all text
+after the thought. It is read strictly: NaN, Infinity, numbers beyond the range of a float, duplicate names in an
+object, and any other text around the value are errors.
 """
 
 import json
@@ -20,8 +20,8 @@ from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.result import finite, unique_names
 from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 
-MAX_CHARACTERS = 200_000  # of the value
-SECONDS = 2.0  # limit of a validation
+MAX_CHARACTERS = 200_000  # maximum length of the JSON text; a longer text gets the reward 0
+SECONDS = 2.0  # maximum time of one validation
 
 
 @lru_cache(maxsize=1024)
@@ -37,19 +37,19 @@ def validator_of(schema_text: str) -> Validator:
         validator_class.check_schema(schema)
     except (ValueError, SchemaError, AttributeError, TypeError) as error:
         raise ValueError(f"no JSON schema: {error!s:.200}: {schema_text:.200}") from error
-    # With an empty registry, a "$ref" into the network is not followed
+    # The empty registry prevents the validator from loading a "$ref" over the network
     return validator_class(schema, registry=Registry())
 
 
 def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
-    """Return 1 for JSON that satisfies the schema, else 0, and in `parsed` whether it was JSON at all.
+    """Return the reward 1 for JSON that satisfies the schema and 0 otherwise, and in `parsed` whether it is JSON.
 
     Args:
         sample: The completion and its row.
-        schema: The schema for rows without one: an object, a bool, or JSON text.
+        schema: The schema for rows without a `schema`: an object, a bool, or JSON text.
 
     Raises:
-        ValueError: There is no schema, or it is not a schema, or it refers to another document.
+        ValueError: There is no schema, it is not a valid schema, or it refers to another document.
         TimeoutError: Validation takes too long, for example because of a pattern in the schema.
 
     >>> score({"completion": '{"a": 1}', "schema": {"required": ["a"]}}), score({"completion": "a"}, schema=True)
@@ -73,7 +73,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
         with interrupted_after(SECONDS, "validation"):
             return {"reward": float(validator.is_valid(value)), "parsed": 1.0}
     except RecursionError:
-        # The value is nested too deeply for the schema's rules
+        # The value is nested too deeply to be validated
         return {"reward": 0.0, "parsed": 1.0}
     except Unresolvable as error:
         raise ValueError(f"the schema refers to what is not in it: {error}") from error

@@ -1,9 +1,9 @@
-r"""Notation that math-verify misreads, rewritten in LaTeX: signs of Unicode, E-notation, units behind a number."""
+r"""Rewrites notation that math-verify misreads: Unicode signs, scientific E-notation, and units after a number."""
 
 import re
 import unicodedata
 
-MAX_CHARACTERS = 20_000  # of a text that is rewritten
+MAX_CHARACTERS = 20_000  # maximum length of a text that is checked for a unit
 
 _SIGNS = {
     "\u2212": "-",  # minus sign
@@ -26,17 +26,18 @@ _SIGNS = {
 }
 _SIGN = re.compile("[" + "".join(_SIGNS) + "]")
 _FULL_WIDTH = re.compile("[\uff01-\uff5e]")
-_FULL_WIDTH_OFFSET = 0xFEE0  # from a full-width character to its ASCII one
+_FULL_WIDTH_OFFSET = 0xFEE0  # difference between the code points of a full-width character and its ASCII form
 _VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a"
 _SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPTS}]+")
 _AS_DIGITS = str.maketrans(_SUPERSCRIPTS, "0123456789-+")
 _ROOT = re.compile(r"\u221a\s*(?:\(([^()]{0,200})\)|\{([^{}]{0,200})\}|(\d+(?:\.\d+)?|[a-zA-Z]))")
-# A dash between two numbers may be a range: it is a sign only where no number stands before it
+# A dash is a minus sign only if no number precedes it. Between two numbers it may denote a range.
 _DASH_AS_SIGN = re.compile(r"(^|[(\[{,=:])(\s{0,8})\u2013(?=\s{0,8}[\d.\\])")
 _UPRIGHT_CONSTANT = re.compile(r"\\mathrm\s{0,8}\{\s{0,8}([ei])\s{0,8}\}")
 _FRACTION_OF_DIGITS = re.compile(r"(\\[dtc]?frac)\s{0,8}(\d)\s{0,8}(\d)(?!\d)")
-# `2e-1` may be twice e, minus 1: a signed exponent must be one by its other signs
+# `2e-1` may mean 2 times e minus 1. With a signed exponent, this is E-notation only if the number has a decimal point
+# or is 1, or the exponent begins with 0.
 _E_NOTATION = re.compile(
     r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}))(?![\w.])"
 )
@@ -47,7 +48,7 @@ _NUMBER_WITH_UNIT = re.compile(rf"\s*({_NUMBER})(?:\s|~|\\[, ]){{0,8}}{_UNIT}(?:
 
 
 def as_latex(text: str) -> str:
-    r"""Return a text with signs of Unicode and E-notation in LaTeX.
+    r"""Return the text with Unicode signs and E-notation rewritten as LaTeX.
 
     >>> as_latex("4\u221a2 \u2212 3\u00b2"), as_latex("6.02e23"), as_latex("2e-1"), as_latex("\u2153")
     ('4\\sqrt{2} - 3^{2}', '6.02\\times 10^{23}', '2e-1', '\\frac{1}{3}')
@@ -64,7 +65,7 @@ def as_latex(text: str) -> str:
 
 
 def number_before_unit(text: str) -> str | None:
-    """Return the number of a text that is a number and a unit of physics; None of any other text.
+    """Return the number from a text that consists of a number and a physical unit, or None for any other text.
 
     >>> number_before_unit("12 m/s"), number_before_unit("5 V"), number_before_unit("12 x")
     ('12', '5', None)

@@ -1,13 +1,15 @@
-r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
+r"""Compares answers with the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-If there is a \boxed{}, it is the answer (see `stated_answer`). Otherwise the answer is the only <answer>, else the text
-behind "####" as in GSM8K, else "the answer is ...", else the last formula or number. A thought does not count. The right
-side of an equation counts. Numbers must agree to six decimals, and numbers below a thousandth must also agree to 1 %.
+The answer is the content of the last \boxed{} (see `stated_answer`). Without a box, it is the first of these that the
+text after the thought contains: the content of the only <answer>, the text after "####" (as in GSM8K), the text after
+"the answer is", or the last formula or number. Of an equation, the right side is compared. Numbers must agree to six
+decimals, and numbers below 0.001 must also agree to 1 %.
 
-A grammar reads the LaTeX. The library gives sympy's parser nothing but digits and + - * / ^ ( ).
+The text comes from a model, so it must not be evaluated as code: the library parses LaTeX with a grammar, and passes
+only digits and + - * / ^ ( ) to sympy's own parser.
 
-A signal limits the time, so this adapter raises outside of a main thread. The library's own limits are off, because they
-count an answer that takes too long as wrong.
+A signal limits the time, so this adapter raises an error outside of the main thread. The time limits of the library are
+switched off, because the library counts an answer that takes too long as wrong.
 """
 
 import logging
@@ -29,39 +31,41 @@ from async_grpo.rewards.builtin.answers import (
 from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit
 from async_grpo.rewards.builtin.sympy import is_computable
 
-MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without a box; longer texts take too long
+# Maximum length of a box, and of the end of a completion in which an answer without a box is searched for
+MAX_CHARACTERS = 20_000
 BOX_CHARACTERS = len(r"\boxed{}")
-TINY = 1e-3  # numbers below it may agree to six decimals and still differ much
+TINY = 1e-3  # numbers below this value may agree to six decimals although their ratio is far from 1
 TINY_TOLERANCE = 0.01  # largest relative difference of tiny numbers
-SECONDS = 5.0  # limit of one parse or one comparison; after that the sample has no verdict
+SECONDS = 5.0  # maximum time of one parse or comparison, after which the sample gets no reward
 
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
-# Numbers side by side, and the slash behind them if they end in a fraction. With a look ahead from each of them to that
-# slash, babble of numbers would take quadratic time
+# Numbers separated only by white space, and the slash after them if the last one is part of a fraction. One possessive
+# match finds the slash, because a lookahead from each number to it would take quadratic time
 _NUMBERS = re.compile(r"[\d\s]++/?")
 _GAP = re.compile(r"(?<=\d)[ \t]+(?=\d)")
-_DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]")  # of a formula
-# What letters may mean in a formula beside single variables
+_DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]")  # opening delimiter of a formula
+# The letters in a formula that are not single variables: commands, functions and products such as xy
 _FORMULA_WORD = re.compile(
     r"\\(?:begin|end)\{[a-z]+\*?\}|\\text\{\s{0,8}(?:and|or)\s{0,8}\}|\\[a-zA-Z]+"
     r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
     r"(?![a-zA-Z])"
 )
 _END_OF_SENTENCE = re.compile(r"(?<=[\w)\]}%])(?<!\\right)(?<!\\left)[\s.,;:]{1,20}\Z")
-# Words, units, bold letters and signs such as that of a currency: of these the library looks for numbers among words.
-# Greek letters and mathematical operators are parts of formulas
+# Parts of a text that is no pure formula: words, units, bold letters, and signs such as those of currencies. Greek
+# letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# The library warns of each of its time limits that is off
+# The library logs a warning for each of its time limits that is switched off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
 def readable(text: str) -> str:
-    """Return the text without characters that the library misreads.
+    """Replace characters that the library misreads.
 
-    It ignores digits of other scripts and control characters. It adds two numbers that stand side by side, as if the second
-    were a fraction.
+    The library ignores digits of other scripts, which become ASCII digits, and control characters, which become blanks.
+    It adds two numbers that are separated by a blank, as in the mixed number "1 1/2", so a comma separates whole
+    numbers.
 
     >>> readable("\u0663 - 5"), readable("1 2, 1 1/2")
     ('3 - 5', '1, 2, 1 1/2')
@@ -82,10 +86,10 @@ def parsed(text: str, text_name: str) -> list[Any]:
 
     Args:
         text: The text.
-        text_name: A name of the text, for the message of an error.
+        text_name: What the text is, for error messages.
 
     Raises:
-        TimeoutError: Reading takes too long.
+        TimeoutError: Parsing takes too long.
     """
     with interrupted_after(SECONDS, f"reading {text_name}"):
         answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
@@ -93,11 +97,11 @@ def parsed(text: str, text_name: str) -> list[Any]:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""Return 1 if the answer in the completion equals the row's `answer`, else 0.
+    r"""Return 1 if the answer in the completion equals the row's `answer`, and 0 otherwise.
 
     Raises:
         ValueError: The row's answer is missing, empty or unreadable, or this is not the main thread.
-        TimeoutError: One of the answers could not be read, or compared, in time.
+        TimeoutError: Parsing or comparing the answers takes too long.
 
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
@@ -118,21 +122,21 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def _are_different_tiny_numbers(gold_answers: list[Any], answers: list[Any]) -> bool:
-    """Return whether two numbers differ that the library takes for 0, and so for equal."""
+    """Return whether two tiny numbers differ, which the library rounds to 0 and so calls equal."""
     numbers = (gold_answers[0], answers[0])
     if not all(isinstance(number, sympy.Expr) and is_computable(number) for number in numbers):
         return False
-    # A percentage is a product with an unevaluated hundredth
+    # `doit` is needed because the library represents a percentage as an unevaluated product with 1/100
     gold, answer = (number.doit() for number in numbers)
     if not gold.is_comparable or not answer.is_comparable or not 0 < abs(gold.evalf()) < TINY:
         return False
     ratio = (answer / gold).evalf()
-    # The library takes a percentage for its number, and for its hundredth
+    # The library accepts 5 % both as 5 and as 0.05, so a factor of 100 is no difference
     return all(abs(ratio * factor - 1) > TINY_TOLERANCE for factor in (1, 100, 0.01))
 
 
 def _is_bare_formula(text: str) -> bool:
-    """Return whether all of a text is a formula, which the library would not find in it, or not as a whole."""
+    """Return whether a text is nothing but a formula, without the delimiters that the library needs to find it."""
     text = without_layout(text)
     if len(text) > MAX_CHARACTERS or _DELIMITER.search(text) or not _has_balanced_braces(text):
         return False
@@ -149,9 +153,10 @@ def _has_balanced_braces(text: str) -> bool:
 
 
 def _answers_to_parse(text: str) -> list[str]:
-    """Return the texts in which the library looks for the answer of a completion; none if it states none.
+    """Return the texts in which the library is to search for the answer of a completion.
 
-    There are two where a letter may be a unit or a variable.
+    There are two texts if the answer ends with a letter that may be a unit or a variable. There is none if a box is too
+    long.
     """
     boxed = stated_answer(text, ("box",))
     if boxed is not None:
@@ -164,7 +169,7 @@ def _answers_to_parse(text: str) -> list[str]:
 
 
 def _formulas(answer: str) -> list[str]:
-    """Return the texts for the library of an answer that is a formula, perhaps with a unit."""
+    """Return the texts for the library for a formula: with its unit, if it ends with one, and without the unit."""
     formula = _END_OF_SENTENCE.sub("", without_layout(_END_OF_SENTENCE.sub("", answer)))
     readings = [formula, number_before_unit(formula)]
     return [readable(rf"\boxed{{{as_latex(ungrouped(reading))}}}") for reading in readings if reading]

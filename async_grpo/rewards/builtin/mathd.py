@@ -1,12 +1,16 @@
-r"""Equality of the stated answer and the gold answer after the normalization of the MATH data set; and a vote by it.
+r"""Compares the stated answer with the gold answer after the normalization of the MATH data set. Also a majority vote.
 
-The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (2021), with four
-exceptions: the thousands separators of a plain number are removed; spacing commands are spaces; a unit ends the answer, so
-that `5 \text{ or }6` is not 5; and the left side of `=` begins with a letter, so that `7x = 80` is not 80. The answer is
-the content of a box or of the only <answer> (`stated_answer`).
+The answer is the content of a box or of the only <answer> (`stated_answer`). The rules of the normalization are those
+of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (2021), with four exceptions:
 
-The vote is test-time reinforcement learning, Zuo et al., "TTRL" (2025): the answer that most completions of a prompt state
-counts as right. It is known once the group is complete, so `post_process_scores` sets the reward.
+- The thousands separators of a plain number are removed.
+- Spacing commands count as spaces.
+- A unit is removed only at the end of the answer, so that `5 \text{ or }6` does not become 5.
+- The left side of `=` is removed only if it is a name, so that `7x = 80` does not become 80.
+
+The majority vote is that of test-time reinforcement learning: Zuo et al., "TTRL" (2025). The answer that most
+completions of a prompt state counts as right. It is known only once the group is complete, so `post_process_scores`
+sets the rewards.
 """
 
 import re
@@ -15,18 +19,18 @@ from typing import Any
 
 from async_grpo.rewards.builtin import answers
 
-MAX_CHARACTERS = 1000  # of an answer
+MAX_CHARACTERS = 1000  # maximum length of an answer
 
 _RULES = {
     r"\n|\\!|\\left(?![a-z])|\\right(?![a-z])": "",
-    r"\\\\(?=[a-zA-Z])": r"\\",  # a command that was escaped twice
+    r"\\\\(?=[a-zA-Z])": r"\\",  # a command with two backslashes, because it was escaped twice
     r"\\[td]frac": r"\\frac",
-    r"\^\s*(\{\s*\\circ\s*\}|\\circ)": "",  # degrees
+    r"\^\s*(\{\s*\\circ\s*\}|\\circ)": "",  # the degree sign
     r"\\\$|\$|\\%|%": "",
-    r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$": "",  # a unit: 5 \text{ cm}^2
-    r"^\s*\\(text|mbox)\{([^{}]*)\}\s*$": r"\2",  # nothing but text
+    r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$": "",  # a unit at the end, as in 5 \text{ cm}^2
+    r"^\s*\\(text|mbox)\{([^{}]*)\}\s*$": r"\2",  # an answer that is nothing but \text{...}
     r"(^|[\s{])\.(?=\d)": r"\g<1>0.",
-    r"^\s*[a-zA-Z]\w?\s*=(?=[^=]+$)": "",  # k = 5
+    r"^\s*[a-zA-Z]\w?\s*=(?=[^=]+$)": "",  # the name in k = 5
     r"\\sqrt\s*(\w)": r"\\sqrt{\1}",
     r"\\frac\s*(\w)\s*": r"\\frac{\1}",
     r"(\\frac\{[^{}]*\})\s*(\w)": r"\1{\2}",
@@ -36,7 +40,7 @@ _SIMPLE_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 
 
 def clean(text: str) -> str:
-    r"""Apply all rules that leave the text readable for a LaTeX parser.
+    r"""Apply all rules that keep the text readable for a LaTeX parser. `normalise` applies the others, too.
 
     >>> clean(r"x = \dfrac12 \text{ cm}")
     '\\frac{1}{2}'
@@ -48,7 +52,7 @@ def clean(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    r"""Return the text by which two answers are compared.
+    r"""Return the normal form of an answer. Two answers are equal if their normal forms are.
 
     >>> normalise("0.5") == normalise("1/2") == normalise(r"\tfrac 1 2"), normalise(r"90^\circ")
     (True, '90')
@@ -59,7 +63,7 @@ def normalise(text: str) -> str:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""Return 1 if the stated answer equals the row's `answer`; 0 otherwise, also if none is stated.
+    r"""Return 1 if the stated answer equals the row's `answer`, and 0 if it differs or no answer is stated.
 
     Raises:
         ValueError: The row's answer is missing or empty.
@@ -74,7 +78,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def vote_of(sample: dict[str, Any]) -> str | None:
-    """Return the stated answer, normalised; None without one, or if nothing is left of it: an abstention."""
+    """Return the normal form of the stated answer, or None if no answer is stated or it is too long or empty."""
     answer = answers.stated_answer(answers.completion_text(sample))
     if answer is None or len(answer) > MAX_CHARACTERS:
         return None
@@ -82,10 +86,11 @@ def vote_of(sample: dict[str, Any]) -> str | None:
 
 
 def score_vote(sample: dict[str, Any]) -> dict[str, float]:
-    """Score a completion before its group is known.
+    """Score a completion before the result of the vote is known.
 
     Returns:
-        `voted`, whether the completion states an answer; and `true_reward`, its true worth, if the row has an answer.
+        A preliminary `reward` of 0, whether the completion states an answer (`voted`), and, if the row has an `answer`,
+        whether the stated answer equals it (`true_reward`).
     """
     vote = vote_of(sample)
     scores = {"reward": 0.0, "voted": float(vote is not None)}
@@ -95,10 +100,11 @@ def score_vote(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | None]:
-    """Return 1 for each completion that states the majority's answer, else 0, with the majority's `share` of all votes.
+    """Return 1 for each completion that states the majority's answer and 0 for the others.
 
-    If several answers have most votes, the shortest one wins, and of the shortest ones the first in the alphabet. A failed
-    completion has no vote and stays failed (None).
+    `share` is the majority's share of all votes. If several answers have the most votes, the shortest one wins, and of
+    several shortest ones the first in alphabetical order. Members of the group whose status is not ok do not vote, and
+    get None, which leaves their results as they are.
     """
     votes: list[str | None] = []
     for member in group:

@@ -1,9 +1,11 @@
-r"""Equality of the stated answer and the gold answer by sympy, element by element.
+r"""Compares the stated answer with the gold answer by sympy, element by element.
 
-Both sides are normalized as in `mathd`. A tuple or an interval must agree in its brackets and its length. As in PRM800K
-(Lightman et al., "Let's Verify Step by Step", 2023), the answer to an integer must be an integer, and the answer to a
-fraction the same fraction: "4/2" is an unfinished answer to "2". A LaTeX grammar reads the text, and never sympy's own
-parser, which would evaluate it.
+Both answers are normalized as in `mathd`. Tuples and intervals must have the same brackets and the same length. As in
+PRM800K (Lightman et al., "Let's Verify Step by Step", 2023), if the gold answer is an integer, the answer must be the
+same integer, and a fraction must equal a gold fraction literally: "4/2" is an unfinished answer if the gold answer is
+"2".
+
+A LaTeX grammar reads the text. sympy's own parser is never used, because it would evaluate text from a model as code.
 """
 
 import math
@@ -18,27 +20,28 @@ from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
-# Limit of one comparison. After that the sample has no verdict: a busy machine must not make a right answer wrong
+# Maximum time of one comparison, after which the sample gets no reward. It is not counted as wrong, because the machine
+# may just be busy
 SECONDS = 5.0
-RELATIVE_TOLERANCE = 1e-12  # of two numbers
-PRECISION_DIGITS = 30  # with which numbers are compared
+RELATIVE_TOLERANCE = 1e-12  # largest relative difference of two equal numbers
+PRECISION_DIGITS = 30  # number of digits to which numbers are computed for the comparison
 
-# Of an expression that is computed
+# Limits on an expression, above which it is not computed
 MAX_DIGITS = 10_000
 MAX_NODES = 500
-MAX_OPERAND_DIGITS = 9  # of an exponent or of the argument of a factorial
+MAX_OPERAND_DIGITS = 9  # digits of an exponent, or of the argument of a factorial
 
 _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _INTEGER = re.compile(r"-?\d+")
 _FRACTION = re.compile(r"-{0,2}\\frac\{\d+\}\{\d+\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
-# Short texts of these may take for ever to compute
+# Expressions that may take forever to compute, however short they are
 _ENDLESS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
 _SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 def split_elements(text: str) -> tuple[str, list[str]]:
-    """Return the brackets around a tuple or an interval, and its elements; "" and the text itself for other texts."""
+    """Return the brackets and elements of a tuple or an interval. For other texts, return "" and the text itself."""
     inner = text[1:-1]
     has_brackets = text[:1] in ("(", "[") and text[-1:] in (")", "]")
     if not has_brackets or "," not in inner or re.search(r"[()\[\]]", inner):
@@ -47,15 +50,15 @@ def split_elements(text: str) -> tuple[str, list[str]]:
 
 
 def parse(text: str) -> Any:
-    """Return the text as a sympy expression, matrix, set or relation.
+    """Parse the text into a sympy expression, matrix, set or relation.
 
     Raises:
-        ValueError: The text is unreadable or too large.
+        ValueError: The text cannot be parsed, or the result is too large to compute.
     """
     latex = _BARE_NAME.sub(r"\\\1", text)
     try:
         expression = latex2sympy(latex, is_real=True, normalization_config=_NORMALISATION)
-    except Exception as error:  # the grammar raises plain Exception, its converter whatever sympy raises
+    except Exception as error:  # the grammar raises plain `Exception`, and sympy may raise others
         raise ValueError(f"cannot read {text!r}: {error}") from error
     if not is_computable(expression):
         raise ValueError(f"{text!r} is too large to compute")
@@ -63,21 +66,21 @@ def parse(text: str) -> Any:
 
 
 def exact_form(text: str) -> str | None:
-    """Return an integer, or a fraction with its sign before it; None for other texts.
+    """Return the text if it is an integer or a fraction, with the sign before the fraction, or None for other texts.
 
-    If two answers have such a form, the forms must be the same.
+    Two integers or fractions are equal only if these forms are the same.
     """
     text = text.replace(r"\frac{-", r"-\frac{")
     return text if _INTEGER.fullmatch(text) or _FRACTION.fullmatch(text) else None
 
 
 def same_value(gold: Any, answer: Any) -> bool:
-    """Return whether two values are equal: numbers to 12 digits, formulas by `simplify`, sets and relations literally."""
-    # 1/0 is no value: otherwise the ratios 1:0 and 2:0 would be equal
+    """Return whether two values are equal: numbers to 12 digits, formulas after `simplify`, others by `==`."""
+    # `zoo` is sympy's result of a division by zero. As a value, it would make 1/0 and 2/0 equal
     if sympy.zoo in (gold, answer):
         return False
     are_formulas = isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)
-    # A distance to infinity says nothing
+    # The difference of infinite values is not meaningful
     if not are_formulas or gold.is_infinite or answer.is_infinite:
         return bool(gold == answer)
     difference = gold - answer
@@ -92,10 +95,10 @@ def same_value(gold: Any, answer: Any) -> bool:
 
 
 def equal_elements(gold: str, answer: str) -> bool:
-    """Return whether two elements have the same value. An answer that is unreadable is wrong.
+    """Return whether two elements have the same value. An answer that cannot be read differs.
 
     Raises:
-        ValueError: The gold element cannot be read.
+        ValueError: The gold element cannot be parsed.
         TimeoutError: The comparison takes too long.
     """
     gold_text = normalise(gold)
@@ -109,13 +112,13 @@ def equal_elements(gold: str, answer: str) -> bool:
         try:
             return same_value(gold_expression, parse(answer))
         except _SYMPY_ERRORS:
-            # The model wrote the text, and what sympy cannot compute is no right answer
+            # The answer comes from the model, and an answer that sympy cannot compute counts as wrong
             return False
 
 
 def is_computable(expression: Any) -> bool:
-    """Return whether a parsed, unevaluated expression is small enough to be simplified. `9^{9^{9}}` is a short text."""
-    # A matrix is compared entry by entry, and its entries were read by the same parser
+    """Return whether a parsed expression is small enough to be computed. The value of a short `9^{9^{9}}` is not."""
+    # Not an expression but a matrix, which is compared entry by entry
     if not isinstance(expression, sympy.Basic):
         return True
     nodes = list(islice(sympy.preorder_traversal(expression), MAX_NODES + 1))
@@ -124,7 +127,7 @@ def is_computable(expression: Any) -> bool:
 
 
 def digits_of(node: sympy.Basic) -> float:
-    """Return an upper bound of the number of decimal digits that evaluating `node` produces; it may be infinite."""
+    """Return an upper bound of the number of decimal digits in the value of `node`, which may be infinite."""
     if isinstance(node, sympy.Rational):
         return 1.0 + math.floor(math.log10(max(abs(node.p), node.q)))
     parts = [digits_of(part) for part in node.args]
@@ -136,7 +139,14 @@ def digits_of(node: sympy.Basic) -> float:
 
 
 def _size_of(node: sympy.Basic, digits: float) -> float:
-    """Return |node| for a number, or 1 for a symbol; infinity if it may have more than MAX_OPERAND_DIGITS digits."""
+    """Return the absolute value of a number (at least 1), or 1 for a symbol.
+
+    Return infinity if the value may have more than `MAX_OPERAND_DIGITS` digits.
+
+    Args:
+        node: The number or symbol.
+        digits: Upper bound of the number of its digits.
+    """
     if digits > MAX_OPERAND_DIGITS:
         return math.inf
     size = abs(node.evalf(15))
@@ -144,7 +154,7 @@ def _size_of(node: sympy.Basic, digits: float) -> float:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""Return 1 if the stated answer has the value of the row's `answer`; 0 otherwise, also if none is stated.
+    r"""Return 1 if the stated answer has the same value as the row's `answer`, and 0 otherwise.
 
     Raises:
         ValueError: The row's answer is missing, empty or unreadable, or this is not the main thread.

@@ -1,6 +1,7 @@
-r"""Rewards by simple rules: the literal answer, the format, a pattern, the length.
+r"""Rewards that follow simple rules: the literal answer, the format, a pattern, the length.
 
-A completion is a thought, which ends with `</think>`, and the text behind it. The prompt of a row ends with "<think>".
+A completion consists of a thought, which ends with `</think>`, and the text after it. The prompt ends with "<think>",
+so that tag is not part of the completion.
 """
 
 import math
@@ -13,16 +14,16 @@ from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.decorators import best_reward
 from async_grpo.rewards.builtin import answers
 
-SECONDS = 2.0  # limit of one match
-MAX_CHARACTERS = 100_000  # of a text that is matched
+SECONDS = 2.0  # maximum time of one match of a regular expression
+MAX_CHARACTERS = 100_000  # maximum length of a text to match
 SCHEDULES = ("overlong", "cosine")
 JUDGES = ("math_verify", "mathd", "sympy", "countdown", "exact")
 
-# Parts of the well-formedness of a response that is not well formed
+# Partial rewards for a response that is not well formed (see `well_formedness`)
 CLOSED_THOUGHT_REWARD = 0.1
 ONE_ANSWER_REWARD = 0.5
 
-# Rewards of `cosine`, as in the paper's main results: (r_0, r_L) of right and of wrong answers, and r_e
+# Parameters of `cosine` from the main results of its paper: (r_0, r_L) for right and for wrong answers, and r_e
 RIGHT = (2.0, 1.0)
 WRONG = (-10.0, 0.0)
 EXCEEDED = -10.0
@@ -32,19 +33,20 @@ _WELL_FORMED = re.compile(r".*?</think>\n<answer>.*?</answer>", re.DOTALL)
 
 
 def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dict[str, float]:
-    r"""Return 1 if the answer is literally an accepted one, else 0: for choices, names and short texts.
+    r"""Return 1 if the answer is literally equal to an accepted answer, and 0 otherwise.
 
-    The answer is the content of the last \boxed{}, else of the only <answer> behind the thought, else all text behind the
-    thought (`stated_answer`). The row's `answer` is accepted, or each entry of its list `answers`, after NFKC. A font
-    command around all of the answer, as in \text{C}, does not count.
+    Use this reward for multiple choice, names and short texts. The answer is the content of the last \boxed{}, or else
+    the content of the only <answer> after the thought, or else all text after the thought (`stated_answer`). The
+    accepted answers are the entries of the row's list `answers`, or else its `answer`. Texts are compared in the
+    Unicode form NFKC, and without a font command around the whole answer, as in \text{C}.
 
     Args:
         sample: The completion and its row.
-        strip: White space counts only between words, and then all white space is equal.
-        case: Upper and lower case differ.
+        strip: Ignore white space at the ends, and treat all white space between words as one blank.
+        case: Distinguish between upper and lower case.
 
     Raises:
-        ValueError: The row has no answer, or an empty one.
+        ValueError: The row has no answer, or an answer that is empty or unusable.
     """
     golds = sample.get("answers")
     if golds is None:
@@ -56,7 +58,7 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     completion = answers.completion_text(sample)
     readings = [
         answers.stated_answer(completion, ("box", "block", "rest")),
-        # The content of `\boxed{~/bin}` is a path rather than LaTeX
+        # With its layout, because the content of a box may not be LaTeX: in `\boxed{~/bin}`, "~" is part of a path
         answers.stated_answer(completion, ("written box", "block", "rest")),
     ]
     is_accepted = any(text is not None and _normalised(text, strip, case) in accepted for text in readings)
@@ -64,7 +66,7 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
 
 
 def _normalised(text: str, strip: bool, case: bool) -> str:
-    """Return the text by which two answers are compared."""
+    """Return the normal form of an answer. Two answers are equal if their normal forms are."""
     text = answers.without_delimiters(text)
     text_in_font = _FONT.fullmatch(text)
     if text_in_font:
@@ -77,20 +79,20 @@ def _normalised(text: str, strip: bool, case: bool) -> str:
 
 @best_reward(lambda weight=0.1: weight)
 def format(sample: dict[str, Any], weight: float = 0.1) -> dict[str, float]:
-    """Return `weight` times the well-formedness."""
+    """Return `weight` times the well-formedness of the completion."""
     format_reward = well_formedness(answers.completion_text(sample))
     return {"reward": weight * format_reward, "format_reward": format_reward}
 
 
 def well_formedness(completion: str) -> float:
-    """Return 1.0 for a well-formed response, else 0.1 for a closed thought plus 0.5 for exactly one answer.
+    """Return 1.0 for a well-formed response. Otherwise return 0.1 for a closed thought plus 0.5 for exactly one answer.
 
-    A well-formed response has one line break between the thought and the answer, one `</think>` and one answer:
+    A well-formed response has exactly one `</think>` and one answer, with one line break between them:
 
         <think> ... </think>
         <answer> ... </answer>
 
-    The thought may mention the answer tags.
+    Answer tags inside the thought are ignored.
     """
     has_thought = "</think>" in completion
     has_answer = answers.answer_block(completion) is not None
@@ -100,18 +102,18 @@ def well_formedness(completion: str) -> float:
 
 
 def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = False) -> dict[str, float]:
-    r"""Return 1 if a pattern matches the text behind the thought, else 0.
+    r"""Return 1 if a pattern matches the text after the thought, and 0 otherwise.
 
-    A text of more than 100,000 characters is worth 0.
+    A text of more than 100,000 characters gets 0.
 
     Args:
-        sample: The completion and its row, whose `pattern` overrides the option.
+        sample: The completion and its row. A `pattern` in the row overrides the option.
         pattern: A regular expression of Python.
-        search: The pattern may match a part of the text; otherwise it must match the whole text.
+        search: Whether the pattern may match a part of the text. By default it must match the whole text.
 
     Raises:
-        ValueError: There is no pattern, or it is not a regular expression.
-        TimeoutError: The match takes too long, so that the completion has no verdict.
+        ValueError: There is no pattern, or it is not a valid regular expression.
+        TimeoutError: The match takes too long. The sample then gets no reward.
     """
     pattern = sample.get("pattern") or pattern
     if not isinstance(pattern, str) or not pattern:
@@ -129,7 +131,7 @@ def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = Fal
 
 
 def overlong(num_tokens: int, max_tokens: int, cache_tokens: int) -> float:
-    """Return the soft overlong punishment of Yu et al., "DAPO" (2025), eq. 13.
+    """Return the soft overlong punishment of Yu et al., "DAPO" (2025), equation 13.
 
     With L = num_tokens, M = max_tokens and C = cache_tokens:
 
@@ -141,11 +143,13 @@ def overlong(num_tokens: int, max_tokens: int, cache_tokens: int) -> float:
 
 
 def cosine(num_tokens: int, max_tokens: int, right: bool) -> float:
-    """Return a reward by which right answers are worth more if short, and wrong answers are less bad if long.
+    """Return the cosine length reward, which prefers short right answers and long wrong answers.
 
     Source: Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (2025), section 4.2.
 
-        r_L + (r_0 - r_L) (1 + cos(pi L / L_max)) / 2 below L_max, and r_e from L_max on
+        r_L + (r_0 - r_L) (1 + cos(pi L / L_max)) / 2 if L < L_max;    r_e if L >= L_max
+
+    Here L is num_tokens and L_max is max_tokens. The other parameters are the constants RIGHT, WRONG and EXCEEDED.
     """
     if num_tokens >= max_tokens:
         return EXCEEDED
@@ -160,17 +164,17 @@ def length(
     cache_tokens: int = 1024,
     judge: str = "math_verify",
 ) -> dict[str, float]:
-    """Return a schedule's reward for the length of the completion, and that length in tokens.
+    """Return a reward for the length of the completion, and the length in tokens (`num_tokens`).
 
     Args:
         sample: The completion and its row.
-        schedule: `overlong`, which is added to another reward (`sum`); or `cosine`, a reward by itself.
-        max_tokens: The run's limit of generated tokens.
-        cache_tokens: Width of the slope of `overlong`.
-        judge: For `cosine`, the reward that decides which answer is right, with 1.0 or more.
+        schedule: `overlong`, a penalty to add to another reward (--reward-combine sum), or `cosine`, a complete reward.
+        max_tokens: Maximum number of generated tokens of the run.
+        cache_tokens: For `overlong`, the number of tokens below `max_tokens` over which the penalty grows.
+        judge: For `cosine`, the reward that decides whether an answer is right. Right is a reward of 1.0 or more.
 
     Raises:
-        ValueError: An option is impossible, or the judge cannot score the row.
+        ValueError: An option has an impossible value, or the judge cannot score the row.
     """
     slope_tokens = cache_tokens if schedule == "overlong" else max_tokens
     if schedule not in SCHEDULES or judge not in JUDGES or not 0 < slope_tokens <= max_tokens:
@@ -181,7 +185,7 @@ def length(
     num_tokens = len(sample["completion_token_ids"])
     if schedule == "overlong":
         return {"reward": overlong(num_tokens, max_tokens, cache_tokens), "num_tokens": float(num_tokens)}
-    # Only the judge in use is imported, because some need large packages
+    # Import only the judge in use, because some judges need large packages
     score = exact if judge == "exact" else import_module(f"async_grpo.rewards.builtin.{judge}").score
     is_right = score(sample)["reward"] >= 1.0
     reward = cosine(num_tokens, max_tokens, is_right)

@@ -1,4 +1,4 @@
-"""`confine`: takes away from the calling process what computing an answer does not need. See the package's table."""
+"""`confine`: removes all rights from the calling process that code does not need to compute an answer."""
 
 import ctypes
 import os
@@ -14,8 +14,9 @@ from async_grpo.processes.process_tree import die_with, prctl
 from async_grpo.rewards.sandbox import seccomp
 
 LEVELS = ("uid", "namespaces", "landlock", "seccomp")
-NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})  # each of them keeps the code off the network
-MAX_FILES = 64  # open files
+# Each of these levels blocks the network access of the code
+NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})
+MAX_FILES = 64  # maximum number of open files
 
 # linux/sched.h
 _CLONE_NEWUSER = 0x10000000
@@ -53,11 +54,11 @@ _FIRST_SCOPE_VERSION = 6
 
 
 def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str]) -> frozenset[str]:
-    """Confine this process for good, and let it die with its parent.
+    """Confine this process permanently, and let it end when its parent ends.
 
     Args:
         parent_pid: Process id of the parent.
-        cpu_s: Processor time from now, after which SIGKILL ends the process.
+        cpu_s: Processor time, from now on, after which the kernel kills the process.
         memory_bytes: Limit of the address space.
         levels: Levels to try.
 
@@ -65,7 +66,7 @@ def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection
         The levels that are in force.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)  # a condition of landlock and seccomp
+    prctl(PR_SET_NO_NEW_PRIVS, 1)  # landlock and seccomp require this
     attempts: dict[str, Callable[[], bool]] = {
         "uid": _become_nobody,
         "namespaces": lambda: libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0,
@@ -75,8 +76,8 @@ def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, _THIS_THREAD)
     no_capabilities = (ctypes.c_uint32 * _CAPABILITY_WORDS)()
     libc.capset(header, no_capabilities)
-    # These two follow the change of user, which would undo them, and precede the filter, which forbids them.
-    # Another process of the same user must not read this memory:
+    # The next two calls must come after the change of user, which would undo them, and before the filter, which forbids
+    # them. The first one prevents other processes of the same user from reading the memory of this one.
     prctl(PR_SET_DUMPABLE, 0)
     die_with(parent_pid)
     if "seccomp" in levels and seccomp.install():
@@ -86,9 +87,9 @@ def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection
 
 
 def _become_nobody() -> bool:
-    """Change to a user id that no other process has, and return whether root can, and that user can read Python's library.
+    """Change to a user id that no other process has. If a container does not map such an id, change to `nobody`.
 
-    A container may not map such an id; then the user is `nobody`.
+    Return False if this process is not root, or if the new user could not read Python's library.
     """
     if os.geteuid() != 0:
         return False
@@ -105,7 +106,7 @@ def _become_nobody() -> bool:
 
 
 def ruleset(version: int) -> bytes:
-    """Return the kernel's `struct landlock_ruleset_attr` that forbids all that this version of landlock can forbid."""
+    """Return a `struct landlock_ruleset_attr` that forbids everything that this version of landlock can forbid."""
     num_file_rights = _NUM_FILE_RIGHTS[min(version, max(_NUM_FILE_RIGHTS))]
     all_file_rights = (1 << num_file_rights) - 1
     # Older versions know only the first fields
@@ -118,9 +119,9 @@ def ruleset(version: int) -> bytes:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> bool:
-    """Forbid files, except for reading the system's libraries, Python's, a few devices, and the (empty) folder.
+    """Forbid access to files, and return whether that worked.
 
-    Returns whether the restriction is in force.
+    The process can still read the libraries of the system and of Python, a few devices, and its own empty folder.
     """
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     if version < 1:
@@ -144,7 +145,7 @@ def _restrict_files(libc: ctypes.CDLL) -> bool:
 
 
 def _allow_reading(libc: ctypes.CDLL, rules: int, path: str) -> bool:
-    """Add a rule that allows to read a file, or all files below a folder, and return whether that worked."""
+    """Allow reading a file, or all files below a folder. Return whether that worked."""
     rights = _READ_FILE
     if os.path.isdir(path):
         rights |= _READ_DIR
@@ -156,7 +157,7 @@ def _allow_reading(libc: ctypes.CDLL, rules: int, path: str) -> bool:
 
 
 def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) -> None:
-    """Set the limits of the kernel, as far as lower ones are not in force."""
+    """Set the kernel's resource limits, except where a lower limit is already in force."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limits = {
         # In whole seconds, rounded up

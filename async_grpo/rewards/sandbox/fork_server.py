@@ -1,12 +1,13 @@
-"""The process from which sandboxed processes are forked: a fork takes 2 ms, the start of an interpreter 50 ms.
+"""The fork server, from which sandboxed processes are forked. A fork takes 2 ms, a new interpreter 50 ms.
 
     owner -> fork server -> a guardian of each sandboxed process -> that process
 
-Each packet on the socket is a request with descriptors: of the channel for reports, of the order, and further ones for the
-new process. The server never reads an order, so that the memory of a new process never contains another one's order.
+Each packet on the socket is a request with file descriptors: the channel for reports, the order, and the descriptors of
+the new process. An order is a JSON file with the code to run and its limits. The server never reads an order, so that
+the memory of a new process never contains the order of another process.
 
-An order is JSON, with the text to run; a report is a packet of JSON. A process sends its first report, the levels of its
-confinement, before it reads the text. Later, only a process that runs tests can report.
+A report is a packet of JSON. A process first reports the levels of its confinement, before it runs the code. After
+that, only a process that runs tests and the guardian can report.
 """
 
 import builtins
@@ -27,21 +28,22 @@ from async_grpo.rewards.sandbox import unit_test_runner
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, confine
 from async_grpo.rewards.sandbox.rpc import RpcChannel, decode, encode
 
-# The modules that texts become
+# Kinds of sandboxed processes, which are also the names of the modules in which their code runs
 PROGRAM = "__main__"
 SOLUTION = "solution"
 TESTS = "tests"
-MAX_DESCRIPTORS = 8  # of one request
-MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all threads of the user)
-WATCH_S = 0.05  # between two looks at the number of threads
-MAX_MESSAGE_CHARACTERS = 1000  # of an exception of the tested code
+MAX_DESCRIPTORS = 8  # maximum number of descriptors in one request
+# Maximum number of threads of a sandboxed process. (RLIMIT_NPROC would count all threads of the user.)
+MAX_THREADS = 64
+WATCH_S = 0.05  # time between two checks of the number of threads
+MAX_MESSAGE_CHARACTERS = 1000  # maximum length of the message of an exception in the tested code
 _MUTABLE = (list, dict, set, bytearray)
 _PLAIN = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
 def main(socket_fd: int) -> None:
-    """Serve until the other end of the socket is closed. The function also returns in each new process, at its end."""
-    # Modules that solutions often import are loaded once for all of them
+    """Serve requests until the other end of the socket is closed. Each new process also returns from this function."""
+    # Import modules that solutions often use, once for all forked processes
     for name in "bisect copy heapq math random re string".split():
         import_module(name)
     sys.path.remove(os.environ["PYTHONPATH"])
@@ -49,7 +51,7 @@ def main(socket_fd: int) -> None:
     sys.argv[:] = ["solution.py"]
     # Forks inherit this: sandboxed processes of one user must not read each other's memory
     prctl(PR_SET_DUMPABLE, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the guardians
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps guardians that have ended
     own_pid = os.getpid()
     with socket.socket(fileno=socket_fd) as requests:
         while True:
@@ -66,15 +68,15 @@ def main(socket_fd: int) -> None:
 
 
 def _guard(channel: int, *descriptors: int) -> None:
-    """Watch over a sandboxed process, and report how it ended.
+    """Start a sandboxed process, watch over it, and report its exit code.
 
-    The process is ended if its owner asks for it or dies, or if it has too many threads.
+    The guardian ends the process if the owner closes the channel or dies, or if the process has too many threads.
 
     Args:
         channel: Descriptor of the channel for reports.
-        descriptors: The order's descriptor, and those of the sandboxed process.
+        descriptors: The descriptor of the order, followed by those of the sandboxed process.
     """
-    adopt_orphans()  # without the filter of system calls, the process may start others
+    adopt_orphans()  # without the seccomp filter, the process may start other processes
     own_pid = os.getpid()
     pid = os.fork()
     if not pid:
@@ -82,7 +84,7 @@ def _guard(channel: int, *descriptors: int) -> None:
         return
     for descriptor in descriptors:
         os.close(descriptor)
-    # The owner writes nothing into the channel, but may close it
+    # The owner never writes to the channel, so it becomes readable only when the owner closes it
     watched = [os.pidfd_open(pid), channel]
     while not select.select(watched, [], [], WATCH_S)[0]:
         # A host may hide the processes of other users (hidepid)
@@ -92,11 +94,11 @@ def _guard(channel: int, *descriptors: int) -> None:
     exit_code = end_descendants()[pid]
     with contextlib.suppress(OSError):  # the owner is gone
         _report(channel, exit_code=exit_code)
-    os._exit(0)  # a regular end of the interpreter takes 10 ms
+    os._exit(0)  # a regular exit of the interpreter would take 10 ms
 
 
 def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
-    """Confine this process, and run the text of its order.
+    """Confine this process, and run the code in its order.
 
     Args:
         parent_pid: Process id of the guardian.
@@ -120,7 +122,7 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
         return
     os.close(channel)
     module = ModuleType(kind)
-    sys.modules[kind] = module  # data classes look for their module there
+    sys.modules[kind] = module  # data classes look up their module in `sys.modules`
     if kind == SOLUTION:
         _answer(text, module, RpcChannel(*descriptors))
     for target, descriptor in enumerate(descriptors):
@@ -136,11 +138,11 @@ def _report(channel: int, **report: Any) -> None:
 def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
     """Execute the code as a module, then answer the tests' questions until the channel ends, with a WireError.
 
-    A question is [operation, [arguments], {keywords}]; the operation is a function of `operator` or a built-in function.
-    The answer is ["value", value, {position: changed argument}] or ["raised", [names of exception classes], message].
-    If the code raises anything, SystemExit included, every answer is that exception.
+    A question is [operation, [arguments], {keywords}]. The operation is "plain", or a function of `operator` or of
+    Python. The answer is ["value", value, {position: changed argument}] or ["raised", [names of exception classes],
+    message]. If the code raises anything, SystemExit included, every answer is that exception.
     """
-    # By id. The dict keeps the objects alive, so that no other object gets their ids.
+    # Objects by id. The dict keeps them alive, so that no other object can get the same id.
     objects: dict[int, Any] = {0: module}
     failure: BaseException | None = None
 
@@ -173,7 +175,7 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
         question = channel.receive()
         try:
             answer = value_of(*question)
-        except BaseException as error:  # whatever the tested code raises is an answer, too
+        except BaseException as error:  # any exception of the tested code is an answer, too
             message = ""
             with contextlib.suppress(Exception):  # `__str__` of the tested code may raise in turn
                 message = str(error)[:MAX_MESSAGE_CHARACTERS]
@@ -182,14 +184,14 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
 
 
 def _function_of(operation: str) -> Any:
-    """Return the function of an operation."""
+    """Return the function that performs an operation."""
     if operation == "plain":
         return _plain
     return getattr(operator, operation, None) or getattr(builtins, operation)
 
 
 def _plain(value: Any) -> Any:
-    """Return the plain value of an object whose class is derived from a plain type, such as the tuple of a named tuple."""
+    """Return the value of an object as a plain type that its class is derived from, such as tuple for a named tuple."""
     kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
     if kind is str:
         # `str(member)` of an enumeration would be the member's name

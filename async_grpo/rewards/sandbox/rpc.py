@@ -1,7 +1,7 @@
 """Messages between the process of the tested code and the process of its tests.
 
-Plain values are sent as JSON and arrive as the values that they were; any other object stays in its process, and a number
-is sent for it. The bytes may come from hostile code: decoding makes only values of the types of one table.
+Plain values are sent as JSON and decoded to equal values. Any other object stays in its process, and a number is sent
+for it. The bytes may come from hostile code, so decoding can only make values of the types in `_DATA`.
 """
 
 import json
@@ -13,9 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 MAX_MESSAGE_BYTES = 32 * 2**20
-_JSON_INT_BITS = (
-    64  # longer integers are sent in hexadecimal, because Python limits the digits of decimal text
-)
+# Longer integers are sent in hexadecimal, because Python limits the digits of decimal text
+_JSON_INT_BITS = 64
 
 # For each type, a function that splits a value into parts, and a function that makes a value of them
 _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
@@ -42,15 +41,15 @@ _BY_NAME = {kind.__name__: build for kind, (_, build) in _DATA.items()}
 
 
 class WireError(Exception):
-    """The other process has ended, or has sent something that is no message."""
+    """The other process has ended, or has sent something that is not a valid message."""
 
 
 class Unsendable(TypeError):
-    """A value that is no data and does not belong to the other process."""
+    """The value is neither plain data nor an object of the other process, so it cannot be sent."""
 
 
 def encode(value: Any, refer: Callable[[Any], int | str]) -> Any:
-    """Return the value as JSON can hold it; `refer` returns the number of an object that is no data.
+    """Convert a value to JSON data. For an object that is not plain data, `refer` returns the number to send.
 
     >>> encode([1, (2.5, None)], refer=id)
     ['list', 1, ['tuple', 2.5, None]]
@@ -65,7 +64,7 @@ def encode(value: Any, refer: Callable[[Any], int | str]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
-    """Return the value that `encode` made this data of; `resolve` returns the object of a number.
+    """Convert data from `encode` back to the value. `resolve` returns the object with a number.
 
     Raises:
         WireError: The data is malformed.
@@ -85,7 +84,7 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
 
 
 class RpcChannel:
-    """Sends and receives messages over a descriptor, each a line of JSON."""
+    """Sends and receives messages over a file descriptor. Each message is a line of JSON."""
 
     def __init__(self, descriptor: int) -> None:
         self._reader = open(descriptor, "rb", closefd=False)
@@ -110,7 +109,7 @@ class RpcChannel:
         """Return the next message.
 
         Raises:
-            WireError: There is none, because the other process has ended, or it has sent something else.
+            WireError: The other process has ended, or has sent something that is not a message.
         """
         try:
             line = self._reader.readline(MAX_MESSAGE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""`Sandbox`: runs code of a model in sandboxed processes, as a program or as a module with its tests."""
+"""`Sandbox`: runs code from a model in sandboxed processes, either as a program or as a module with tests."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from async_grpo.options.source_file import PACKAGE_ROOT
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 
-START_S = 60.0  # time for an interpreter to start, on a busy machine
-END_S = 10.0  # time for a killed process to end
-MAX_PART_BYTES = 2**16  # size of one read of output, or of a report
-_FOLDER_MODE = 0o755  # of a sandboxed process's folder, which another user must be able to enter
+START_S = 60.0  # maximum time for an interpreter to start, even on a busy machine
+END_S = 10.0  # maximum time for a killed process to end
+MAX_PART_BYTES = 2**16  # maximum size of a report, or of the output that is read at once
+_FOLDER_MODE = 0o755  # mode of a sandboxed process's folder, because another user id must be able to enter it
 _MAIN = "import sys; from async_grpo.rewards.sandbox.fork_server import main; main(int(sys.argv[1]))"
 
 
@@ -37,7 +37,7 @@ class SandboxRun:
     ended_well: bool  # the program ended with exit status 0, or all tests passed
     timed_out: bool  # the limit of clock time or processor time was reached
     levels: frozenset[str]  # levels of confinement that were in force
-    output: bytes = b""  # of a program that ended in time
+    output: bytes = b""  # standard output of a program that ended in time
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Sandbox:
 
     Args:
         cpu_s: Processor time of each process; the kernel counts in whole seconds.
-        wall_s: Clock time, from when the processes are confined.
+        wall_s: Wall-clock time, which starts when the processes are confined.
         memory_bytes: Address space of each process.
-        output_bytes: Size of standard output; a program that writes more is killed.
-        allow_unsandboxed: Run code even if nothing keeps it off the network.
+        output_bytes: Size of the standard output. A program that writes more is killed.
+        allow_unsandboxed: Whether to run code even if its network access cannot be blocked.
         levels: Levels of confinement to try (see `confine`).
     """
 
@@ -64,7 +64,8 @@ class Sandbox:
         """Run the code as `__main__` with this standard input.
 
         Raises:
-            ConfigurationError: Nothing on this machine keeps the code off the network, and that is not allowed.
+            ConfigurationError: This machine cannot block the network access of the code, and `allow_unsandboxed` is
+                false.
             SandboxError: No process could be started.
         """
         with ExitStack() as stack:
@@ -98,7 +99,7 @@ class Sandbox:
         """Run the code as a module, and the tests (assertions, or any statements) in a second process.
 
         Raises:
-            ValueError: The tests cannot be run, whatever the code is.
+            ValueError: The tests are invalid and cannot be run with any code.
             ConfigurationError: See `run_program`.
             SandboxError: See `run_program`.
         """
@@ -106,7 +107,7 @@ class Sandbox:
             solution_end, runner_end = _entered_socket_pair(stack)
             solution = _Process(stack, self, SOLUTION, code, solution_end.fileno())
             runner = _Process(stack, self, TESTS, tests, runner_end.fileno())
-            # While these copies are open, neither process would notice that the other one has ended
+            # With these copies open, neither process would notice that the other one has ended
             solution_end.close()
             runner_end.close()
             deadline = time.monotonic() + self.wall_s
@@ -127,7 +128,7 @@ class _Process:
     """A sandboxed process in an empty folder. The process and all that it started end when the stack is closed.
 
     Args:
-        stack: Ends the process.
+        stack: Ends the process when it is closed.
         sandbox: Limits of the process.
         kind: PROGRAM, SOLUTION or TESTS.
         text: The code to run.
@@ -155,7 +156,7 @@ class _Process:
             )
 
     def report(self, name: str, deadline: float) -> Any:
-        """Return what the process reports under this name; None if it ended without a report of this name.
+        """Wait for the report with this name, and return its value, or None if the process ended without it.
 
         Raises:
             TimeoutError: The process has neither reported nor ended at the deadline (`time.monotonic`).
@@ -178,19 +179,22 @@ class _Process:
 
 @dataclass(frozen=True)
 class _ForkServer:
-    """The process that starts sandboxed processes, and the socket for requests to it."""
+    """A process that starts sandboxed processes, and the socket that sends requests to it."""
 
     process: subprocess.Popen[bytes]
     requests: socket.socket
 
 
-_thread_state = threading.local()  # `fork_server` of each thread
+_thread_state = threading.local()  # holds the `fork_server` of each thread
 
 
 def _start(descriptors: list[int]) -> None:
-    """Start a sandboxed process with these descriptors by this thread's fork server, which is started if it has ended."""
+    """Start a sandboxed process with these descriptors, from this thread's fork server.
+
+    Start the fork server first if it does not run.
+    """
     server: _ForkServer | None = getattr(_thread_state, "fork_server", None)
-    # After a fork() of this process, `poll` says that the server has ended, because it is another process's child
+    # After a fork of this process, `poll` reports that the server has ended, because it is the child of another process
     if server is None or server.process.poll() is not None:
         server = _start_fork_server()
         _thread_state.fork_server = server
@@ -211,7 +215,7 @@ def _start_fork_server() -> _ForkServer:
             pass_fds=[server_end.fileno()],
             cwd="/",
             env={
-                "PYTHONHASHSEED": "0",  # the same text gets the same reward
+                "PYTHONHASHSEED": "0",  # so that the same code always gets the same reward
                 "PYTHONPATH": str(PACKAGE_ROOT),
             },
             start_new_session=True,
@@ -222,7 +226,7 @@ def _start_fork_server() -> _ForkServer:
 def _entered_socket_pair(
     stack: ExitStack, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, which are closed with the stack."""
+    """Return two connected sockets, which are closed when the stack is closed."""
     first, second = socket.socketpair(type=kind)
     stack.enter_context(first)
     stack.enter_context(second)
@@ -230,7 +234,7 @@ def _entered_socket_pair(
 
 
 def _unnamed_file(text: str) -> BinaryIO:
-    """Return a file in memory that holds the text, at its beginning."""
+    """Return a file in memory that contains the text, positioned at its beginning."""
     file = os.fdopen(os.memfd_create("sandbox"), "w+b")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
@@ -238,10 +242,10 @@ def _unnamed_file(text: str) -> BinaryIO:
 
 
 def _receive(source: socket.socket, deadline: float) -> bytes:
-    """Return the data that has come; b"" if the other end is closed.
+    """Wait for data and return it, or b"" if the other end is closed.
 
     Raises:
-        TimeoutError: Nothing has come at the deadline (`time.monotonic`).
+        TimeoutError: Nothing has arrived by the deadline (`time.monotonic`).
     """
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:

@@ -1,7 +1,7 @@
 """A filter of system calls (seccomp, Linux on x86-64 and aarch64) for confined code.
 
-It allows the calls that are needed to compute, to read files, to use pipes that are open and to start threads. All other
-calls fail with EPERM. Calls that are newer than this list fail with ENOSYS, so that libraries use older ones.
+It allows the calls that are needed to compute, read files, use open pipes and start threads. All other calls fail with
+EPERM. Newer calls, which the list cannot know, fail with ENOSYS, so that libraries fall back to older calls.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ open 2 -, openat 257 56, clone 56 220, kill 62 129, tgkill 234 131, ioctl 16 29,
 sendto 44 206, socketpair 53 199
 """
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-_FIRST_COMMON_NUMBER = 424  # from here on, a call has the same number on all architectures
+_FIRST_COMMON_NUMBER = 424  # calls from this number on have the same number on all architectures
 
 # Instructions of the filter's machine (classic BPF)
 _LOAD = 0x20
@@ -70,7 +70,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the numbers of the calls that this machine has, by name.
+    """Return the numbers of the system calls in a table on this machine, by name.
 
     >>> numbers("open 2 -, openat 257 56", "aarch64")
     {'openat': 56}
@@ -86,13 +86,14 @@ def numbers(table: str, machine: str) -> dict[str, int]:
 
 
 def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALLOW) -> list[Instruction]:
-    """Return instructions that compare an argument with values, and end the filter.
+    """Return instructions that end the filter by comparing an argument of the system call with values.
 
     Args:
         argument: Index of the argument. Its low 32 bits are compared; the kernel reads no more of these arguments.
         values: The values.
         test: Comparison of the argument with each value.
-        if_found: What the filter returns if a comparison holds, _ALLOW or _EPERM; otherwise it returns the other one.
+        if_found: What the filter returns if any comparison holds: _ALLOW or _EPERM. If none holds, it returns the other
+            one.
     """
     code: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + _ARGUMENT_BYTES * argument)]
     for value in values:
@@ -102,7 +103,7 @@ def _check(argument: int, *values: int, test: int = _EQUAL, if_found: int = _ALL
 
 
 def program(machine: str, pid: int) -> list[Instruction]:
-    """Return the filter of the process `pid`.
+    """Return the filter program for the process `pid`.
 
     Raises:
         KeyError: The machine is unknown.
@@ -119,7 +120,7 @@ def program(machine: str, pid: int) -> list[Instruction]:
     checks = {
         "open": _check(1, _WRITING, test=_ANY_BIT, if_found=_EPERM),
         "openat": _check(2, _WRITING, test=_ANY_BIT, if_found=_EPERM),
-        "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # allows threads, and no processes
+        "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # allows threads but no processes
         "kill": _check(0, pid),
         "tgkill": _check(0, pid),
         "ioctl": _check(1, *_HARMLESS_IOCTLS),
@@ -130,7 +131,7 @@ def program(machine: str, pid: int) -> list[Instruction]:
     }
     for name, number in numbers(_CHECKED, machine).items():
         code += [(_EQUAL, 0, len(checks[name]), number), *checks[name]]
-    # The numbers of x86-64's second set of calls (x32) begin at 2**30, so that these end here as well
+    # The calls of the x32 ABI of x86-64 also end here, because their numbers begin at 2**30
     return [
         *code,
         (_AT_LEAST, 0, 1, _FIRST_COMMON_NUMBER),
@@ -140,7 +141,7 @@ def program(machine: str, pid: int) -> list[Instruction]:
 
 
 def install() -> bool:
-    """Filter the calls of this thread and of all that it starts, for good; return False if the kernel cannot."""
+    """Filter the calls of this thread, and of all that it starts, permanently. Return whether that worked."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False

@@ -1,7 +1,8 @@
 """Runs a row's tests in an interpreter that the tested code never enters.
 
-Names that neither the tests nor Python define are looked up in the code's process: plain values arrive as data, other
-objects as a `Proxy`. So the code can neither end, patch nor read its tests, and never sees the expected values.
+Names that neither the tests nor Python define are looked up in the process of the tested code. Plain values arrive as
+data, and other objects as a `Proxy`. So the code can neither end, patch nor read its tests, nor see the expected
+values.
 """
 
 import ast
@@ -17,24 +18,24 @@ from async_grpo.rewards.sandbox.rpc import RpcChannel, Unsendable, WireError, de
 
 
 class Proxy:
-    """An object of the tested code, as the tests see it. Each attribute, call or item is a question to its process.
+    """An object of the tested code, as the tests see it. Each access is a question to its process.
 
-    No method of the tested code decides whether the object equals a plain value; otherwise an object that equals everything
-    would pass every test. An object whose class is derived from a number, text or collection (such as a named tuple) is
-    compared by its plain value, `_value`, which is sent only once: `1 < x < 3` must not see two values. Operators on other
-    objects may return an object, and may compare two objects.
+    The tested code cannot decide whether an object equals a plain value. Otherwise, an object that claims to equal
+    everything would pass every test. If the object's class is derived from a number, text or collection, such as a
+    named tuple, its plain value `_value` is compared. An immutable value is sent only once, so that `1 < x < 3` cannot
+    see two values. Operators on other objects may return objects, and may compare two objects of the tested code.
     """
 
     __slots__ = ("_ask", "_number", "_value")
 
     def __init__(self, ask: Callable[..., Any], number: int) -> None:
         object.__setattr__(self, "_ask", ask)  # (operation, *arguments, **keywords) -> the answer
-        object.__setattr__(self, "_number", number)  # of the object in the other process
+        object.__setattr__(self, "_number", number)  # number of the object in the other process
         object.__setattr__(self, "_value", self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # Python looks these up for its own purposes, for which the other process must not decide
+            # Python itself looks these names up, and the tested code must not influence the result
             raise AttributeError(name)
         return self._ask("getattr", self, name)
 
@@ -50,12 +51,12 @@ def _question(operation: str) -> Any:
 
 
 def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
-    """Return the method of an operator.
+    """Return a method of `Proxy` that implements an operator.
 
     Args:
         name: Name of the operator's function in the module `operator`.
-        gives_object: The operator returns an object, not a truth value.
-        reflected: The proxy is the right operand.
+        gives_object: Whether the operator returns an object instead of a truth value.
+        reflected: Whether the proxy is the right operand.
     """
 
     def apply(self: Proxy, *other_operands: Any) -> Any:
@@ -90,22 +91,21 @@ for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and
 
 
 class Solution(dict[str, Any]):
-    """The built-in names of the tests: Python's, which the tested code cannot replace, and the names of that code."""
+    """The built-in names of the tests: those of Python, which the tested code cannot replace, and that code's names."""
 
     def __init__(self, channel: RpcChannel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
         self.module = Proxy(self.ask, 0)
         self._channel = channel
-        # Modules that the tests may use without an import: `math` in `math.isclose(...)`
+        # Modules that the tests may use without an import, such as `math` in `math.isclose(...)`
         owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         owner_names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
         self._modules = owner_names & sys.stdlib_module_names
-        self.has_used_solution = False  # the tests have used a name of the tested code
-        self.has_missing_name = False  # a name that the tests use is not defined
-        self.failure: WireError | Unsendable | None = (
-            None  # kept here, because the tests may catch the exception
-        )
-        self.error: Exception | None = None  # last exception of the tested code
+        self.has_used_solution = False  # whether the tests have used a name of the tested code
+        self.has_missing_name = False  # whether the tests have used a name that nobody defines
+        # Kept here, because the tests may catch the exception
+        self.failure: WireError | Unsendable | None = None
+        self.error: Exception | None = None  # the last exception that the tested code raised
 
     def __missing__(self, name: str) -> Any:
         if name in self._modules:
@@ -114,19 +114,19 @@ class Solution(dict[str, Any]):
         try:
             return self.setdefault(name, self.ask("getattr", self.module, name))
         except AttributeError:
-            # Tests that expect an exception could otherwise pass by the NameError
+            # Note it, because tests that expect an exception could pass through this NameError
             self.has_missing_name = True
             raise KeyError(name) from None
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the answer of the tested code's process; see `fork_server._answer` for the operations.
+        """Ask the tested code's process to perform an operation (see `fork_server._answer`), and return the result.
 
-        A list, dict or set among `args` is changed as the tested code has changed it.
+        If the tested code changes a list, dict or set among `args`, it is changed here, too.
 
         Raises:
-            Exception: The tested code has raised an exception; this is the nearest built-in one.
+            Exception: The tested code has raised an exception, which is converted to the nearest built-in class.
             Unsendable: An argument cannot be sent.
-            WireError: The process has ended, or has sent something that is no answer.
+            WireError: The process has ended, or has sent something that is not an answer.
         """
         try:
             arguments = [encode(value, _reference_to) for value in args]
@@ -155,7 +155,7 @@ class Solution(dict[str, Any]):
 
 
 def run(tests: str, channel: RpcChannel) -> bool | str:
-    """Return whether the tests pass; or, as text, why the tests themselves are wrong and cannot be run."""
+    """Run the tests and return whether they pass. If the tests are invalid, return the reason as text."""
     try:
         tree = ast.parse(tests)
         code = compile(tree, "<tests>", "exec")
@@ -195,7 +195,7 @@ def _reference_to(value: Any) -> int | str:
 
 
 def _overwrite(args: tuple[Any, ...], position: str, new_value: Any) -> None:
-    """Give a mutable argument its new content; raise WireError if it is no mutable argument of the same type."""
+    """Replace the content of a mutable argument, or raise WireError if its type is not that of the new value."""
     is_argument = position.isdigit() and int(position) < len(args)
     value: Any = args[int(position)] if is_argument else None
     kinds = (list, bytearray, dict, set)
@@ -207,11 +207,11 @@ def _overwrite(args: tuple[Any, ...], position: str, new_value: Any) -> None:
 
 
 def _exception(names: list[Any], message: str) -> Exception:
-    """Return the nearest built-in exception; `names` are the names of the exception's classes, the nearest first."""
+    """Return an exception of the first built-in class in `names`, the class names of the original exception."""
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
-            # A few exceptions need more arguments; then the next class is taken
+            # Some exception classes need more arguments. Then the next class is tried.
             with contextlib.suppress(TypeError):
                 return kind(message)
     return Exception(message)
