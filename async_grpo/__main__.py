@@ -41,7 +41,10 @@ def _options(
 
 
 def _without_options() -> None:
-    """Do nothing. `--help` lists each command with this function; `resolve_command` replaces it."""
+    """Stand in for each command in `--help`, and do nothing.
+
+    `Commands.resolve_command` puts the real command in its place before it is called.
+    """
 
 
 for _name, _command in COMMANDS.items():

@@ -270,7 +270,7 @@ class Sample:
 
     @property
     def pieces(self) -> list[tuple[np.ndarray, slice]]:
-        """Return (tokens before it (E,) int32, slice of its sampled tokens) of each turn, in the order of `turns`.
+        """Return for each turn, in the order of `turns`, the tokens (E,) int32 before it and the slice of its own tokens.
 
         An answer without turns counts as one turn, with the prompt before it.
         """

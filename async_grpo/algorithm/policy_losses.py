@@ -47,7 +47,7 @@ class LossBatch:
 
     @cached_property
     def ratio(self) -> Float[Tensor, "batch tokens"]:
-        """Return pi / pi_old."""
+        """Return pi / pi_old, from the clamped `log_ratio`."""
         return self.log_ratio.exp()
 
     @cached_property

@@ -134,7 +134,7 @@ def whitening_moments(
     """
     is_used = used.bool()
     counts = used[is_used].double()
-    # Each value is passed as the moments of a pool that contains only this value
+    # Treat each value as a pool of its own, whose mean is the value and whose squared deviation is 0
     means = values[is_used].double()
     return merge_moments(torch.stack([counts, means, torch.zeros_like(means)], dim=1))
 

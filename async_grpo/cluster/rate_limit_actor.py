@@ -23,7 +23,7 @@ from async_grpo.rewards.http.rate_limiter import Limiter
 NAMESPACE = "async-grpo-traffic"
 NAME = "traffic"
 SILENCE_S = 30.0  # seconds of silence after which a caller's permits are released
-POLLS_PER_SILENCE = 6  # number of polls of a healthy caller in that time
+POLLS_PER_SILENCE = 6  # a healthy caller polls at least this many times in `SILENCE_S`
 PAUSE_S = 0.5  # pause in seconds before a lost actor is replaced
 
 log = logging.getLogger(__name__)

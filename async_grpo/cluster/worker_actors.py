@@ -59,7 +59,8 @@ class WorkerActor(ChannelServer):
         Raises:
             ConfigurationError: The model or the version of this library differs from the trainer's.
         """
-        # The dispatcher cannot check this, because it may lack these libraries and may run on another node
+        # The dispatcher cannot check the version and the model: the actor may run on another node, and the dispatcher
+        # may lack the libraries for it
         check_library(settings)
         check_model(config.model_path, settings)
         is_generation = config.mode == GENERATION

@@ -3,7 +3,7 @@
 `--environment agent:COMMAND` starts the command once for each trajectory. The command finds OPENAI_BASE_URL and
 OPENAI_API_KEY in its environment variables, and the row of the data set as JSON on its standard input. It may report a
 reward (`POST /v1/result`). If it does not, its exit status is the result: 0 is a reward of 1, 100 is a reward of 0, and
-any other status fails the trajectory.
+any other status fails the trajectory. An agent that a limit ended without a report has a reward of 0.
 
 `--environment endpoint` starts no agent. Agents that run elsewhere claim trajectories (`POST /v1/trajectories`) and report
 their rewards. `endpoint.json` in the run's output folder contains the address of the endpoint and the run's key.

@@ -15,7 +15,7 @@ class Trajectory:
     Attributes:
         policy: The client through which turns are requested.
         result: The result that the agent reported; None before its report.
-        claimed: Set once an agent plays the trajectory.
+        claimed: Set once an agent has claimed the trajectory or reported its result.
         reported: Set once there is a result.
     """
 

@@ -100,7 +100,7 @@ class ExperienceBatcher:
         self._offer_lock = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
-        self._sequences = 0  # number of sequences that are admitted and still generating
+        self._sequences = 0  # number of sequences that are requested and not completely generated
         self._admitted = 0  # number of groups admitted since the start of the run
         # Admitted groups for which the weights trained on them are not live yet, by sequence number. Checkpoints save
         # them

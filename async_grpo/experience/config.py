@@ -21,7 +21,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 GROUP_SIZE = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
 OVERLONG = "overlong"  # name of the length penalty, for estimators that read each reward separately
-# name of the highest outcome reward, for estimators that separate it from process rewards
+# key of the outcome reward, for estimators that get it separately from the process rewards
 OUTCOME = "outcome"
 
 _batches = partial(option, panel="Batches", everyday=True, portable=True)

@@ -133,7 +133,7 @@ class GroupAdvantages:
         # A discount applies to each token
         if self._options.get("gamma", 1.0) != 1.0:
             return True
-        # The estimator reads only the sum of a sample's rewards, so their tokens do not matter
+        # The estimator reads only the sum of a sample's rewards, so it does not matter at which tokens the rewards are
         if self.entry.sums:
             return False
         # A KL penalty is a reward of each token. An estimator that is not `per_sample` gives each token its own
@@ -180,7 +180,7 @@ class GroupAdvantages:
             return False
         reads_single_rewards = self.entry.rewards != TOTAL or bool(self.facts.process)
         if self.entry.needs_all_rewards and reads_single_rewards:
-            # A missing reward must not count as 0 in addition to the other rewards
+            # A sample without one of its rewards is left out. Otherwise, that reward would count as 0
             return {result.status for result in verdict.results} == {RewardStatus.OK}
         return True
 

@@ -67,8 +67,8 @@ class Packer:
         self.max_tokens = max_tokens
         # Sequence length at which the attention costs as much as the matrices
         self._balance_tokens = 12 * hidden_size
-        # Width of a length class: its samples are sorted by group, since one micro-batch computes a shared prompt only
-        # once
+        # Width of a length class, in tokens. Within a class, samples are sorted by group, so that samples of a group
+        # tend to share a micro-batch, which computes their common prompt only once
         self._length_class_tokens = max(1, max_tokens // 64)
         # A group's next sample goes to the same rank unless that rank's cost exceeds the lowest one by more than this
         self._group_bonus_tokens = max_tokens / 16
@@ -120,9 +120,9 @@ class Packer:
 
         while position < len(self._waiting):
             candidate = self._waiting[position]
-            # The fullest load, in tokens, that still accepts the sample
-            room_needed = self.max_tokens - candidate.length
-            fitting_loads = [load for load in loads if load.num_tokens <= room_needed]
+            # Highest number of tokens that a rank may already hold if the sample is to fit
+            max_load_tokens = self.max_tokens - candidate.length
+            fitting_loads = [load for load in loads if load.num_tokens <= max_load_tokens]
             if not fitting_loads:
                 next_position = self._next_that_fits(position, loads)
                 left_over += self._waiting[position:next_position]

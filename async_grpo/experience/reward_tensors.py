@@ -73,7 +73,10 @@ class RewardTensors:
         return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
 
     def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
-        """Expand columns (B, K) to tokens: yield (T,) float32 for each sample, in the order of its tokens."""
+        """Yield (T,) float32 for each sample: every token gets the value of its column of `columns` (B, K).
+
+        Tokens are in the order of the completion, which is not that of time.
+        """
         rows = zip(columns.numpy().astype(np.float32), self._runs, self._times, strict=True)
         for values, runs, times in rows:
             values = values[: len(runs)].copy()  # a view would keep the padding in memory
@@ -217,7 +220,7 @@ class RewardTensors:
         return max(rewards, default=None)
 
     def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """Return the rewards of a process adapter and a mask of their columns, both (B, K)."""
+        """Return the step rewards of a process adapter and a mask of the columns that have one, both (B, K)."""
         rewards = torch.zeros(self.tokens.shape, dtype=torch.float64)
         places = torch.zeros(rewards.shape, dtype=torch.bool)
         for row, sample in enumerate(self._samples):

@@ -241,7 +241,8 @@ class Rollouts:
         """Answer held-out questions, without using slots of the staleness budget.
 
         Unless training pauses for it, an evaluation generates few samples at once (`eval_share`), so that training
-        keeps most of the engines. No question has more samples at once than a group, which every engine accepts.
+        keeps most of the engines. Samples of a question are requested in parts of at most a group, because every engine
+        accepts a whole group.
 
         Returns:
             The numbers of `evaluation_stats`, the `seconds` that it took, and the `samples` as text.

@@ -31,7 +31,8 @@ ERROR = "error"  # no run can work in this state
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY_BYTES = GIB // 4  # with less, Ray stores all objects on the disk
-# Limits of open files in a process that lead to a warning or an error: Ray opens a file for each process and connection
+# Below FEW_FILES open files per process there is a warning, below TOO_FEW_FILES an error. Ray opens a file for each
+# process and connection
 FEW_FILES = 4096
 TOO_FEW_FILES = 256
 # Errors of `cards`, and ValueError where nvidia-smi prints a word instead of a number

@@ -117,7 +117,7 @@ def _is_function(reward: Any) -> bool:
 
 
 def _definition(name: str, reward: Any) -> str:
-    """Return the Python code that defines a reward in the file."""
+    """Return the Python code that defines a reward in the rewards file."""
     text = pickled(reward, name)
     expression = f'unpickled(\n    "{text}",\n    sha256="{pickle_digest(text)}",\n)'
     if _is_trl_reward(reward):

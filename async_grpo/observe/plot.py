@@ -42,7 +42,8 @@ DEFAULT_VARIABLES = (
 BANDS = "bands: of two runs from one to the other, of more the 95 % t interval of their mean"
 PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
-HORIZONS = (1, 2, 4)  # how far a forecast reaches, in multiples of the run's x
+# x values to forecast, as multiples of the last x of the run
+HORIZONS = (1, 2, 4)
 # By default, the last steps of a timeline are drawn, as far as they are among its last lines
 LAST_STEPS = 10
 LAST_LINES = 5000

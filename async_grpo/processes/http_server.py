@@ -117,7 +117,8 @@ class _Refusal(asyncio.Protocol):
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(self._body)}\r\n\r\n"
         )
-        transport.write(head.encode() + self._body)  # type: ignore[attr-defined]  # uvloop's is no subclass
+        # Not narrowed by isinstance, because uvloop's transports are not subclasses of asyncio.WriteTransport
+        transport.write(head.encode() + self._body)  # type: ignore[attr-defined]
         transport.close()
 
 

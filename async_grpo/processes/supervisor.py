@@ -20,7 +20,7 @@ from async_grpo.processes.process_tree import adopt_orphans, descendants, die_wi
 
 TERM_GRACE_S = 8.0  # seconds that programs have to end after SIGTERM
 KILL_GRACE_S = 5.0  # seconds that remaining descendants have to end after SIGTERM, and again after SIGKILL
-ECHO_S = 3.0  # seconds in which other programs may die of the same cause
+ECHO_S = 3.0  # seconds to wait after a program has failed, because others may fail from the same cause
 MAX_ERRORS_SHOWN = 2
 MAX_LINES_SHOWN = 12
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")

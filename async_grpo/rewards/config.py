@@ -282,6 +282,7 @@ class RewardConfig(JudgeAddresses):
         constants: dict[str, float] = {}
         for name, policy in self.failure_policies.items():
             if policy.startswith("constant:"):
-                with suppress(ValueError):  # `__post_init__` refuses a policy without a number
+                # `__post_init__` refuses constant:VALUE if VALUE is not a finite number
+                with suppress(ValueError):
                     constants[name] = finite(policy.removeprefix("constant:"))
         return constants

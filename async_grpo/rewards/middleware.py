@@ -292,7 +292,7 @@ def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
 
 
 def _is_half_a_line(line: bytes) -> bool:
-    """Return whether this is an incomplete line of the record, without its end."""
+    """Return whether this is the beginning of a line of the spending record, cut off before its newline."""
     return not line.endswith(b"\n") and line.startswith(_LINE_BEGIN[: len(line)])
 
 

@@ -99,7 +99,7 @@ class Job:
         self.queue_s = 0.0  # time in the queue so far
         # Attempts that ended with the loss of a process or worker, perhaps because of this job
         self.lost_attempts = 0
-        # It may have crashed a process, so it must not share one with other jobs
+        # Whether the job must not share a process with other jobs, because it may have crashed one
         self.is_served_alone = False
 
     def end(self, outcome: Any) -> None:

@@ -153,7 +153,7 @@ class NCCLPublisher(Publisher):
                 engines.fence(worker_id, reason)
 
     def _join_group(self, engines: Engines) -> bool:
-        """Build an NCCL group with all engines of this sync. Return False if all engines were lost meanwhile."""
+        """Make sure that an NCCL group with all engines of this sync exists. Return False if all engines were lost."""
         members = dict(engines.members)
         while members:
             if members == self._members:

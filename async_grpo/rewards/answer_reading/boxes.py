@@ -73,8 +73,8 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     the content and between boxes is ignored. \fbox is read only in a text without \boxed.
 
     An answer may consist of several boxes, if only a comma, a semicolon, "and" or "or" separates them, or a new row of
-    an environment such as `cases`. Their contents are joined by commas, without duplicates. A box that contains boxes
-    counts as one box if it adds more than words and "x =" to them.
+    an environment such as `cases`. Their contents are joined by commas, without duplicates. A box around
+    other boxes replaces them if it contains more than words and "x =" besides them. Otherwise, the inner boxes count.
 
     Args:
         text: The text.
@@ -160,7 +160,7 @@ def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
 
 
 def _span_of(text: str, box: _Box, closing_braces: dict[int, int]) -> _Span | None:
-    """Return the span of a box, or None if it has no content or its brace is not closed."""
+    """Return the span of a box, or None if its brace is not closed, or if it has no brace and nothing follows."""
     space = _LEADING_SPACE.match(text, box.end)
     begin = box.end if space is None else space.end()
     if text[begin : begin + 1] == "{":

@@ -1,8 +1,8 @@
 """Reads and scores files of completions, and checks a reward on completions that are right.
 
 The help of `VerifyConfig.file` lists the columns of a row. Missing columns get defaults: `input` is "". Rows with the
-same `input` form a group with one `group_id`, and each row without an `input` forms a group of its own. Each character
-of the completion counts as one token of `completion_token_ids`.
+same `input` form a group with one `group_id`, and each row without an `input` forms a group of its own. Without
+`completion_token_ids`, each character of the completion counts as one token.
 """
 
 import asyncio

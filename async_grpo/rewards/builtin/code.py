@@ -47,7 +47,8 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
     """Return the tests of a row.
 
     Raises:
-        ValueError: The row has no tests, or a test that is of neither kind.
+        ValueError: The row has no list of tests, or a test has neither the keys "input" and "output" nor the key
+            "assert", each with a text.
     """
     tests = sample.get("tests")
     if not isinstance(tests, list) or not tests:

@@ -1,7 +1,7 @@
 """Checks whether a completion is JSON that satisfies a schema, which is the row's `schema` or else the option `schema`.
 
-The JSON value is the last block after the thought that is fenced as ```json or without a language, or else all text
-after the thought. It is read strictly: NaN, Infinity, numbers beyond the range of a float, duplicate names in an
+The JSON value is the last block fenced as ```json or without a language, after the thought. Without such a block, it is
+all text after the thought. It is read strictly: NaN, Infinity, numbers beyond the range of a float, duplicate names in an
 object, and any other text around the value are errors.
 """
 

@@ -75,7 +75,7 @@ def _hide(secret_variables: Sequence[str]) -> None:
 
 
 def hosted_reward(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:
-    """Return whether the reward needs an event loop, and a function that creates its host."""
+    """Return whether the reward is async, so that it needs an event loop, and a function that creates its `Reward`."""
     name = greeting["adapter"]
     adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
     return traits_of(adapter).is_async, partial(Reward, adapter, greeting["options"])

@@ -200,7 +200,7 @@ class ChildProcess(asyncio.Protocol):
             if not request.is_given_up and not request.reply.done():
                 request.limit.reschedule(loop.time() + request.timeout_s)
         if all(request.is_given_up for request in requests):
-            # No caller waits for these requests and enforces their time limit, so a timer does
+            # All callers have given up, so none of them enforces the time limit. A timer does it instead
             loop.call_later(requests[0].timeout_s, self._interrupt, requests)
 
     def _interrupt(self, requests: Sequence[ChildRequest]) -> None:

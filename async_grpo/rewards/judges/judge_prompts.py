@@ -32,7 +32,7 @@ _CONTROL_TOKEN = re.compile(
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
 )
 _END_TOKEN = re.compile(rf"(?:<[|｜]{_NAMED}>|</s>|<eos>|<end_of_turn>)\Z")
-_LONGEST_END_TOKEN = 44  # length of the longest match of _END_TOKEN, in characters
+_LONGEST_END_TOKEN = 44  # no match of _END_TOKEN has more characters
 KEY_BYTES = 8  # length of the random key in the marker lines around a completion
 
 

@@ -241,7 +241,8 @@ class JudgeServer:
                 variables[name] = value
         variables |= FIXED
         if on_the_cpu() and variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
-            # Without binding threads, vLLM needs no separate process for the model, which would import vLLM again
+            # If threads are not bound to cores, vLLM needs no separate process for the model. Such a process would
+            # import vLLM a second time.
             variables.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if self.sleep_mode:
             variables["VLLM_SERVER_DEV_MODE"] = "1"
