@@ -159,7 +159,8 @@ class ChannelServer:
 class _Caller:
     """The state that the actor keeps for one caller."""
 
-    heard_at: float  # event loop time of the caller's last message that waited for answers
+    # Event loop time at which the caller's last `exchange` with `waits=True` began
+    heard_at: float
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # unfinished calls, by id
     answers: list[Answer] = field(default_factory=list)  # answers that are not sent yet
     has_answers: asyncio.Event = field(default_factory=asyncio.Event)

@@ -42,7 +42,7 @@ class Prepared:
     settings: SharedRunSettings
     questions: list[Question]
     eval_questions: dict[str, list[Question]]  # held-out questions, by name of their file
-    # None if the rewards are to be named by the workers, which has not happened yet
+    # None without `--reward-fns`, until the workers have named the rewards (see `with_rewards`)
     rewards: ResolvedRewards | None
     resumed: Manifest | None = None  # manifest of the checkpoint from which the run continues
 

@@ -186,7 +186,10 @@ def cut(text: str, breaks: Iterable[int]) -> list[str]:
 
 
 def _trie_pattern(words: Iterable[str]) -> str:
-    """Return a regular expression that matches any of the words. Words with the same beginning share its pattern."""
+    """Return a regular expression that matches any of the words, with common beginnings written only once.
+
+    If a word begins with a shorter one, only the shorter one is matched.
+    """
     trie: dict[str, Any] = {}
     for word in words:
         node = trie

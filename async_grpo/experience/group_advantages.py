@@ -190,7 +190,8 @@ class GroupAdvantages:
         if not is_valid:
             return None
         if len(completion) == 0:
-            # The completion failed before its first token. It can be valid nevertheless, with a filled-in reward
+            # It failed before its first token, so there is nothing to train on. It may still count as valid, because
+            # `--on-reward-failure` can replace the reward of a failed sample by a number.
             return None
         if self.config.mask_truncated and completion.truncated:
             return None

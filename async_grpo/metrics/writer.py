@@ -310,7 +310,7 @@ def _span(lane: str, activity: str, begin: float, end: float) -> dict[str, Any]:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints log messages between the steps on the console, if the log goes to a file."""
+    """Prints log messages on the console, between the lines of the steps. Used if the log itself goes elsewhere."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""

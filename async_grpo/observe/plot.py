@@ -60,7 +60,7 @@ class PlotCommands(TyperGroup):
         """Parse the arguments. Insert the command `plot` if the first argument is no command."""
         logging.basicConfig(format="note: %(message)s")
         is_named = bool(args) and args[0] in ("--help", *self.commands)
-        # The shell completes the first argument, which may become the name of a command
+        # While a shell completes the first argument, `plot` is not inserted: the argument may become the name of a command
         is_name_open = not args and ctx.resilient_parsing
         return super().parse_args(ctx, args if is_named or is_name_open else ["plot", *args])
 

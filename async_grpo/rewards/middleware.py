@@ -51,7 +51,8 @@ class Budget:
             waits if only the estimates of the calls in flight stand in its way.
         path: File that records the spending, so that a resumed run knows it. It is made if it is missing. To raise the
             limit, write a number to the file with the same name but the suffix `.limit`. That file is read at the
-            start, and before a call is paused or refused.
+            start, before a call is paused or refused, and repeatedly while calls are paused. A number that is not above
+            the present limit is ignored.
 
     Raises:
         ConfigurationError: The file at `path` is not a record of spending, or cannot be written.

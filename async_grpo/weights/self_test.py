@@ -98,10 +98,10 @@ def noise_scale(shard: torch.Tensor) -> float:
     """Return the standard deviation of the noise for a tensor.
 
     It is half of the tensor's root mean square, or more if the sum of tensor and noise would be too small to have an
-    effect. The sum for a vector has a root mean square of at least 1.5, because biases are zero in a fresh model. The
-    sum for a matrix maps states of size 1 to states of size at least 1.25. In a narrow fresh model, queries and keys
-    are so small that all tokens get the same attention, and changing them would have no effect. Each rank uses its own
-    shard.
+    effect. With the noise, a vector has a root mean square of at least 1.5, because biases are zero in a fresh model. A
+    matrix with its noise maps states with a root mean square of 1 to states with one of at least 1.25. In a narrow fresh
+    model, queries and keys are so small that all tokens get the same attention, and changing them would have no effect.
+    Each rank uses its own shard.
     """
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
     min_size = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5

@@ -70,7 +70,8 @@ def read_completion_rows(path: str | Path) -> list[CompletionRow]:
                     continue
                 row = _row(line)
                 if row.get("group_id") is None:
-                    # A row without an input gets its line number, so that it forms a group of its own
+                    # Rows with the same input form a group, and each row without an input forms its own. The id is
+                    # minus the line number of the group's first row.
                     row["group_id"] = groups.setdefault(row.get("input") or number, -number)
                 label = row.pop(LABEL, None)
                 rows.append(CompletionRow(number, row, None if label is None else float(label)))

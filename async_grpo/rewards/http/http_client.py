@@ -102,7 +102,8 @@ class EndpointClient:
             payload: Content of the request.
             tokens: Estimated number of tokens, for the limits. The total in the reply's `usage` replaces it.
             phase: "train" or "eval". Waiting calls of the two phases take turns.
-            deadline: A time of `time.monotonic`, or a `Deadline`, which waits in queues extend.
+            deadline: Time by which the call must end, on the clock `time.monotonic`; or a `Deadline`, which is extended
+                by the time that the call waits in queues.
             unanswered: Function to call for each request that was sent and not answered. Such a request may have cost
                 as much as an answer.
 
