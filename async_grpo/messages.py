@@ -10,7 +10,9 @@ import numpy as np
 
 from async_grpo.types import PROMPT_TOKEN
 
-NO_TIME = np.int32(-1)  # entry of `times` for a token whose trajectory has a single sequence
+NO_TIME = np.int32(
+    -1
+)  # entry of `times` for a token that was not sampled, or whose sample has a single sequence
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class Sampling:
 
     temperature: float | None = None  # 0 always takes the most probable token
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # texts that end a completion, which includes the text that ended it
+    stop: tuple[str, ...] = ()  # texts that end a completion; the completion includes the text
 
 
 @dataclass
@@ -215,8 +215,11 @@ class AdapterResult:
     queue_s: float = 0.0  # part of `latency_s` that was spent waiting for a free worker
 
     def __post_init__(self) -> None:
-        is_reward = self.reward is not None and math.isfinite(self.reward)
-        if (self.status is RewardStatus.OK) != is_reward or (self.reward is not None and not is_reward):
+        if self.status is RewardStatus.OK:
+            is_consistent = self.reward is not None and math.isfinite(self.reward)
+        else:
+            is_consistent = self.reward is None
+        if not is_consistent:
             raise ValueError(f"{self.adapter}: status {self.status.value} with the reward {self.reward}")
 
     def standing_in_for(self, failed: "AdapterResult") -> "AdapterResult":
@@ -302,10 +305,12 @@ class Sample:
         return np.concatenate(parts)
 
     def sampled(self, values: np.ndarray, begin: int = 0) -> np.ndarray:
-        """Pick the values (T,) of the sampled tokens out of those of a sequence's tokens from index `begin` on.
+        """Return the values (T,) of the sampled tokens.
 
-        Without turns, `begin` must be the length of the prompt. All tokens from there on are sampled, so nothing is
-        picked out.
+        Args:
+            values: One value for each token of the sequence, starting at the token with the index `begin`.
+            begin: Index of the first token that has a value. For an answer without turns it must be the length of the
+                prompt; all tokens from there on are sampled.
         """
         if not self.completion.turns:
             return values
@@ -359,10 +364,10 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
     admitted_version: int  # policy version with which the engines generated when the group was started
-    # Number of the group in the order of starting, from which its last possible step follows
+    # Number of the group in the order of admission. It determines the step in which the group is due (`staleness`)
     sequence_number: int
     baseline: Verdict | None = None  # verdict on the greedy completion, if the estimator compares with it
-    resampled: int = 0  # number of prompts without signal that this group's prompt replaced
+    resampled: int = 0  # number of groups without signal, or with a reward to refill, that this one replaced
 
     @property
     def oldest_version(self) -> int:

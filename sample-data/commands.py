@@ -8,6 +8,7 @@ app = typer.Typer(
     help="Make training data.",
     add_completion=False,
     no_args_is_help=True,
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
     pretty_exceptions_enable=False,
 )
 app.command("countdown")(create_count_down.main)

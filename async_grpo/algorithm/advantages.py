@@ -38,10 +38,14 @@ TOTAL = "total"  # one tensor: the sum of all rewards, each at the token that ea
 COMPONENTS = "components"  # a dict by name: the reward of each adapter, at the last token
 SOURCES = "sources"  # a dict by name: each process reward at its tokens, and the outcome at the last token
 
-# The library passes these inputs to an estimator whose function has a keyword of that name. In this order: the critic's
-# values, the reward of the greedy completion, a mask of the tokens with a step reward, such a mask for each source of
-# rewards, and `--reward-weights`
-PROVIDED = ("values", "baselines", "step_mask", "masks", "weights")
+# The library passes these inputs to an estimator whose function has a keyword of that name
+PROVIDED = (
+    "values",  # the critic's values
+    "baselines",  # the reward of each prompt's greedy completion
+    "step_mask",  # the tokens with a step reward
+    "masks",  # for each source of rewards, the tokens with a reward of it
+    "weights",  # `--reward-weights`
+)
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:
@@ -68,8 +72,8 @@ class Estimator:
         sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies `per_sample`.
         rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
-        needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only for
-            samples with step rewards; for other samples the status of the combined verdict decides.
+        needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only in
+            runs with process rewards; in other runs the status of the combined verdict decides.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
             token. For example, `lambda sample: sample.prompt.row["difficulty"]` reads a column of the data row.
         critic_returns: (rewards, values, mask, *, options) -> (advantages, returns). Set for an estimator that compares

@@ -36,8 +36,9 @@ class PolicyLoss:
             `old_logprobs`. If that is the behaviour policy, importance weights would correct for it a second time.
         sequence_level: The loss of a token depends on its whole sequence, which must not be split.
         idle_at_ratio_one: The loss pulls the policy to the old policy, and this pull vanishes if both are the same.
-        scores: (batch, sums over the minibatch, id of each token, **settings) -> the scores by which the loss selects
-            tokens over the whole minibatch (see `covariance`). None for a loss that selects no tokens.
+        scores: (batch, sums, token_keys, **settings) -> the scores by which the loss selects tokens over the whole
+            minibatch. `sums` (3,) are those from which covariances follow; `token_keys` has a key of each token for
+            random draws, or is None (see `covariance`). None for a loss that selects no tokens.
     """
 
     function: Callable[..., LossAndMetrics]

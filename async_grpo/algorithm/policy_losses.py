@@ -286,13 +286,13 @@ def geo_mean(batch: LossBatch, *, clip_low: float = 0.4, clip_high: float = 0.4)
     is at most clip_high if A > 0, at least -clip_low if A < 0, and 0 if A = 0. The loss of each token contains the
     ratio of its whole sequence, and so sends a gradient to all its tokens.
     """
-    k = batch.log_ratio
+    log_ratio = batch.log_ratio
     advantages = batch.advantages
-    bounded = torch.where(advantages > 0, k.clamp(max=clip_high), k.clamp(min=-clip_low))
-    sequence_ratio = batch.sequence_mean(torch.where(advantages == 0, 0, bounded)).exp()
+    k = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    sequence_ratio = batch.sequence_mean(torch.where(advantages == 0, 0, k)).exp()
     metrics = {
-        "clip_frac_low": (advantages < 0) & (k < -clip_low),
-        "clip_frac_high": (advantages > 0) & (k > clip_high),
+        "clip_frac_low": (advantages < 0) & (log_ratio < -clip_low),
+        "clip_frac_high": (advantages > 0) & (log_ratio > clip_high),
     }
     metrics |= ratio_metrics(batch.ratio) | ratio_metrics(sequence_ratio, "sequence_")
     return -advantages * sequence_ratio, metrics

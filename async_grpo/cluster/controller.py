@@ -7,9 +7,9 @@ The callers of each method:
                          stop, close
     every rank           settings, next_message
 
-Samples leave this process only to engines, reward workers and ranks. Everything else happens by method calls within the
-process. The class uses plain asyncio without Ray; `trainer_rank` makes it an actor on the node of rank 0. If this
-process dies, the run ends.
+Samples leave this process only to engines, logprob workers, reward workers and ranks. Everything else happens by method
+calls within the process. The class uses plain asyncio without Ray; `trainer_rank` makes it an actor on the node of rank
+0. If this process dies, the run ends.
 """
 
 import asyncio

@@ -216,7 +216,9 @@ class ExperienceBatcher:
         while True:
             admitted = self._alive[number]
             try:
-                group = await self.rollouts.group(admitted.prompt, number, self.budget.live_version)
+                # Read again here, because a group that is restored or replaced starts later than it was admitted
+                live_version = self.budget.live_version
+                group = await self.rollouts.group(admitted.prompt, number, live_version)
             except PromptSetAside as error:
                 self._set_aside(admitted.prompt, error)
                 self._alive[number] = UnfinishedGroup(next(self.cursor), admitted.resampled)

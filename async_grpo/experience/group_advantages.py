@@ -107,6 +107,7 @@ class GroupAdvantages:
         samples = [sample for group in groups for sample in group.samples]
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
         valid = self._valid_samples(groups, batch)
+        # With a critic, the field `advantages` has the rewards of the tokens; `whole_step` replaces them by advantages
         advantages = batch.total if self.entry.needs_critic else self._estimate(batch, valid)
         batch.refuse_beyond_float32(advantages, valid)
 
@@ -128,7 +129,7 @@ class GroupAdvantages:
     def _by_token(self) -> bool:
         """Return whether each column of the reward tensors is one token.
 
-        Otherwise, each column is the run of tokens up to a reward.
+        Otherwise, a column stands for several consecutive tokens, the last of which has a reward (`RewardTensors`).
         """
         # A discount applies to each token
         if self._options.get("gamma", 1.0) != 1.0:
@@ -178,9 +179,9 @@ class GroupAdvantages:
         verdict = sample.verdict
         if verdict.status is not RewardStatus.OK:
             return False
-        reads_single_rewards = self.entry.rewards != TOTAL or bool(self.facts.process)
-        if self.entry.needs_all_rewards and reads_single_rewards:
-            # A sample without one of its rewards is left out. Otherwise, that reward would count as 0
+        reads_rewards_separately = self.entry.rewards != TOTAL or bool(self.facts.process)
+        if self.entry.needs_all_rewards and reads_rewards_separately:
+            # A sample that lacks any of its rewards is left out. Otherwise, that reward would count as 0
             return {result.status for result in verdict.results} == {RewardStatus.OK}
         return True
 

@@ -144,7 +144,7 @@ class Packer:
         return [pack(load.samples) if load.samples else dummy_micro_batch(0) for load in loads]
 
     def _cost_after_bonus(self, load: RankLoad, *, bonus_load: RankLoad | None) -> float:
-        """Return the cost of a rank, reduced if it already has samples of the candidate's group."""
+        """Return the cost of a rank, reduced for the rank that got the previous sample of the candidate's group."""
         if load is bonus_load:
             return load.cost - self._group_bonus_tokens
         return load.cost

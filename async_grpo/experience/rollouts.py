@@ -250,6 +250,7 @@ class Rollouts:
         part_size = min(self.config.samples_per_question, config.eval_samples)
         first_members = range(0, config.eval_samples, part_size)
         num_slots = len(questions) * len(first_members)
+        # With `eval_pinned`, training waits for the evaluation, which may then use all engines
         if not config.eval_pinned:
             samples_at_once = int(config.eval_share * self.config.samples_in_flight)
             num_slots = max(1, samples_at_once // part_size)

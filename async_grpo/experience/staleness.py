@@ -2,8 +2,8 @@
 
 A group is alive from its admission until the weights trained on it are live in the engines (`StalenessBudget`). With P
 groups per optimizer step and at most S steps of staleness, at most `capacity` groups are alive, by default (S + 1) * P.
-The unused part of the bound, `slack` = (S + 1) * P - capacity, is the number of groups that may be trained before they
-are due.
+The unused part of the bound, `slack` = (S + 1) * P - capacity, is the number of groups that may be early at the same
+time: already placed in a step, and not due yet.
 
 Step k turns policy version k into k + 1 and trains P groups (`StepAssembler`). Group i is due in step (i + slack) // P
 and must not be trained later.
@@ -158,11 +158,12 @@ class StepAssembler:
             StalenessViolated: A token is older than the bound allows.
         """
         assert self._due(group.sequence_number) >= self.step, (
-            f"group {group.sequence_number} comes after step {self.step} began"
+            f"group {group.sequence_number} was due in step {self._due(group.sequence_number)}, but step {self.step} is "
+            "being filled"
         )
         insort(self._finished, group, key=lambda finished: finished.sequence_number)
         events: list[Event] = []
-        while self._finished and self._takes_place(self._finished[0]):
+        while self._finished and self._claim_place(self._finished[0]):
             self._placed.append(self._finished.pop(0))
             is_whole = len(self._placed) == self.groups_per_step
             if self.streams or is_whole:
@@ -173,8 +174,12 @@ class StepAssembler:
         """Return the last step that may train the group."""
         return (sequence_number + self.slack) // self.groups_per_step
 
-    def _takes_place(self, group: Group) -> bool:
-        """Return whether the group is trained in the current step, and count it if it is early."""
+    def _claim_place(self, group: Group) -> bool:
+        """Take a place in the current step for the group, if it is due or another group may be early.
+
+        Returns:
+            Whether the group got a place.
+        """
         due = self._due(group.sequence_number)
         if due > self.step:
             if len(self._early_groups_due) == self.slack:

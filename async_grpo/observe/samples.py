@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.inference.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
 from async_grpo.metrics.writer import as_json
@@ -45,11 +46,14 @@ def write_samples_page(config: SamplesConfig) -> None:
     """Write a page that shows the samples of a run.
 
     Raises:
-        ConfigurationError: The folder holds no run, or the run wrote no samples.
+        ConfigurationError: The folder holds no run, the run wrote no samples, or the page cannot be written.
     """
     text = samples_page(config)
     # A lone surrogate cannot be encoded in UTF-8, so it is written as an escape sequence of JSON
-    Path(config.output).write_text(text, encoding="utf-8", errors="backslashreplace")
+    try:
+        Path(config.output).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigurationError(f"--output {config.output} cannot be written: {error.strerror}") from error
     log.info("samples: %s", config.output)
 
 

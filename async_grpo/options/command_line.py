@@ -6,6 +6,7 @@ is an error.
 
 import dataclasses
 import inspect
+import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ CONFIG_HELP = (
 )
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
+MIN_HELP_COLUMNS = 120
 # Typer's names for the source of a value that the user has set: the command line, or a file of options
 SET_BY_USER = ("COMMANDLINE", "DEFAULT_MAP")
 
@@ -55,6 +57,10 @@ class OptionsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Old spellings and retired options are accepted."""
+        if "--help" in args and not ctx.resilient_parsing:
+            # Whoever asks for help gets it, also beside a wrong option
+            _widen_help()
+            return super().parse_args(ctx, ["--help"])
         # When a shell asks for completions, the line may be incomplete, which `normalized` would refuse
         arguments = args if ctx.resilient_parsing else normalized(args, self.fields, self.retired)
         try:
@@ -94,6 +100,10 @@ def options_command(
             source = context.get_parameter_source(field.name)
             if source is not None and source.name in SET_BY_USER:
                 set_by_user.add(field.name)
+            elif context.obj.get(field.name) is not None:
+                # Set to null in a file. Typer would take the default
+                set_by_user.add(field.name)
+                options[field.name] = None
         if hasattr(config_class, "from_options"):
             return ParsedCommand(run, config_class.from_options(options, set_by_user))
         return ParsedCommand(run, config_class(**options))
@@ -277,7 +287,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
             return [*result, argument, *remaining]
         spelling, equals, value = argument.partition("=")
         if not spelling.startswith("--"):
-            result.append(argument)
+            result.append(_with_value(argument, remaining, fields))
             continue
         name = field_name(spelling.removeprefix("--"), fields)
         flag = name.removeprefix("no_")
@@ -290,12 +300,15 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
             continue
         _refuse_unknown(spelling, name, fields)
         if name in ("help", *flags) or flag in flags:
-            if not equals and has_next_value and remaining[0].lower() in TRUTH:
+            if name in flags and has_next_value and remaining[0].lower() in TRUTH:
                 value = remaining.pop(0)
-            if name in flags and value.lower() in TRUTH:
+            if equals or value:
+                if name not in flags or value.lower() not in TRUTH:
+                    raise ConfigurationError(
+                        f"{argument}: a flag is given as --x, --no-x, --x=true or --x=false"
+                    )
                 name = name if TRUTH[value.lower()] else f"no_{name}"
-                value = ""
-            result.append(f"--{dashed(name)}={value}" if value else f"--{dashed(name)}")
+            result.append(f"--{dashed(name)}")
             continue
         if has_next_value:
             value = remaining.pop(0)
@@ -304,6 +317,32 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
         # Name and value form one argument, so that the value may start with a dash
         result.append(f"--{dashed(name)}={value}")
     return result
+
+
+def _with_value(argument: str, remaining: list[str], fields: Fields) -> str:
+    """Return a positional argument as it is, and an option of one letter with its value, which is taken from the rest.
+
+    Raises:
+        ConfigurationError: The option is unknown, or its value is missing.
+    """
+    if not argument.startswith("-") or argument == "-":
+        return argument
+    letters = {alias for field in fields for alias in field.metadata["aliases"] if len(alias) == 1}
+    if argument.removeprefix("-") not in letters:
+        raise ConfigurationError(
+            f"{argument} is no option: long options have two dashes, and -x VALUE a space"
+        )
+    if not remaining or remaining[0].startswith("-"):
+        raise ConfigurationError(f"{argument} needs a value")
+    name = field_name(argument.removeprefix("-"), fields)
+    return f"--{dashed(name)}={remaining.pop(0)}"
+
+
+def _widen_help() -> None:
+    """Let `--help` be so wide that no name of an option is cut, also where a pipe counts as 80 columns."""
+    from typer import rich_utils  # imports parts of rich that only the help needs
+
+    rich_utils.MAX_WIDTH = max(MIN_HELP_COLUMNS, shutil.get_terminal_size().columns)
 
 
 def _refuse_unknown(spelling: str, name: str, fields: Fields) -> None:

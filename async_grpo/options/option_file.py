@@ -4,7 +4,7 @@ import dataclasses
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import field_name, nearest, refuse
@@ -15,7 +15,7 @@ ROOMS = {path.parent.name for path in Path(__file__).resolve().parents[1].glob("
 
 def read_options(
     path: Path, config_class: type, foreign: Callable[[], Collection[str]]
-) -> dict[str, bool | str]:
+) -> dict[str, bool | str | None]:
     """Read options from a file.
 
     Args:
@@ -24,7 +24,8 @@ def read_options(
         foreign: Returns the option names of other programs, which are ignored.
 
     Returns:
-        The values by field name: booleans for flags, and for all other options the text that a command line would have.
+        The values by field name: booleans for flags, None for null, and for all other options the text that a command
+        line would have.
 
     Raises:
         ConfigurationError: The file cannot be read, contains a key that no program knows, gives an option two values,
@@ -33,7 +34,7 @@ def read_options(
     fields = dataclasses.fields(config_class)
     room_by_field = rooms(config_class)
     type_by_field = {field.name: field.type for field in fields}
-    values: dict[str, bool | str] = {}
+    values: dict[str, bool | str | None] = {}
     for table, key, value in _entries(path, {*room_by_field, *foreign()}):
         name = field_name(key, fields)
         if name not in room_by_field:
@@ -44,6 +45,9 @@ def read_options(
         room = room_by_field[name]
         refuse(table not in ("", room), f"{path}: {key} belongs in the table [{room}], not in [{table}]")
         if value is None:
+            # null is a value where the option may have none; elsewhere it says nothing
+            if type(None) in get_args(type_by_field[name]):
+                values[name] = None
             continue
         # Only flags stay booleans: for a numeric option, Python would accept True as 1
         is_flag = isinstance(value, bool) and type_by_field[name] is bool

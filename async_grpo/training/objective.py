@@ -26,8 +26,8 @@ from async_grpo.modeling.policy import PolicyModel
 class BatchTensors:
     """A micro-batch on the trainer's device, as one packed row.
 
-    If the objective has terms that depend on the whole step, `whole_step` sets the first four fields before the
-    backward pass, and may replace `advantages` and `group_tokens`.
+    If the objective has terms that depend on the whole step, `whole_step` sets the first four fields and `kept`
+    before the backward pass, and may replace `advantages` and `group_tokens`.
     """
 
     returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
@@ -259,7 +259,7 @@ class Objective:
         if self.config.rejection_statistic is None:
             return batch.mask
         return rejection_mask(
-            _corrected_logprobs(logprobs, batch),
+            _logprobs_to_compare(logprobs, batch),
             batch.behaviour_logprobs,
             batch.mask,
             sequence_ids=batch.sequence_ids,
@@ -271,7 +271,7 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return the importance weights for the engine's policy, divided by `batch.weight_mean` if it is set."""
         return importance_weights(
-            _corrected_logprobs(logprobs, batch),
+            _logprobs_to_compare(logprobs, batch),
             batch.behaviour_logprobs,
             mask,
             sequence_ids=batch.sequence_ids,
@@ -310,7 +310,7 @@ def _or_zeros(
     return torch.zeros_like(like) if values is None else values
 
 
-def _corrected_logprobs(
+def _logprobs_to_compare(
     logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
 ) -> Float[Tensor, "1 packed"]:
     """Return the log-probs to compare with the engine's: the proximal ones if there are any, else the trainer's."""

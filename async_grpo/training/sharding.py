@@ -132,7 +132,7 @@ def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> 
 
 
 def release_gathered(policy: PolicyModel) -> None:
-    """Shard the root weights again. A forward leaves them gathered for the backward, which may not follow."""
+    """Shard the root weights again. A forward pass leaves them gathered for a backward pass, but there may be none."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
 

@@ -114,7 +114,8 @@ class Trainer:
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
         """Apply the accumulated gradient, and return the metrics of the step."""
         with clock.measure("publishing_weights"):
-            # Wait until the previous weights are proven, so that training does not continue if they did not arrive
+            # Wait until the previous weights are proven, so that training does not continue if they did not arrive. It
+            # returns at once if `_publish` has waited; otherwise these are the sync's metrics of the previous weights
             metrics: dict[str, Any] = dict(self._proof())
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
@@ -130,8 +131,8 @@ class Trainer:
         with clock.measure("publishing_weights"):
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
             # Before an export, always wait for the proof, so that only weights that work are exported
-            may_wait = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
-            return {} if may_wait else dict(self._proof())
+            may_overlap = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
+            return {} if may_overlap else dict(self._proof())
 
     def _finish(self) -> None:
         """Save the last checkpoint and the final model."""

@@ -34,7 +34,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
     The digest is the sum of word * multiplier over all words, modulo 2**64, where each position has its own odd
     multiplier. A single changed word always changes the sum, because an odd number is invertible. A swap of two
-    different words changes it as well. The digest protects against accidents (a lost, truncated, mixed up or stale
+    different words changes it as well, except in rare cases, such as words that differ only in their highest bit. The
+    digest protects against accidents (a lost, truncated, mixed up or stale
     tensor), not against an attacker.
 
     >>> a = torch.tensor([1.0, 2.0, 3.0])

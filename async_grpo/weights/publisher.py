@@ -2,7 +2,8 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-All steps after the packing run in a thread, while the ranks accumulate gradients for the next step. The engines pause
+All steps after the packing run in a thread, while the ranks accumulate gradients for the next step, unless the sync has
+a self-test. The engines pause
 only while they load. No optimizer step is taken before the weights are proven.
 
 The canary is a set of fixed texts. The proof compares the engine's log-probs of these texts with the trainer's.
@@ -42,8 +43,8 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
 # longer, because an engine holds the logits of all tokens of a text in memory at once
 CANARY_TOKENS = (16, 128, 512)
-# Difference between engine and trainer (`canary_miss`) that the first sync accepts even if the trainer's own
-# sensitivity is smaller. An engine with quantized weights differs by more than rounding
+# Lower bound of the difference between engine and trainer (`canary_miss`) that the first sync accepts. It is above the
+# rounding of the trainer, so that an engine with quantized weights can pass, too
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 
 
@@ -158,7 +159,7 @@ class Publisher:
     def _run_self_test(self, model: nn.Module) -> None:
         """Send the weights unchanged, then with all tensors changed, and prove both.
 
-        The difference between engine and trainer in the first, unchanged round determines all later tolerances. All
+        The difference between engine and trainer in the first, unchanged round is the basis of all later tolerances. All
         tensors are then changed, in several rounds if their originals do not fit into `originals_bytes`. In these
         rounds, engines report each tensor that they received but do not use.
 

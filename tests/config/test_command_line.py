@@ -22,6 +22,7 @@ from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.commands import foreign_keys
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import trainer_command, worker_commands
+from async_grpo.observe.samples import SamplesConfig
 from async_grpo.options.command_line import normalized, run_command
 from async_grpo.options.fields import choices_of, option
 from async_grpo.training.optimizer import LR_SCHEDULES
@@ -122,6 +123,45 @@ def test_a_model_is_saved_every_so_many_steps_or_samples():
     size = ("--batch-size", "2", "--samples-per-question", "4")
     assert parse(*NEEDED, *size, "--save-every", "3")[0].samples_between_models == 3 * 2 * 4
     assert parse(*NEEDED, *size)[0].samples_between_models == 30_000
+
+
+def test_null_in_the_parameters_of_a_run_is_a_choice_that_a_recipe_does_not_change(tmp_path):
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps({"recipe": "dapo", "clip_low": None, "output_dir": None}))
+    config, code = parse(f"--config={path}", *NEEDED)
+    assert code == 0 and config.clip_low is None and config.output_dir == "runs/default"
+    first = written(tmp_path, "clip_low = 0.1")
+    assert parse("--config", first, f"--config={path}", *NEEDED)[0].clip_low is None
+    assert parse(f"--config={path}", "--config", first, *NEEDED)[0].clip_low == 0.1
+    assert parse(f"--config={path}", *NEEDED, "--clip-low=0.3")[0].clip_low == 0.3
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--deterministic="], "a flag is given as --x, --no-x, --x=true or --x=false"),
+        (["--deterministic=maybe"], "--deterministic=maybe: a flag is given as"),
+        (["--no-deterministic=false"], "--no-deterministic=false: a flag is given as"),
+        (["-o", "x"], "-o is no option"),
+    ],
+)
+def test_flags_without_a_truth_and_options_of_one_dash_are_refused(argv, said, capsys):
+    assert parse(*NEEDED, *argv) == (None, 2) and said in capsys.readouterr().err
+
+
+def test_an_option_of_one_letter_needs_its_value(capsys):
+    arguments = ("run", "-o", "--limit", "3")
+    assert parse(*arguments, config_class=SamplesConfig) == (None, 2)
+    assert "-o needs a value" in capsys.readouterr().err
+    assert parse("run", "-o", "x.html", "--limit", "3", config_class=SamplesConfig)[0].output == "x.html"
+    assert parse("run", "-o=x.html", config_class=SamplesConfig) == (None, 2)
+
+
+def test_whoever_asks_for_help_gets_it_and_no_name_is_cut(capsys):
+    for argv in (["--help"], ["--bogus", "--help"], ["--batch-size", "--help"]):
+        assert parse(*argv)[1] == 0
+        text = capsys.readouterr().out
+        assert "…" not in text and "--min-samples-per-checkpoint" in text
 
 
 def test_a_negative_number_is_a_value_and_no_option(capsys):

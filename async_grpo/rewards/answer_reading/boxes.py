@@ -71,10 +71,9 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
 
     Braces are matched, and `\{` is not a brace. Layout (delimiters of formulas, spaces, \text, \left, alignment) around
     the content and between boxes is ignored. \fbox is read only in a text without \boxed.
-
-    An answer may consist of several boxes, if only a comma, a semicolon, "and" or "or" separates them, or a new row of
-    an environment such as `cases`. Their contents are joined by commas, without duplicates. A box around
-    other boxes replaces them if it contains more than words and "x =" besides them. Otherwise, the inner boxes count.
+    Boxes form one answer if only a comma, a semicolon, "and", "or", or a new row of an environment such as `cases`
+    separates them. Their contents are joined by commas, without duplicates. A box around other boxes replaces them if
+    it contains more than words and "x =" besides them. Otherwise, the inner boxes count.
 
     Args:
         text: The text.
