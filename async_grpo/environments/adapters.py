@@ -32,7 +32,7 @@ class AgentProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """What PREFIX in `--environment PREFIX:ARGUMENT` stands for: an environment class in a source file, or agents."""
+    """The meaning of PREFIX in `--environment PREFIX:ARGUMENT`: an environment class in a source file, or agents."""
 
     argument: str = ""  # what the part after the colon is, for error messages; "" if there is no such part
     source: str = ""  # FILE.py:NAME in this folder; the file's text is sent to the processes. "" for agents

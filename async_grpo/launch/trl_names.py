@@ -6,6 +6,7 @@ trainer = AsyncGRPOTrainer(model=model, reward_funcs=accuracy_reward, train_data
 trainer.train()
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
@@ -84,7 +85,10 @@ class AsyncGRPOTrainer:
         """Return the options, completed by TRL's defaults for options that are not given."""
         defaults: dict[str, Any] = dict(TRL_DEFAULTS)
         if isinstance(self._train_dataset, Sized) and not isinstance(self._train_dataset, str):
-            defaults["num_training_batches"] = TRL_EPOCHS * len(self._train_dataset)
+            batch_size = self._options.get("batch_size", TRL_DEFAULTS["batch_size"])
+            if isinstance(batch_size, int) and batch_size > 0:  # `train` refuses any other
+                num_questions = TRL_EPOCHS * len(self._train_dataset)
+                defaults["num_training_batches"] = math.ceil(num_questions / batch_size)
         if not isinstance(self._reward_funcs, str) and isinstance(self._reward_funcs, Sequence):
             defaults["reward_combine"] = "sum"
         return with_defaults(self._options, defaults)

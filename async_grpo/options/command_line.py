@@ -37,7 +37,10 @@ CONFIG_HELP = (
 )
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
-MIN_HELP_COLUMNS = 120
+MIN_HELP_COLUMNS = 120  # with fewer, names of options are cut
+NARROW_HINT = (
+    f"A terminal of {MIN_HELP_COLUMNS} columns shows all names in full; docs/options.md has them, too."
+)
 # Typer's names for the source of a value that the user has set: the command line, or a file of options
 SET_BY_USER = ("COMMANDLINE", "DEFAULT_MAP")
 
@@ -59,7 +62,7 @@ class OptionsCommand(TyperCommand):
         """Parse the arguments. Old spellings and retired options are accepted."""
         if "--help" in args and not ctx.resilient_parsing:
             # Whoever asks for help gets it, also beside a wrong option
-            _widen_help()
+            self.epilog = _fit_help()
             return super().parse_args(ctx, ["--help"])
         # When a shell asks for completions, the line may be incomplete, which `normalized` would refuse
         arguments = args if ctx.resilient_parsing else normalized(args, self.fields, self.retired)
@@ -287,7 +290,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
             return [*result, argument, *remaining]
         spelling, equals, value = argument.partition("=")
         if not spelling.startswith("--"):
-            result.append(_with_value(argument, remaining, fields))
+            result.append(_positional_or_short(argument, remaining, fields))
             continue
         name = field_name(spelling.removeprefix("--"), fields)
         flag = name.removeprefix("no_")
@@ -319,7 +322,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
     return result
 
 
-def _with_value(argument: str, remaining: list[str], fields: Fields) -> str:
+def _positional_or_short(argument: str, remaining: list[str], fields: Fields) -> str:
     """Return a positional argument as it is, and an option of one letter with its value, which is taken from the rest.
 
     Raises:
@@ -338,11 +341,18 @@ def _with_value(argument: str, remaining: list[str], fields: Fields) -> str:
     return f"--{dashed(name)}={remaining.pop(0)}"
 
 
-def _widen_help() -> None:
-    """Let `--help` be so wide that no name of an option is cut, also where a pipe counts as 80 columns."""
+def _fit_help() -> str | None:
+    """Choose the width of the help text, and return a hint if names of options are cut.
+
+    A pipe has no width. Typer would take 80 columns for it, where names are cut, so that they cannot be searched for.
+    """
+    columns = shutil.get_terminal_size().columns
+    if sys.stdout.isatty():
+        return NARROW_HINT if columns < MIN_HELP_COLUMNS else None
     from typer import rich_utils  # imports parts of rich that only the help needs
 
-    rich_utils.MAX_WIDTH = max(MIN_HELP_COLUMNS, shutil.get_terminal_size().columns)
+    rich_utils.MAX_WIDTH = max(MIN_HELP_COLUMNS, columns)
+    return None
 
 
 def _refuse_unknown(spelling: str, name: str, fields: Fields) -> None:

@@ -112,6 +112,19 @@ def test_options_have_our_names_or_those_of_other_libraries_and_beat_the_default
     assert (config.max_generation_tokens, config.reward_combine) == (16, "sum")
 
 
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 15), (2, 8), (5, 3), (64, 1)])
+def test_three_epochs_are_three_epochs_whatever_the_batch(runs, batch_size, num_steps):
+    AsyncGRPOTrainer(str(TINY_MODEL), accuracy_reward, train_dataset=ROWS, batch_size=batch_size).train()
+    assert runs[0].num_training_batches == num_steps
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, "many"])
+def test_a_batch_that_cannot_be_is_refused_by_its_name(runs, batch_size):
+    trainer = AsyncGRPOTrainer(str(TINY_MODEL), accuracy_reward, train_dataset=ROWS, batch_size=batch_size)
+    with pytest.raises(ConfigurationError, match="batch.size"):
+        trainer.train()
+
+
 class GRPOConfig:
     """TRL's."""
 
