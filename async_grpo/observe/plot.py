@@ -90,7 +90,7 @@ def plot(
         typer.Option(
             "-v",
             "--variable",
-            help=f"Key of a subplot. By default eval_pass@1, {', '.join(DEFAULT_VARIABLES)}, where they change.",
+            help=f"Key of a subplot. By default eval_avg@N, {', '.join(DEFAULT_VARIABLES)}, where they change.",
         ),
     ] = None,
     x_key: Annotated[str, typer.Option("-x", "--x_key", help="Key of the x axis.")] = DEFAULT_X_KEY,
@@ -134,8 +134,8 @@ def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
     evaluations = set()
     for run in runs:
         for key in run.plottable_keys:
-            # eval_pass@1, or eval_NAME_pass@1 if there are several evaluation files
-            if key.startswith("eval_") and key.endswith("pass@1"):
+            # eval_avg@4 with 4 samples of each question, or eval_NAME_avg@4 if there are several evaluation files
+            if key.startswith("eval_") and key.rpartition("avg@")[2].isdigit():
                 evaluations.add(key)
     variables: list[str] = []
     constant: list[str] = []

@@ -154,15 +154,20 @@ def test_default_variables_of_no_file_and_an_unfinished_last_line_are_skipped_wi
 
 
 def test_by_default_the_curves_are_drawn_that_change_the_evaluations_first(tmp_path, caplog):
-    rising = {"avg_reward": [0.1, 0.2], "eval_b_pass@1": [0.3, 0.4], "eval_a_pass@1": [0.5, 0.6]}
-    constant = {"avg_kl_div": [0.0, 0.0], "staleness_mean": [1.0, 1.0], "eval_a_pass@2": [0.1, 0.9]}
+    rising = {"avg_reward": [0.1, 0.2], "eval_b_avg@16": [0.3, 0.4], "eval_avg@1": [0.5, 0.6]}
+    constant = {
+        "avg_kl_div": [0.0, 0.0],
+        "staleness_mean": [1.0, 1.0],
+        "eval_pass@2": [0.1, 0.9],
+        "eval_avg@1_ci": [0.1, 0.2],
+    }
     columns = {"x": [1, 2]} | rising | constant
     steps = [{key: values[step] for key, values in columns.items()} for step in range(2)]
     plot([write(tmp_path / "a.jsonl", steps)], None, "x", output=tmp_path / "a.svg")
     labels = re.findall(
-        r"<!-- (\w*(?:reward|pass@\d|kl_div|staleness\w*)) -->", (tmp_path / "a.svg").read_text()
+        r"<!-- (\w*(?:reward|avg@\d+|pass@\d|kl_div|staleness\w*)) -->", (tmp_path / "a.svg").read_text()
     )
-    assert labels == ["eval_a_pass@1", "eval_b_pass@1", "avg_reward"]
+    assert labels == ["eval_avg@1", "eval_b_avg@16", "avg_reward"]
     assert "skipped, as they never change: staleness_mean, avg_kl_div" in caplog.messages
 
 
