@@ -207,7 +207,7 @@ def attention(bench: Bench) -> Figures:
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         limits = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
-        return packed.varlen_attn(q, k, v, *limits, enable_gqa=True, window_size=(window, 0))
+        return packed.varlen_attn(q, k, v, *limits, **packed.varlen_options(packed.varlen_attn, window))
 
     errors = {"float32": run(torch.float32, ours, None)}
     if bench.on_gpu:

@@ -5,8 +5,9 @@ with a `Packing` as keyword argument, which tells where each sequence begins. Th
 lengths of the sequences.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -232,10 +233,28 @@ def _attend_with_kernel(
     inputs = (query, key, value, boundaries, boundaries, longest, longest)
     if flash_attn_varlen_func is not None:
         return flash_attn_varlen_func(*inputs, softmax_scale=scaling, causal=True)
-    options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": (-1, 0)}  # causal
-    output = varlen_attn(*inputs, **options)
+    output = varlen_attn(*inputs, scale=scaling, **varlen_options(varlen_attn))
     assert isinstance(output, Tensor)  # varlen_attn returns a pair only if softmax normalisers are requested
     return output
+
+
+@cache
+def varlen_options(kernel: Callable[..., Any], window_tokens: int = -1) -> dict[str, Any]:
+    """Return the options with which torch's `varlen_attn` computes causal attention with grouped heads.
+
+    Args:
+        kernel: The `varlen_attn` of the installed torch. That of torch 2.11 has no option `enable_gqa`: its kernel
+            accepts grouped heads without being asked.
+        window_tokens: Number of earlier tokens that a token attends to; -1 for all.
+
+    >>> def kernel_of_2_11(query, key, value, *, scale=None, window_size=(-1, -1)): ...
+    >>> varlen_options(kernel_of_2_11)
+    {'window_size': (-1, 0)}
+    """
+    options: dict[str, Any] = {"window_size": (window_tokens, 0)}
+    if "enable_gqa" in inspect.signature(kernel).parameters:
+        options["enable_gqa"] = True
+    return options
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)

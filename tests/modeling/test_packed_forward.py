@@ -1,6 +1,8 @@
 """The packed forward against transformers' own eager attention, one sequence at a time."""
 
 import copy
+import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -8,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import VOCAB, tiny_model
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling import packed as packed_module
 from async_grpo.modeling.packed import Packing, packed_attention, rows_of_beginnings
 from async_grpo.modeling.policy import PolicyModel
 
@@ -127,3 +131,40 @@ def test_sliding_windows_and_dropout_are_refused():
         PolicyModel(MistralForCausalLM(mistral))
     with pytest.raises(ConfigurationError, match=r"dropout 0\.1"):
         PolicyModel(tiny_model(attention_dropout=0.1))
+
+
+def attention_of_torch_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+):
+    """The signature of torch 2.11's kernel, which has no `enable_gqa`; it is computed by the CPU's own attention."""
+    assert window_size == (-1, 0) and max_q == max_k and torch.equal(cu_seq_q, cu_seq_k)
+    outputs = []
+    for begin, end in itertools.pairwise(cu_seq_q.tolist()):
+        parts = [states[begin:end].transpose(0, 1)[None] for states in (query, key, value)]
+        output = scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def attention_of_torch_2_13(*inputs, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa
+    return attention_of_torch_2_11(*inputs, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [attention_of_torch_2_11, attention_of_torch_2_13])
+def test_the_kernel_of_each_torch_is_called_with_arguments_that_it_has(monkeypatch, kernel):
+    """On a GPU the kernel computes the attention; here a stand-in with the signature of that torch does."""
+    monkeypatch.setattr(packed_module, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(packed_module, "varlen_attn", kernel)
+    torch.manual_seed(0)
+    packing = Packing(torch.arange(11), torch.tensor([0, 4, 11]))
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    expected, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
+    states = [part[0].transpose(0, 1) for part in (query, key, value)]
+    output = packed_module._attend_with_kernel(*states, packing, None)
+    torch.testing.assert_close(output[None], expected)
+
+
+def test_the_installed_kernel_has_all_arguments_that_it_is_called_with():
+    kernel = packed_module.varlen_attn
+    assert {"scale", *packed_module.varlen_options(kernel)} <= inspect.signature(kernel).parameters.keys()
