@@ -13,15 +13,14 @@ import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.processes.device_variables import is_cluster_variable
 
-# The only environment variables that are passed to other processes through Ray. All users of the cluster can read Ray's
-# job table, so the list has no variables that may hold a key. It also has none that belong to one node, such as
-# devices, addresses or interfaces
+# The environment variables that are passed to other processes through Ray, beside those of `is_cluster_variable`. All
+# users of the cluster can read Ray's job table, so the list has no variables that may hold a key. It also has none that
+# belong to one node, such as devices, addresses or interfaces
 FORWARDED = """
-    PYTHONPATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM OMP_NUM_THREADS MKL_NUM_THREADS NCCL_DEBUG
-    TORCH_NCCL_ASYNC_ERROR_HANDLING VLLM_LOGGING_LEVEL VLLM_USE_FLASHINFER_SAMPLER
+    PYTHONPATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM OMP_NUM_THREADS MKL_NUM_THREADS
 """.split()
-FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # timeout of calls that transfer only a few numbers
@@ -44,7 +43,7 @@ def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[s
     >>> forwarded_environment({"OMP_NUM_THREADS": "1", "VLLM_API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "0"})
     {'OMP_NUM_THREADS': '1'}
     """
-    names = (name for name in environment if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+    names = (name for name in environment if name in FORWARDED or is_cluster_variable(name))
     return {name: environment[name] for name in names}
 
 

@@ -11,15 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.processes.device_variables import is_device_variable
 from async_grpo.processes.private_folder import compile_cache
 
 LOOPBACK = "127.0.0.1"
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 INHERITED = """
     PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV ASYNC_GRPO_LOGS
-    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS
+    GLOO_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS
 """.split()
-INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
+INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ PYTHON".split())
 # The longest path of a socket relative to Ray's folder. A process id has at most 7 digits
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_SOCKET_BYTES = 107  # longest path of a socket on Linux, in bytes (see unix(7))
@@ -182,8 +183,10 @@ def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpu
         trainer_gpus: Number of GPUs that belong to the trainer. They are the first ones.
         judge_gpus: Number of GPUs that only the judge uses. They are the last ones.
     """
-    names = [name for name in environment if name in INHERITED or name.startswith(INHERITED_PREFIXES)]
-    variables = {name: environment[name] for name in names}
+    variables = {}
+    for name, value in environment.items():
+        if name in INHERITED or name.startswith(INHERITED_PREFIXES) or is_device_variable(name):
+            variables[name] = value
     if devices := gpus():
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices[trainer_gpus : len(devices) - judge_gpus])
     return variables

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import DeadlineExceeded, WorkerLost
+from async_grpo.processes.device_variables import is_device_variable
 from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
@@ -36,9 +37,9 @@ GUARD = "async_grpo.rewards.judges.own_user.OwnUserOnly"  # ASGI middleware that
 POLL_S = 0.2
 CLOSE_S = 45.0  # time limit for a keeper to end, in seconds
 BACKOFF_S = 2.0  # pause before a server is restarted, in seconds
-# Environment variables that a server inherits from this process
-FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
-FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
+# Environment variables that a server inherits from this process, with those of `is_device_variable`
+FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH".split()
+FORWARDED_PREFIXES = ("OMP_", "MKL_", "XDG_")
 END_OF_DEATH = "\0\n"  # ends each report about the death of a server
 FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -236,8 +237,7 @@ class JudgeServer:
         """Return a server's environment: allow-listed variables of this process, and the server's own variables."""
         variables = dict(ON_THE_CPU) if on_the_cpu() else {}
         for name, value in os.environ.items():
-            is_allowed = name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
-            if is_allowed and name != "VLLM_API_KEY":
+            if name in FORWARDED or name.startswith(FORWARDED_PREFIXES) or is_device_variable(name):
                 variables[name] = value
         variables |= FIXED
         if on_the_cpu() and variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":

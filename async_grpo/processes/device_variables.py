@@ -1,0 +1,59 @@
+"""Environment variables of the GPU libraries, which all programs of a run must agree on.
+
+A trainer and an engine that share an NCCL communicator hang if their NCCL_* variables differ.
+"""
+
+import re
+
+# Beginnings of the names of variables that decide how a program computes and communicates on GPUs
+DEVICE_PREFIXES = (
+    "CUDA_",
+    "FLASHINFER_",
+    "FLASH_ATTN_",
+    "HIP_",
+    "NCCL_",
+    "NVIDIA_",
+    "ROCR_",
+    "TORCH_NCCL_",
+    "TRITON_",
+    "VLLM_",
+)
+COMPILERS = ("CC", "CXX")  # compilers with which Triton and Inductor build their launchers
+# Those that programs on other nodes get, too
+CLUSTER_PREFIXES = ("FLASHINFER_", "FLASH_ATTN_", "NCCL_", "TORCH_NCCL_", "TRITON_", "VLLM_")
+# Ends of the names of variables that hold an interface, an address, an adapter or a path of one node
+NODE_ENDS = (
+    "_CACHE",
+    "_DIR",
+    "_FILE",
+    "_HCA",
+    "_HOME",
+    "_HOSTID",
+    "_IFNAME",
+    "_IP",
+    "_PATH",
+    "_PLUGIN",
+    "_PORT",
+    "_ROOT",
+    "_SO",
+)
+SECRET = re.compile("(^|_)(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+
+
+def is_device_variable(name: str) -> bool:
+    """Return whether all programs of a run on this machine need this variable. Keys and tokens are not passed on.
+
+    >>> [name for name in ("NCCL_ALGO", "VLLM_API_KEY", "CC", "MY_NCCL") if is_device_variable(name)]
+    ['NCCL_ALGO', 'CC']
+    """
+    return (name in COMPILERS or name.startswith(DEVICE_PREFIXES)) and not SECRET.search(name)
+
+
+def is_cluster_variable(name: str) -> bool:
+    """Return whether programs on other nodes need this variable. Variables that belong to one node are not passed on.
+
+    >>> names = ("NCCL_ALGO", "NCCL_SOCKET_IFNAME", "VLLM_ATTENTION_BACKEND", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES")
+    >>> [name for name in names if is_cluster_variable(name)]
+    ['NCCL_ALGO', 'VLLM_ATTENTION_BACKEND']
+    """
+    return name.startswith(CLUSTER_PREFIXES) and not name.endswith(NODE_ENDS) and not SECRET.search(name)
