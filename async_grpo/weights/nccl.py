@@ -4,6 +4,7 @@ vLLM's trainer-side transfer engine gathers and broadcasts the weights. It calls
 which passes the calls on to `Engines`.
 """
 
+import concurrent.futures
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,10 @@ class RecordingSource:
         for name, weight in self.weights.items():
             full_weight = full_tensor(weight, self.wire_dtype).contiguous()
             self.sent[name] = record(full_weight)
+            if full_weight.is_cuda:
+                # The ranks' communicator has finished before vLLM begins a broadcast in that of the engines. Two
+                # communicators at work on one device can wait for each other
+                torch.cuda.synchronize(full_weight.device)
             yield name, full_weight
 
     def drain(self) -> None:
@@ -64,16 +69,27 @@ class RecordingSource:
 class AbortingClient:
     """Present the engines through the client interface that vLLM's trainer-side transfer engine calls.
 
-    If an engine is lost while it receives, the transfer is aborted, because a broadcast to a lost peer never returns.
+    If an engine is lost while it joins or receives, the transfer is aborted, because NCCL would wait for it forever.
     """
 
-    def __init__(self, engines: Engines, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        abort: Callable[[], None],
+        abort_join: Callable[[WorkerLost], None] = lambda loss: None,
+    ) -> None:
         self._engines = engines
         self._abort = abort
+        self._abort_join = abort_join
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect all engines to the trainer."""
-        self._engines.together("init_weight_transfer", init_info)
+        try:
+            self._engines.together("init_weight_transfer", init_info)
+        except WorkerLost as loss:
+            # vLLM's trainer side waits inside NCCL for all members, and looks at this error only afterwards
+            self._abort_join(loss)
+            raise
 
     def start_weight_update(self) -> None:
         """Prepare all engines for new weights."""
@@ -101,6 +117,7 @@ class NCCLPublisher(Publisher):
     """
 
     _sender: Any = None  # vLLM's trainer-side transfer engine; None without a group
+    _join: concurrent.futures.Future  # the group that is being built
     _members: Mapping[str, int] | None = None  # members of the NCCL group: worker id -> number of processes
 
     def __post_init__(self) -> None:
@@ -114,8 +131,10 @@ class NCCLPublisher(Publisher):
         from vllm.utils.network_utils import get_open_port
 
         address = self.engines.address if self.engines else ""  # only rank 0 opens the endpoint
-        client: Any = self.engines and AbortingClient(self.engines, self._leave_group)
-        info = NCCLTrainerInitInfo(address, get_open_port(), world_size, rank=self.rank)
+        client: Any = self.engines and AbortingClient(self.engines, self._leave_group, self._abort_join)
+        # With more than one buffer, vLLM would gather the next tensors while it broadcasts the previous ones, so that
+        # two communicators work on one device. Engines would receive a buffer while they still read views of another
+        info = NCCLTrainerInitInfo(address, get_open_port(), world_size, rank=self.rank, packed_num_buffers=1)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
@@ -160,7 +179,10 @@ class NCCLPublisher(Publisher):
                 return True
             self._leave_group()
             try:
-                self._sender = self._within_deadline(self.make_engine, 1 + sum(members.values()))
+                self._join = concurrent.futures.Future()
+                self._sender = self._within_deadline(
+                    self.make_engine, 1 + sum(members.values()), outcome=self._join
+                )
                 self._members = members
             except (RuntimeError, DeadlineExceeded) as error:
                 if members == engines.members:
@@ -177,8 +199,20 @@ class NCCLPublisher(Publisher):
         if sender is not None:
             sender.shutdown()
 
-    def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _abort_join(self, loss: WorkerLost) -> None:
+        """Stop waiting for a group that a lost engine will never join."""
+        if not self._join.done():
+            self._join.set_exception(loss)
+
+    def _within_deadline(
+        self, call: Callable[..., Any], *args: Any, outcome: concurrent.futures.Future | None = None
+    ) -> Any:
         """Return the result of a call.
+
+        Args:
+            call: The function.
+            args: Its arguments.
+            outcome: A future to wait for, which the call's result is written to, and which others may end earlier.
 
         Raises:
             DeadlineExceeded: The call did not return in time, as an NCCL broadcast to a lost peer never does.
@@ -188,6 +222,7 @@ class NCCLPublisher(Publisher):
             partial(call, *args),
             name="nccl-transfer",
             limit_s=limit_s,
+            outcome=outcome,
             timeout_message=(
                 f"the NCCL transfer did not end within {limit_s:.0f} s (--sync-timeout-s, and {ABORT_S:.0f} s): a peer is "
                 "gone or unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"

@@ -5,11 +5,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scripted_engine import TwoLayers, logprobs, named, publisher
+from two_ranks import on_two_ranks
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.weights import nccl
@@ -185,6 +188,28 @@ def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline(monkeypatch):
     assert control.log[-1] == "group of 2"  # nobody resumes an engine that still sits in the transfer
 
 
+def test_an_engine_that_dies_while_it_joins_is_left_out_at_once():
+    """vLLM's trainer side sits in ncclCommInitRank until all members are there, and looks at its client only then."""
+    is_over = threading.Event()
+
+    class WaitsForMembers(Scripted):
+        def make_engine(self, world_size: int):
+            try:
+                self.is_aborted = threading.Event()
+                self.client = AbortingClient(self.engines, self._leave_group, self._abort_join)
+                self.client.init_weight_transfer_engine({"rank_offset": 1})
+            except WorkerLost:
+                is_over.wait(20)  # for the lost member
+                raise
+            return self
+
+    control = Control({"g0": 1, "g1": 1}, dies="init_weight_transfer")
+    begun = time.monotonic()
+    publisher(control, kind=WaitsForMembers).publish(TwoLayers(), 0)()
+    is_over.set()
+    assert control.log[-1] == "commit 0 g0" and time.monotonic() - begun < 10
+
+
 def test_a_transfer_that_never_ends_does_not_keep_the_process_alive():
     code = """
 import threading, torch
@@ -205,6 +230,93 @@ def test_the_source_says_beforehand_what_it_will_yield():
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     assert np.all([tensor.is_contiguous() for _, tensor in source])
+
+
+class FakeStream:
+    """In place of a CUDA stream: its work ends when it is waited for."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def synchronize(self):
+        self.log.append("wait")
+
+
+def gathered_while_sending(ranks, folder):
+    """The order of gathers and broadcasts on every rank, with vLLM's own loop over the tensors on rank 0."""
+    from torch.distributed.tensor import distribute_tensor
+    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks.world_size,))
+    weights = {
+        f"layer.{number}": distribute_tensor(torch.full((4, 6), 1.0 + number), mesh) for number in range(6)
+    }
+    log, arrived = [], []
+
+    def gather(weight, dtype):
+        log.append("gather")
+        return weight.full_tensor().to(dtype)
+
+    def broadcast(packed, src):
+        log.append("broadcast")
+        arrived.append(packed.clone())
+
+    streams = [FakeStream(log), FakeStream(log)]
+    fakes = pytest.MonkeyPatch()
+    fakes.setattr(nccl, "full_tensor", gather)
+    fakes.setattr(packed_tensor, "_get_streams", lambda device, count: tuple(streams[:count]))
+    fakes.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    fakes.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    control = Control({"g0": 1}) if ranks.is_main else None
+    if control:
+        control.address = "127.0.0.1"
+    infos = []
+    fakes.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, **_: infos.append(info))
+    sender = publisher(control, kind=NCCLPublisher)
+    sender.make_engine(2)
+    engine = NCCLTrainerWeightTransferEngine(
+        client=None,
+        source=sender._source,
+        is_sender=infos[0].is_sender,
+        packed_buffer_size_bytes=150,  # two tensors of 96 bytes
+        packed_num_buffers=infos[0].packed_num_buffers,
+    )
+    engine.model_update_group = SimpleNamespace(broadcast=broadcast)
+    sender._source.begin(weights)
+    engine._broadcast(sender._source, sender._source.metadata())
+    fakes.undo()
+    logs = [None] * ranks.world_size
+    torch.distributed.all_gather_object(logs, log)
+    return logs, arrived
+
+
+def test_no_rank_gathers_while_a_broadcast_is_in_flight(tmp_path):
+    """Two communicators at work on one device can wait for each other (FSDP2's and that of the engines)."""
+    pytest.importorskip("vllm")
+    (first, second), arrived = on_two_ranks(gathered_while_sending, tmp_path)
+    assert second == ["gather"] * 6
+    assert [entry for entry in first if entry == "gather"] == second
+    is_in_flight = False
+    for entry in first:
+        assert entry != "gather" or not is_in_flight, first
+        is_in_flight = entry == "broadcast" or (is_in_flight and entry != "wait")
+    values = torch.cat(arrived).view(torch.float32).view(6, 24)
+    assert first.count("broadcast") == 3 and torch.equal(
+        values, torch.arange(1.0, 7.0)[:, None].expand(6, 24)
+    )
+
+
+def test_engines_use_the_one_buffer_that_the_trainer_announces(monkeypatch):
+    """With two, an engine could still read a buffer while the next tensors arrive in it (NeMo-RL#3545)."""
+    factory = pytest.importorskip("vllm.distributed.weight_transfer.factory").WeightTransferTrainerFactory
+    infos = []
+    monkeypatch.setattr(factory, "trainer_init", lambda info, **_: infos.append(info))
+    control = Control({"g0": 1})
+    control.address = "127.0.0.1"
+    publisher(control, kind=NCCLPublisher).make_engine(2)
+    assert infos[0].packed and infos[0].packed_num_buffers == 1
 
 
 def test_the_source_has_what_vllm_s_trainer_engine_asks_for():
