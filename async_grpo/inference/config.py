@@ -72,6 +72,9 @@ MAX_CPU_SEQUENCES = 1024
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
 LARGE_GPU_BYTES = 70 * GIB
+# Part of an engine's share of a GPU, without its weights, that the KV cache takes if the trainer is on the same GPU. The
+# rest is for activations, logits and CUDA graphs
+COLOCATED_CACHE_SHARE = 0.75
 ENGINE_METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 
 
@@ -112,6 +115,27 @@ def cpu_kv_cache() -> int:
     return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
 
 
+def colocated_kv_cache_bytes(weight_bytes: int, share_bytes: int) -> int:
+    """Return the size of the KV cache of an engine that shares a GPU with the trainer, in bytes.
+
+    vLLM would otherwise measure how much of the GPU is in use, and count the trainer's memory as the engine's.
+
+    Args:
+        weight_bytes: Size of the engine's weights on the GPU.
+        share_bytes: Memory of the GPU that belongs to the engine.
+
+    Raises:
+        ConfigurationError: The share is too small for the weights.
+    """
+    rest_bytes = share_bytes - weight_bytes
+    refuse(
+        rest_bytes <= 0,
+        f"--colocate: the engine's share of the GPU, {share_bytes / 1e9:.1f} GB, does not hold its weights, "
+        f"{weight_bytes / 1e9:.1f} GB: raise --gpu-memory-utilization or --tensor-parallel-size",
+    )
+    return int(COLOCATED_CACHE_SHARE * rest_bytes)
+
+
 _engine = partial(option, panel="Engine")
 
 
@@ -140,6 +164,12 @@ class EngineOptions(Section):
     tensor_parallel_size: int = _engine(1, "GPUs of each generation worker.", range=POSITIVE, everyday=True)
     gpu_memory_utilization: float = _engine(
         0.9, "Share of each GPU's memory that the engine may take.", range=POSITIVE_SHARE
+    )
+    colocate: bool = _engine(
+        False,
+        "Let trainer and engines share GPUs: of each shared GPU, --gpu-memory-utilization is the engine's share, and the "
+        "rest is the trainer's. By default each GPU belongs to one of them.",
+        everyday=True,
     )
     enable_prefix_caching: bool = _engine(
         True, "Compute the prompt of a group once, and share its KV cache among the completions."

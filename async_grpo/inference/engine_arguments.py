@@ -1,18 +1,26 @@
 """The arguments with which vLLM's engine starts."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
+from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig, colocated_kv_cache_bytes
 from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
 from async_grpo.messages import SharedRunSettings
+from async_grpo.modeling.load import torch_dtype
+from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
+
+# Arguments with which the user sets the size of the KV cache
+SETS_CACHE = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 
 
 def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
@@ -47,6 +55,8 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         # Always set, because without a value a library may ask on the terminal
         "trust_remote_code": False,
     }
+    if options.colocate and torch.cuda.is_available() and not SETS_CACHE & options.further_options.keys():
+        arguments["kv_cache_memory_bytes"] = _colocated_cache_bytes(options, settings)
     for name, value in options.further_options.items():
         problem = _problem_with(name, arguments, settings)
         if problem:
@@ -54,6 +64,14 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     # Only safetensors files are loaded unless the user names another format, because loading a pickle can run code
     further_options = {"load_format": "safetensors", **options.further_options}
     return AsyncEngineArgs(**arguments, **further_options)
+
+
+def _colocated_cache_bytes(options: EngineConfig, settings: SharedRunSettings) -> int:
+    """Return the size of the KV cache of an engine that shares its GPU with the trainer, in bytes."""
+    num_parameters = sum(math.prod(shape) for shape in weight_shapes(Path(options.model_path)).values())
+    weight_bytes = num_parameters * torch_dtype(settings.dtype).itemsize // options.tensor_parallel_size
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    return colocated_kv_cache_bytes(weight_bytes, int(options.gpu_memory_utilization * gpu_bytes))
 
 
 def _problem_with(name: str, arguments: Mapping[str, Any], settings: SharedRunSettings) -> str:

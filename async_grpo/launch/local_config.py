@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
-from async_grpo.config.compatibility import refuse_broken
+from async_grpo.config.compatibility import Broken, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge
 from async_grpo.launch.process_variables import gpus
 from async_grpo.options.fields import POSITIVE, option, refuse
+
+# Share of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
+CONTEXTS_SHARE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +37,59 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         )
         visible_gpus = gpus()
         refuse_broken(self, broken_judge(self, visible_gpus))
-        # If the run joins a Ray cluster, its workers use the GPUs of that cluster, and none of this machine
-        num_worker_gpus = 0
-        if not self.ray_address:
-            num_worker_gpus = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
-        num_needed_gpus = self.nproc_per_node + num_worker_gpus + self.judge_gpus_alone
+        refuse_broken(self, self._broken_colocation())
+        num_needed_gpus = self.num_gpus
         num_gpus = len(visible_gpus)
+        share_them = "" if self.colocate else "--colocate to let trainer and engines share them, "
         refuse(
             0 < num_gpus < num_needed_gpus,
             f"{num_needed_gpus} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers "
-            f"{num_worker_gpus}, judges {self.judge_gpus_alone}), {num_gpus} are here: use fewer, or "
+            f"{self.num_worker_gpus}, judges {self.judge_gpus_alone}), {num_gpus} are here: use fewer, {share_them}or "
             "CUDA_VISIBLE_DEVICES= for the CPU",
         )
         refuse(not self.reward_fns, "name the rewards of the run: --reward-fns countdown,format")
+
+    @property
+    def num_worker_gpus(self) -> int:
+        """The number of this machine's GPUs that engines and logprob workers use."""
+        if self.ray_address:
+            return 0  # the workers use the GPUs of the Ray cluster
+        return self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
+
+    @property
+    def trainer_gpus_alone(self) -> int:
+        """The number of GPUs that only the trainer uses."""
+        return 0 if self.colocate else self.nproc_per_node
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of this machine's GPUs that the run needs."""
+        shared = max(self.nproc_per_node, self.num_worker_gpus) if self.colocate else self.num_worker_gpus
+        return self.trainer_gpus_alone + shared + self.judge_gpus_alone
+
+    @property
+    def trainer_gpu_share(self) -> float:
+        """The share of each GPU's memory that the trainer may take."""
+        if not self.colocate:
+            return 1.0
+        return max(0.0, 1.0 - self.gpu_memory_utilization - CONTEXTS_SHARE)
+
+    def _broken_colocation(self) -> Broken:
+        """Find options that do not fit `--colocate`."""
+        if not self.colocate:
+            return
+        if self.weight_transport == "nccl":
+            yield (
+                "colocate weight_transport",
+                "do not fit: NCCL needs a GPU for each process; use object_store",
+            )
+        if self.ray_address:
+            yield (
+                "colocate ray_address",
+                "do not fit: the engines of a cluster use its GPUs; leave one of them out",
+            )
+        if not self.trainer_gpu_share:
+            yield (
+                "colocate gpu_memory_utilization",
+                "leave the trainer nothing of its GPU: give the engine a smaller share, such as 0.4",
+            )

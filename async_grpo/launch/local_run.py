@@ -148,7 +148,7 @@ def _run(
         ray = supervisor.start(
             "ray",
             process_variables.ray_command(variables["RAY_ADDRESS"], scratch),
-            process_variables.ray_environment(variables, config.nproc_per_node, config.judge_gpus_alone),
+            process_variables.ray_environment(variables, config.trainer_gpus_alone, config.judge_gpus_alone),
         )
     workers = []
     for number, command in enumerate(worker_commands(config)):
@@ -157,6 +157,7 @@ def _run(
     trainer_arguments = list(evaluator or trainer_command(config, scratch))
     trainer_arguments += [f"--{dashed(name)}={value}" for name, value in judge_options.items()]
     variables |= process_variables.torchrun_environment(scratch)
+    variables |= process_variables.trainer_memory(config.trainer_gpu_share)
     variables |= process_variables.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start(trainer_name, trainer_arguments, variables, console=True)
     with handling(lambda *_: request_look(trainer.process.pid), signal.SIGUSR1):

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from async_grpo.inference.config import GIB, cpu_kv_cache, kv_cache_bytes
-from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_config import CONTEXTS_SHARE, LocalConfig
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.lines import duration, metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
@@ -37,6 +37,7 @@ FEW_FILES = 4096
 TOO_FEW_FILES = 256
 # Errors of `cards`, and ValueError where nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
+TRAINER = "trainer rank"  # name of a kind of process
 NUM_PACE_STEPS = 20  # number of past steps whose median time is the expected time of a step
 NVIDIA_SMI_TIMEOUT_S = 10.0
 
@@ -200,22 +201,57 @@ def roles(
     head_bytes = 4 * settings.vocab_size * (3 * chunk_tokens + model.hidden_size)
 
     # A trainer rank: its shard of weights, gradients and moments, and the activations of a micro-batch
-    parameter_bytes = 8  # float32 weight and gradient
-    parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
-    if config.update_stats:
-        parameter_bytes += 4
-    state_bytes = parameter_bytes * num_parameters / (config.fsdp_size or num_ranks)
+    state_bytes = _state_bytes(config, num_parameters)
     offloaded_bytes = state_bytes if config.cpu_offload else 0.0
     activation_bytes = config.max_tokens_per_gpu * _token_activation_bytes(config, model, dtype_bytes)
     rank_bytes = state_bytes - offloaded_bytes + activation_bytes + head_bytes
 
-    yield "trainer rank", num_ranks, 1, rank_bytes
+    yield TRAINER, num_ranks, 1, rank_bytes
     yield "engine", config.generation_workers, config.tensor_parallel_size, engine_bytes
     for name in config.logprob_roles:
         yield f"{name} worker", 1, 1, dtype_bytes * num_parameters + head_bytes
     # Two packages of weights, a checkpoint that is being written, and the state that the ranks offload
     main_memory_bytes = (2 * dtype_bytes + 12) * num_parameters + num_ranks * offloaded_bytes
     yield "rank 0's machine", 1, 0, main_memory_bytes
+
+
+def _state_bytes(config: LocalConfig, num_parameters: int) -> float:
+    """Return the bytes of a rank's shard of weights, gradients and moments."""
+    parameter_bytes = 8  # float32 weight and gradient
+    parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
+    if config.update_stats:
+        parameter_bytes += 4
+    return parameter_bytes * num_parameters / (config.fsdp_size or config.nproc_per_node)
+
+
+def shared_gpu(config: LocalConfig, prepared: "Prepared", num_parameters: int, card_bytes: int) -> Finding:
+    """Check the shares of engine and trainer of a GPU with `--colocate`.
+
+    It is an error if a share is smaller than what its program certainly needs: the engine its weights, and the trainer
+    its weights, gradients and moments.
+    """
+    from async_grpo.modeling.load import torch_dtype
+
+    dtype_bytes = torch_dtype(prepared.settings.dtype).itemsize
+    weight_bytes = dtype_bytes * num_parameters // config.tensor_parallel_size
+    state_bytes = 0 if config.cpu_offload else int(_state_bytes(config, num_parameters))
+    engine_bytes = int(config.gpu_memory_utilization * card_bytes)
+    trainer_bytes = int(config.trainer_gpu_share * card_bytes)
+    # Shares between which both fit, in hundredths
+    least_share = math.ceil(100 * weight_bytes / card_bytes) / 100
+    largest_share = math.floor(100 * (1 - CONTEXTS_SHARE - state_bytes / card_bytes)) / 100
+    cure = f"--gpu-memory-utilization between {least_share} and {largest_share}"
+    if least_share >= largest_share:
+        cure = "--cpu-offload, --optimizer adamw_8bit, or a GPU for each, without --colocate"
+    fits = weight_bytes < engine_bytes and state_bytes < trainer_bytes
+    return Finding(
+        "shared GPU",
+        OK if fits else ERROR,
+        f"--colocate gives the engine {config.gpu_memory_utilization:g} of each GPU, {decimal(engine_bytes)}, of which its "
+        f"weights take {decimal(weight_bytes)}; the trainer {config.trainer_gpu_share:.2g}, {decimal(trainer_bytes)}, of "
+        f"which weights, gradients and moments take {decimal(state_bytes)}",
+        cure,
+    )
 
 
 def _token_activation_bytes(config: LocalConfig, model: Any, dtype_bytes: int) -> int:
@@ -236,7 +272,8 @@ def _token_activation_bytes(config: LocalConfig, model: Any, dtype_bytes: int) -
 def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> Iterator[Finding]:
     """Compare the estimated memory of each process with the available memory.
 
-    The findings are warnings and never errors, because the estimates are rough.
+    The findings are warnings, because the estimates are rough. Only the shares of a GPU with `--colocate` may be an
+    error.
     """
     cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, --cpu-offload, or more ranks or engines"
     free_bytes = psutil.virtual_memory().available
@@ -247,9 +284,14 @@ def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> It
     except NO_CARDS as error:
         yield Finding("GPU memory", WARNING, f"nvidia-smi fails: {error}", "install it with the driver")
     main_memory_bytes = 0
-    for name, count, num_gpus, process_bytes in roles(config, prepared, num_parameters):
+    needs = list(roles(config, prepared, num_parameters))
+    if card_bytes and config.colocate:
+        yield shared_gpu(config, prepared, num_parameters, card_bytes)
+    for name, count, num_gpus, process_bytes in needs:
         if card_bytes and num_gpus:
-            share = config.gpu_memory_utilization if name == "engine" else 1
+            share = config.gpu_memory_utilization if config.colocate or name == "engine" else 1.0
+            if name == TRAINER:
+                share = config.trainer_gpu_share
             available_bytes = share * card_bytes * num_gpus
             place = f"{num_gpus} GPU each"
         else:

@@ -173,6 +173,11 @@ def trainer_threads(model: str, ranks: int) -> dict[str, str]:
     }
 
 
+def trainer_memory(share: float) -> dict[str, str]:
+    """Return the variables that limit the memory of a trainer rank to a share of its GPU."""
+    return {} if share >= 1.0 else {"ASYNC_GRPO_GPU_SHARE": f"{share:.4f}"}  # read in training/distributed.py
+
+
 def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int) -> dict[str, str]:
     """Return the environment variables of a run's Ray cluster, which all actors inherit.
 
@@ -180,7 +185,7 @@ def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpu
 
     Args:
         environment: The variables of the run's other programs (`run_environment`).
-        trainer_gpus: Number of GPUs that belong to the trainer. They are the first ones.
+        trainer_gpus: Number of GPUs that only the trainer uses. They are the first ones.
         judge_gpus: Number of GPUs that only the judge uses. They are the last ones.
     """
     variables = {}
@@ -193,14 +198,27 @@ def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpu
 
 
 def gpus() -> list[str]:
-    """Return the ids of the GPUs that this process may use."""
+    """Return the ids of the GPUs that this process may use.
+
+    Raises:
+        ConfigurationError: CUDA_VISIBLE_DEVICES names a GPU twice, so that CUDA finds none.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         # Imported only here: every program of a run calls this function, and few of them need torch for anything else
         import torch
 
         visible = ",".join(map(str, range(torch.cuda.device_count())))
-    return [device.strip() for device in visible.split(",") if device.strip()]
+    devices = [device.strip() for device in visible.split(",") if device.strip()]
+    # CUDA ignores an invalid id and all ids after it. Slurm and containers set these two to hide all GPUs
+    for end in ("-1", "NoDevFiles"):
+        devices = devices[: devices.index(end)] if end in devices else devices
+    if len({*devices}) < len(devices):
+        raise ConfigurationError(
+            f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice, and CUDA then finds none: name each GPU once; with "
+            "--colocate, trainer and engines share it"
+        )
+    return devices
 
 
 def free_port(apart_from: int | None = None) -> int:

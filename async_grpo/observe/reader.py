@@ -317,4 +317,6 @@ def gpus_of(run: RunMetrics) -> int:
         not are_counts or not isinstance(logprob_roles, list),
         f"{run.source} says no number of GPUs: add --gpus, or choose another --x",
     )
-    return int(num_ranks + num_engines * gpus_per_engine + len(logprob_roles) + num_judges)
+    num_worker_gpus = num_engines * gpus_per_engine + len(logprob_roles)
+    shared = min(num_ranks, num_worker_gpus) if options.get("colocate") else 0
+    return int(num_ranks + num_worker_gpus - shared + num_judges)

@@ -23,6 +23,9 @@ Numbers = Float[Tensor, " _numbers"] | list[float]
 # trainer needs a new file
 RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 
+# Environment variable with the share of its GPU's memory that this rank may take. Without it, it may take everything
+GPU_SHARE = "ASYNC_GRPO_GPU_SHARE"
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -111,6 +114,9 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
         )
     if on_gpu:
         torch.cuda.set_device(chosen)
+        if GPU_SHARE in os.environ:
+            # An engine is on the same GPU. Beyond its share, this rank fails by an error that names it, not the engine
+            torch.cuda.set_per_process_memory_fraction(float(os.environ[GPU_SHARE]), chosen)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=_store(world_size),
