@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling import logprobs as module
 from async_grpo.modeling.load import context_length, load_causal_lm, model_fingerprint, stop_token_ids
 from async_grpo.modeling.logprobs import chunked_logprobs
 
@@ -91,6 +92,25 @@ def logit_tensors_of_a_backward(used):
 
 def test_logits_exist_for_one_chunk_at_a_time_and_an_entropy_without_a_gradient_costs_nothing():
     assert logit_tensors_of_a_backward("log-probs") < logit_tensors_of_a_backward("both")
+
+
+def test_the_head_s_gradient_on_a_gpu_needs_no_second_tensor_of_its_size(monkeypatch):
+    monkeypatch.setattr(module, "PRODUCT_ROWS", 5)
+    generator = torch.Generator().manual_seed(0)
+    grad_logits, hidden = (torch.randn(9, width, generator=generator).bfloat16() for width in (VOCAB, HIDDEN))
+    total = torch.randn(VOCAB, HIDDEN, generator=generator)
+    expected = total + grad_logits.float().T @ hidden.float()
+    sizes = []
+
+    def product(left, right):
+        result = left.float() @ right.float()
+        sizes.append(result.numel())
+        return result
+
+    monkeypatch.setattr(module, "_product", product)
+    module._add_product(total, grad_logits, hidden)
+    torch.testing.assert_close(total, expected)
+    assert max(sizes) == 5 * HIDDEN and sum(sizes) == total.numel()
 
 
 def test_bfloat16_inputs_give_float32_logprobs_of_unrounded_logits():
