@@ -11,6 +11,7 @@ from torch import nn
 
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.weights import self_test
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST, prove_landed, trimmed_rms, unpack
 from async_grpo.weights.publisher import Canary, Publisher
@@ -199,6 +200,29 @@ def test_single_tokens_that_rounding_sends_elsewhere_are_no_fault_and_many_are()
         answer[50] = odd
         with pytest.raises(WeightsDidNotLand, match="worker g0"):
             prove_landed(package, "g0", ({}, answer))
+
+
+def test_noise_is_drawn_where_the_model_is_computed(monkeypatch):
+    """A CPU would take 10 to 20 s for 10^9 weights. Here a stand-in for a GPU draws, beside an offloaded shard."""
+    gpu, devices = torch.device("cuda", 0), []
+    randn = torch.randn
+    generator_on_cpu = torch.Generator()
+
+    def generator(device):
+        devices.append(device)
+        return generator_on_cpu
+
+    def drawn(shape, generator, device):
+        devices.append(device)
+        return randn(shape, generator=generator)
+
+    monkeypatch.setattr(self_test.torch, "randn", drawn)
+    monkeypatch.setattr(self_test.torch, "Generator", generator)
+    monkeypatch.setattr(self_test, "compute_device", lambda weight: gpu)
+    weights = {"a": torch.ones(4, 3), "b": torch.ones(5)}
+    with perturbed(weights):
+        assert not torch.equal(weights["a"], torch.ones(4, 3))
+    assert devices == [gpu] * 3 and torch.equal(weights["b"], torch.ones(5))
 
 
 @pytest.mark.parametrize(
