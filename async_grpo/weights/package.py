@@ -24,8 +24,10 @@ _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64} 
 # Number of consecutive canary tokens whose median is compared. Rounding can change single tokens of a trained model
 # greatly, but not half of the tokens in a block
 BLOCK_TOKENS = 32
-# Words per pass, an even number. This many words and their multipliers fit into a core's cache
+# Words per pass, an even number. On a CPU, this many words and their multipliers fit into a core's cache. On a GPU, small
+# passes would cost more for the launch of their kernels than for their work
 _CHUNK_WORDS = 1 << 17
+_CHUNK_WORDS_ON_GPU = 1 << 24
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
@@ -48,10 +50,11 @@ def tensor_digest(tensor: torch.Tensor) -> int:
         flat = flat.clone()
     word_dtype = torch.int64 if flat.nbytes % 8 == 0 else _WORD_DTYPES[tensor.element_size()]
     words = flat.view(word_dtype)
-    multipliers = _multipliers(_CHUNK_WORDS, words.device)
+    chunk_words = _CHUNK_WORDS_ON_GPU if words.is_cuda else _CHUNK_WORDS
+    multipliers = _multipliers(chunk_words, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
+    for start in range(0, words.numel(), chunk_words):
+        chunk = words[start : start + chunk_words].to(torch.int64)
         # The multipliers of this chunk are those of the first chunk plus an offset, wrapped around to int64. The offset
         # is even, so that the multipliers stay odd
         offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63

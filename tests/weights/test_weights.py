@@ -35,8 +35,9 @@ def test_a_digest_speaks_of_the_values_in_order_not_of_their_place_in_memory(dty
     assert tensor_digest(tensor.view(-1)[1:]) == tensor_digest(tensor.view(-1)[1:].clone())
 
 
-def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
-    monkeypatch.setattr("async_grpo.weights.package._CHUNK_WORDS", 6)
+@pytest.mark.parametrize("chunk_words", [6, 16, 1 << 24])  # a GPU's passes are larger than a CPU's
+def test_a_digest_of_many_passes_equals_brute_force(monkeypatch, chunk_words):
+    monkeypatch.setattr("async_grpo.weights.package._CHUNK_WORDS", chunk_words)
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**62), 2**62, (53,), dtype=torch.int64, generator=generator)
     golden = 0x9E3779B97F4A7C15
