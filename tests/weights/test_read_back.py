@@ -3,7 +3,9 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from async_grpo.weights.package import record
 from async_grpo.weights.read_back import COLUMNS, fingerprint, place_of, sampled, sampled_columns
 
 
@@ -42,6 +44,28 @@ def test_a_linear_layer_asked_for_columns_answers_with_what_is_compared():
         inputs = torch.eye(24, dtype=dtype)[columns]
         assert len(columns) == COLUMNS
         assert fingerprint(torch.nn.functional.linear(inputs, weight)) == fingerprint(sampled(weight))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that is allocated."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        storages = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in storages:
+            self.num_bytes = max(self.num_bytes, result.untyped_storage().nbytes())
+        return result
+
+
+def test_experts_are_compared_without_copies_of_their_size():
+    """Hashing all of a layer of Qwen3-30B would take 11 GB on the device."""
+    experts = torch.zeros(16, 96, 512, dtype=torch.bfloat16)
+    with LargestTensor() as largest:
+        fingerprint(sampled(experts))
+        record(experts)
+    assert 0 < largest.num_bytes < experts.nbytes
 
 
 def test_experts_are_compared_alike_one_by_one_and_stacked_and_apart_from_their_router():
