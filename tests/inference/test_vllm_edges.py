@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
     ensure_model_parallel_initialized,
@@ -40,7 +40,13 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm_edge import assert_needed, source_of
 
 from async_grpo.inference import vllm_edges
-from async_grpo.inference.vllm_edges import continued_draws, cpu_generators, experts, weights_in_use
+from async_grpo.inference.vllm_edges import (
+    continued_draws,
+    cpu_generators,
+    experts,
+    receive_weights,
+    weights_in_use,
+)
 from async_grpo.inference.vllm_edges.tied_heads import repack_tied_heads
 from async_grpo.inference.vllm_edges.worker_extension import WORKER_EXTENSION
 
@@ -202,6 +208,63 @@ def test_the_checksums_of_this_vllm_still_see_nothing_of_a_packed_layer(tiny_mod
         "sees packed layers in compute_weight_checksums",
         "weights_in_use.py",
     )
+
+
+# -- addresses
+
+
+class Engine(receive_weights.Receipts):
+    """The engine's side of an update, for a model in this process."""
+
+    def __init__(self, model: TinyModel, device_type: str, mode: CUDAGraphMode) -> None:
+        self.model = model
+        self.model_config = SimpleNamespace(dtype=torch.float32)
+        self.vllm_config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type=device_type),
+            compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        )
+
+    def update(self) -> None:
+        self.start_weight_update()
+        # While weights are loaded, `model` is this object
+        for layer in (self._model.embed, self._model.linear):
+            layer.weight.weight_loader(layer.weight, torch.randn(64, 32))
+        self.finish_weight_update()
+
+
+@pytest.mark.parametrize(
+    ("device_type", "mode", "is_refused"),
+    [
+        ("cuda", CUDAGraphMode.FULL, True),
+        ("cuda", CUDAGraphMode.PIECEWISE, True),
+        ("cuda", CUDAGraphMode.NONE, False),
+        ("cpu", CUDAGraphMode.FULL, False),
+    ],
+)
+@on_the_cpu
+def test_an_update_that_moves_what_graphs_read_is_refused(
+    monkeypatch, tiny_model, device_type, mode, is_refused
+):
+    """As MLA does, the layer derives a tensor from its weight, and binds a new one at each load (vllm#48312)."""
+    method = type(tiny_model.linear.quant_method)
+    # The kernels of the CPU pack weights, which moves them all
+    monkeypatch.setattr(method, "process_weights_after_loading", lambda self, layer: None)
+    tiny_model = TinyModel()
+    Engine(tiny_model, "cuda", CUDAGraphMode.FULL).update()  # healthy: copied to the old places
+
+    def derive(self, layer):
+        layer.derived = layer.weight.detach().T.clone()
+
+    monkeypatch.setattr(method, "process_weights_after_loading", derive)
+    tiny_model.linear.derived = tiny_model.linear.weight.detach().T.clone()
+    engine = Engine(tiny_model, device_type, mode)
+    if not is_refused:
+        engine.update()
+        return
+    with pytest.raises(
+        RuntimeError, match=r"moved 1 of \d tensors of the engine \(linear.derived\).*--enforce-eager"
+    ):
+        engine.update()
 
 
 # -- draws

@@ -8,6 +8,7 @@ In the processes that compute the model (vLLM imports `worker_extension` there, 
     `worker_extension`   methods that are called by name in every process of an engine
     `receive_weights`    the engine's side of the weight transports, which records each received tensor
     `tied_heads`         update a tied LM head, which would keep its old weights
+    `addresses`          refuse an update that moves weights away from where CUDA graphs read them
     `experts`            pack the experts again after an update
     `weights_in_use`     fingerprint the weights that the layers compute with, even if they are packed copies
     `continued_draws`    continue a seeded request in another engine with its next random draws

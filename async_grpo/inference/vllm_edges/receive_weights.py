@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from async_grpo.inference.vllm_edges import tied_heads
+from async_grpo.inference.vllm_edges import addresses, tied_heads
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.package import record
 from async_grpo.weights.read_back import fingerprint, sampled
@@ -47,12 +47,15 @@ class Receipts:
 
     model: Any
     model_config: Any
+    vllm_config: Any
     fingerprints: dict[str, int]  # tensor name -> fingerprint of the tensor's last received values
 
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
         self.received: dict[str, TensorRecord] = {}
         self.fingerprints = getattr(self, "fingerprints", {})
+        # The addresses of tensors that the engine's CUDA graphs read; {} without graphs
+        self._addresses = addresses.addresses(self.model) if addresses.uses_graphs(self.vllm_config) else {}
         initialize_layerwise_reload(self.model)
         self._model = self.model
         self.model = self
@@ -69,10 +72,16 @@ class Receipts:
             yield name, tensor
 
     def finish_weight_update(self) -> None:
-        """Finish loading, so that the model computes with the new weights."""
+        """Finish loading, so that the model computes with the new weights.
+
+        Raises:
+            RuntimeError: Weights are no longer where the engine's CUDA graphs read them.
+        """
         self.model = self._model
         finalize_layerwise_reload(self.model, self.model_config)
         tied_heads.repack_tied_heads(self.model)
+        if self._addresses:
+            addresses.refuse_moved(self._addresses, addresses.addresses(self.model))
 
 
 @contextmanager
