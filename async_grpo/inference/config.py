@@ -55,6 +55,11 @@ REFUSED_ENGINE_OPTIONS = {
         "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU gives requests "
         "without an adapter that of others",
     ),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "data_parallel_size"),
+        "an engine has --tensor-parallel-size processes, for which GPUs are reserved and weights are proven: use more "
+        "--generation-workers instead",
+    ),
     "kv_transfer_config": "keys and values kept outside the engine would outlive the weights that computed them",
     "disable_log_stats": "the worker reads from these statistics whether the engine makes progress",
 }
@@ -62,6 +67,8 @@ REFUSED_ENGINE_OPTIONS = {
 HARMLESS_ENGINE_OPTIONS = {
     "disable_log_stats": "false",
     "enable_lora": "false",
+    "pipeline_parallel_size": "1",
+    "data_parallel_size": "1",
     "override_generation_config": "{}",
     "runner": "auto",
     "convert": "auto",

@@ -145,9 +145,10 @@ def _run(
     log.info("starting Ray, workers and %s; their output is in %s", trainer_name, logs)
     ray = None
     if not config.ray_address:
+        num_gpus = max(0, len(gpus()) - config.trainer_gpus_alone - config.judge_gpus_alone)
         ray = supervisor.start(
             "ray",
-            process_variables.ray_command(variables["RAY_ADDRESS"], scratch),
+            process_variables.ray_command(variables["RAY_ADDRESS"], scratch, num_gpus),
             process_variables.ray_environment(variables, config.trainer_gpus_alone, config.judge_gpus_alone),
         )
     workers = []
@@ -158,7 +159,9 @@ def _run(
     trainer_arguments += [f"--{dashed(name)}={value}" for name, value in judge_options.items()]
     variables |= process_variables.torchrun_environment(scratch)
     variables |= process_variables.trainer_memory(config.trainer_gpu_share)
-    variables |= process_variables.trainer_threads(config.model_name_or_path, config.nproc_per_node)
+    variables |= process_variables.trainer_threads(
+        config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
+    )
     trainer = supervisor.start(trainer_name, trainer_arguments, variables, console=True)
     with handling(lambda *_: request_look(trainer.process.pid), signal.SIGUSR1):
         if ray is not None:  # workers and trainer import their libraries while Ray starts

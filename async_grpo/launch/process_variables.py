@@ -31,12 +31,13 @@ LARGE_MODEL_BYTES = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
 
 
-def ray_command(address: str, scratch: Path) -> list[str]:
+def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
     """Return the command of a Ray head node that only this machine can reach.
 
     Args:
         address: `host:port` of the head node.
         scratch: Private folder that contains Ray's folder, because Ray makes its own folder accessible to all users.
+        num_gpus: Number of GPUs for workers. Ray would otherwise look for them itself, by the driver's library.
     """
     host, port = address.split(":")
     folder = ray_folder(scratch)
@@ -60,6 +61,7 @@ def ray_command(address: str, scratch: Path) -> list[str]:
         "--include-dashboard=false",
         "--no-monitor",
         f"--temp-dir={folder}",
+        f"--num-gpus={num_gpus}",
     ]
 
 
@@ -152,19 +154,20 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
     return {**os.environ, **variables}
 
 
-def trainer_threads(model: str, ranks: int) -> dict[str, str]:
+def trainer_threads(model: str, ranks: int, *, updates_on_cpu: bool = False) -> dict[str, str]:
     """Return the variables that set the number of threads of a trainer rank.
 
-    A rank without a GPU gets an equal share of the cores if the model is large enough to keep the threads busy. All
-    other ranks get one thread.
+    A rank that computes on the CPU gets an equal share of the cores if the model is large enough to keep the threads
+    busy. All other ranks get one thread.
 
     Args:
         model: Hugging Face folder of the model.
         ranks: Number of ranks on this machine.
+        updates_on_cpu: Whether the optimizer's step is computed on the CPU even if there are GPUs (`--cpu-offload`).
     """
     model_bytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     num_threads = 1
-    if model_bytes > LARGE_MODEL_BYTES and not gpus():
+    if model_bytes > LARGE_MODEL_BYTES and (updates_on_cpu or not gpus()):
         num_cores = len(os.sched_getaffinity(0))
         num_threads = max(1, num_cores // max(1, ranks))
     return {
@@ -174,8 +177,20 @@ def trainer_threads(model: str, ranks: int) -> dict[str, str]:
 
 
 def trainer_memory(share: float) -> dict[str, str]:
-    """Return the variables that limit the memory of a trainer rank to a share of its GPU."""
-    return {} if share >= 1.0 else {"ASYNC_GRPO_GPU_SHARE": f"{share:.4f}"}  # read in training/distributed.py
+    """Return the variables for the memory of a trainer rank on a GPU.
+
+    Args:
+        share: The share of its GPU's memory that the rank may take.
+    """
+    if not gpus():
+        return {}
+    variables = {}
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Micro-batches differ in their number of tokens. Without this, blocks of one size could not serve another
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if share < 1.0:
+        variables["ASYNC_GRPO_GPU_SHARE"] = f"{share:.4f}"  # read in training/distributed.py
+    return variables
 
 
 def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int) -> dict[str, str]:

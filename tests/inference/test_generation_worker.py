@@ -229,6 +229,8 @@ def test_options_that_would_make_log_probs_mean_something_else_are_refused_and_e
         "override_generation_config={}",
         "runner=generate",
         "runner=auto",
+        "pipeline_parallel_size=1",
+        "data-parallel-size=1",
     ],
 )
 def test_refused_options_may_say_what_vllm_does_anyway(assignment):

@@ -55,6 +55,34 @@ def test_workers_on_other_nodes_get_the_variables_that_do_not_belong_to_one_node
     assert forwarded_environment(of_one_node | everywhere | KEYS | {"HF_TOKEN": "secret"}) == everywhere
 
 
+def test_a_trainer_on_a_gpu_has_segments_that_grow_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert process_variables.trainer_memory(1.0) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert process_variables.trainer_memory(1.0) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert process_variables.trainer_memory(1.0) == {}
+
+
+def test_an_optimizer_on_the_cpu_has_the_cores_even_beside_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(process_variables.LARGE_MODEL_BYTES + 1)
+    threads = [
+        process_variables.trainer_threads(str(tmp_path), 2, updates_on_cpu=offloads)["OMP_NUM_THREADS"]
+        for offloads in (False, True)
+    ]
+    assert threads == ["1", "6"]
+
+
+def test_ray_is_told_its_gpus_and_does_not_look_for_them(tmp_path):
+    assert "--num-gpus=3" in process_variables.ray_command("127.0.0.1:26000", tmp_path, 3)
+    assert "--num-gpus=0" in process_variables.ray_command("127.0.0.1:26001", tmp_path)
+
+
 def test_the_judge_s_gpus_and_the_trainer_s_are_left_out_of_ray(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     trainer = process_variables.run_environment("", 1, Path("up"), Path("logs"))

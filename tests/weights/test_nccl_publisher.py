@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -235,11 +235,18 @@ def test_the_source_says_beforehand_what_it_will_yield():
 class FakeStream:
     """In place of a CUDA stream: its work ends when it is waited for."""
 
-    def __init__(self, log):
-        self.log = log
+    current = ""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
 
     def synchronize(self):
-        self.log.append("wait")
+        self.log.append(f"wait {self.name}")
+
+    @contextmanager
+    def use(self):
+        FakeStream.current = self.name
+        yield
 
 
 def gathered_while_sending(ranks, folder):
@@ -260,14 +267,14 @@ def gathered_while_sending(ranks, folder):
         return weight.full_tensor().to(dtype)
 
     def broadcast(packed, src):
-        log.append("broadcast")
+        log.append(f"broadcast {FakeStream.current}")
         arrived.append(packed.clone())
 
-    streams = [FakeStream(log), FakeStream(log)]
+    streams = [FakeStream("first", log), FakeStream("second", log)]
     fakes = pytest.MonkeyPatch()
     fakes.setattr(nccl, "full_tensor", gather)
     fakes.setattr(packed_tensor, "_get_streams", lambda device, count: tuple(streams[:count]))
-    fakes.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    fakes.setattr(torch.cuda, "stream", FakeStream.use)
     fakes.setattr(torch.accelerator, "current_device_index", lambda: 0)
     control = Control({"g0": 1}) if ranks.is_main else None
     if control:
@@ -298,12 +305,13 @@ def test_no_rank_gathers_while_a_broadcast_is_in_flight(tmp_path):
     (first, second), arrived = on_two_ranks(gathered_while_sending, tmp_path)
     assert second == ["gather"] * 6
     assert [entry for entry in first if entry == "gather"] == second
-    is_in_flight = False
+    in_flight = set()
     for entry in first:
-        assert entry != "gather" or not is_in_flight, first
-        is_in_flight = entry == "broadcast" or (is_in_flight and entry != "wait")
+        kind, _, stream = entry.partition(" ")
+        assert kind != "gather" or not in_flight, first
+        in_flight = in_flight | {stream} if kind == "broadcast" else in_flight - {stream}
     values = torch.cat(arrived).view(torch.float32).view(6, 24)
-    assert first.count("broadcast") == 3 and torch.equal(
+    assert first.count("broadcast first") == 3 and torch.equal(
         values, torch.arange(1.0, 7.0)[:, None].expand(6, 24)
     )
 
