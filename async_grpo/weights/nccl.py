@@ -16,8 +16,9 @@ import torch
 from async_grpo.errors import DeadlineExceeded, WorkerLost
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, TensorRecord, WeightPackage
+from async_grpo.weights.in_thread import in_thread
 from async_grpo.weights.package import record
-from async_grpo.weights.publisher import Delivery, Publisher, in_thread
+from async_grpo.weights.publisher import Delivery, Publisher
 
 log = logging.getLogger(__name__)
 ABORT_S = 30.0  # seconds that an aborted transfer has to end, in addition to --sync-timeout-s

@@ -9,8 +9,7 @@ only while they load. No optimizer step is taken before the weights are proven.
 The canary is a set of fixed texts. The proof compares the engine's log-probs of these texts with the trainer's.
 """
 
-import concurrent.futures
-import threading
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
+from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.in_thread import in_thread
 from async_grpo.weights.package import SELF_TEST, canary_miss, pack_weights, prove_landed, record
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
@@ -46,6 +46,10 @@ CANARY_TOKENS = (16, 128, 512)
 # Lower bound of the difference between engine and trainer (`canary_miss`) that the first sync accepts. It is above the
 # rounding of the trainer, so that an engine with quantized weights can pass, too
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
+# Largest difference in nats that the first sync accepts, with a warning, of a bfloat16 engine whose weights were all read
+# back
+LARGEST_ROUNDING = 1.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Publisher:
         # Sensitivity of the trainer (`measure_sensitivity`) at the first sync; 0 if it was not measured
         self._unchanged_sensitivity = 0.0
         self._unread: set[str] = set()  # names of tensors that some worker cannot read back; only on rank 0
+        self._blind: set[str] = set()  # workers that can read back no tensor at all
         self._last_differences: Differences = {}  # each worker's differences at its last proof
         self._for_late = False  # whether the current sync serves only workers that joined late
         self._proof: Proof = dict  # waits for the last sync; `publish` calls it, so that syncs do not overlap
@@ -293,10 +298,20 @@ class Publisher:
         for worker_id, receipt in receipts.items():
             if is_self_test:
                 received, _ = receipt
-                self._unread |= {name for name, record in received.items() if not record.is_read_back}
+                unread = {name for name, record in received.items() if not record.is_read_back}
+                if unread and len(unread) == len(received) and worker_id not in self._blind:
+                    self._blind.add(worker_id)
+                    log.warning(
+                        "worker %s can read back none of its %d weights: only the canary shows whether it computes with "
+                        "those that it receives (docs/operations.md, Refused: what now)",
+                        worker_id,
+                        len(unread),
+                    )
+                self._unread |= unread
             try:
                 last = last_differences.get(worker_id, 0.0)
-                differences[worker_id] = prove_landed(package, worker_id, receipt, last)
+                expected = self._with_observed_rounding(package, worker_id, receipt)
+                differences[worker_id] = prove_landed(expected, worker_id, receipt, last)
             except WeightsDidNotLand as error:
                 failures[worker_id] = error
         if failures and not differences and not package.for_late:
@@ -304,6 +319,34 @@ class Publisher:
         for worker_id, failure in failures.items():
             engines.fence(worker_id, failure)
         return differences
+
+    def _with_observed_rounding(
+        self, package: WeightPackage, worker_id: str, receipt: Receipt
+    ) -> WeightPackage:
+        """Return the package, of the first sync with the tolerance that a coarsely rounding engine needs.
+
+        UNCHANGED_ALLOWED was measured on models with random weights. A trained model may amplify rounding more. If the
+        engine is known to compute with the weights that were sent, a difference up to LARGEST_ROUNDING is a warning, and
+        later comparisons are made with it.
+        """
+        received, logprobs = receipt
+        is_first = self._rounding is None and self.config.canary_tolerance is None
+        if not is_first or self.wire_dtype is torch.float32:
+            return package
+        miss = canary_miss(logprobs - package.canary_logprobs)
+        are_all_read = all(tensor.in_use and tensor.is_read_back for tensor in received.values())
+        if are_all_read and package.tolerance < miss <= LARGEST_ROUNDING:
+            log.warning(
+                "worker %s computes with the weights that were sent, but its log-probs differ from the trainer's by %.3g "
+                "(expected: at most %.3g). The run goes on, and compares later weights with this difference. If "
+                "mismatch_kl is large from the first step, engine and trainer disagree on the model (docs/operations.md, "
+                "Refused: what now)",
+                worker_id,
+                miss,
+                package.tolerance,
+            )
+            return replace(package, tolerance=miss)
+        return package
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
         """Pack the tensors into chunks.
@@ -347,47 +390,3 @@ class Publisher:
     def _store(self, engines: Engines, image: np.ndarray) -> Any:
         """Store one chunk where all engines can read it, and return a reference to it for the package."""
         return engines.put(image)
-
-
-def in_thread(
-    call: Callable[[], Any],
-    name: str,
-    limit_s: float,
-    timeout_message: str,
-    outcome: concurrent.futures.Future | None = None,
-) -> Callable[[], Any]:
-    """Run `call` in a daemon thread, so that a call that never returns does not keep the process from exiting.
-
-    Args:
-        call: The function.
-        name: Name of the thread.
-        limit_s: Seconds to wait for the result.
-        timeout_message: Message of the error after that time.
-        outcome: The future that gets the result. Whoever sets it earlier ends the wait, and the call's result is dropped.
-
-    Returns:
-        A function that waits for the call, and returns its result or raises its error. After `limit_s` seconds of
-        waiting it raises DeadlineExceeded with `timeout_message`.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    future = outcome or concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            result = call()
-        except BaseException as error:
-            with suppress(concurrent.futures.InvalidStateError):
-                future.set_exception(error)
-        else:
-            with suppress(concurrent.futures.InvalidStateError):
-                future.set_result(result)
-
-    def wait() -> Any:
-        if not concurrent.futures.wait([future], limit_s).done:
-            raise DeadlineExceeded(timeout_message)
-        return future.result()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return wait

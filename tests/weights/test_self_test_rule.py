@@ -11,6 +11,7 @@ from torch import nn
 
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.weights import publisher as publisher_module
 from async_grpo.weights import self_test
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST, prove_landed, trimmed_rms, unpack
@@ -115,6 +116,50 @@ def test_healthy_engines_are_accepted_where_rounding_is_amplified_and_the_rule_b
             moved = trainer_logprobs(model, text) - before
         refused_before = OLD_UNITS * torch.finfo(torch.bfloat16).eps * trimmed_rms(moved)
         assert refused_before < engine.misses[1][0] < engine.misses[1][1]
+
+
+class OffsetEngine(ReadingEngine):
+    """Its log-probs differ from the trainer's by a constant, as with kernels that round more coarsely."""
+
+    offset = 0.0
+
+    def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
+        receipt, _ = super().deliver(package)["g0"]
+        signs = np.where(np.arange(len(package.canary_logprobs)) % 2, 1, -1)
+        return {"g0": (receipt, package.canary_logprobs + self.offset * signs)}
+
+
+@pytest.mark.parametrize(("offset", "unread"), [(0.9, ("embed",)), (1.1, ()), (0.9, None)])
+def test_a_first_difference_that_weights_may_explain_or_that_is_too_large_is_refused(
+    monkeypatch, offset, unread
+):
+    monkeypatch.setattr(publisher_module, "measure_sensitivity", lambda *_: 0.05)
+    everything = tuple(name for name, _ in Chaotic().named_parameters())
+    engine = OffsetEngine(unread=everything if unread is None else unread)
+    engine.offset = offset
+    with pytest.raises(WeightsDidNotLand, match=f"they differ by {offset}"):
+        publisher(engine).publish(trained(), 0)()
+
+
+def test_a_trained_model_that_rounds_more_than_random_ones_starts_with_a_warning(caplog, monkeypatch):
+    """Its engine holds the weights to the bit; later syncs are compared with the difference that was measured."""
+    monkeypatch.setattr(publisher_module, "measure_sensitivity", lambda *_: 0.05)
+    engine = OffsetEngine()
+    engine.offset = 0.9
+    sender, model = publisher(engine), trained()
+    sender.publish(model, 0)()
+    assert "differ from the trainer's by 0.9 (expected: at most 0." in caplog.text
+    assert sender._rounding == pytest.approx(0.9)
+    engine.offset = 4.0  # 3.1 more than before
+    with pytest.raises(WeightsDidNotLand, match="allowed: 2.7"):
+        sender.publish(model, 1)()
+
+
+def test_an_engine_that_can_read_back_nothing_is_a_warning(caplog):
+    everything = tuple(name for name, _ in Chaotic().named_parameters())
+    engine = OffsetEngine(unread=everything)
+    publisher(engine).publish(trained(), 0, self_test=True)()
+    assert caplog.text.count("worker g0 can read back none of its 49 weights") == 1
 
 
 LOST = ["embed", *(f"layers.{number}.{kind}" for number in (0, 11, 23) for kind in ("weight", "bias"))]

@@ -1,0 +1,55 @@
+"""Run a call in a thread of its own, and wait for it no longer than allowed."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from async_grpo.errors import DeadlineExceeded
+
+
+def in_thread(
+    call: Callable[[], Any],
+    name: str,
+    limit_s: float,
+    timeout_message: str,
+    outcome: concurrent.futures.Future | None = None,
+) -> Callable[[], Any]:
+    """Run `call` in a daemon thread, so that a call that never returns does not keep the process from exiting.
+
+    Args:
+        call: The function.
+        name: Name of the thread.
+        limit_s: Seconds to wait for the result.
+        timeout_message: Message of the error after that time.
+        outcome: The future that gets the result. Whoever sets it earlier ends the wait, and the call's result is dropped.
+
+    Returns:
+        A function that waits for the call, and returns its result or raises its error. After `limit_s` seconds of
+        waiting it raises DeadlineExceeded with `timeout_message`.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    future = outcome or concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            result = call()
+        except BaseException as error:
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(error)
+        else:
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_result(result)
+
+    def wait() -> Any:
+        if not concurrent.futures.wait([future], limit_s).done:
+            raise DeadlineExceeded(timeout_message)
+        return future.result()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return wait
