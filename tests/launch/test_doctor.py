@@ -63,6 +63,7 @@ def test_a_sound_run_on_a_sound_machine_has_no_error(tmp_path, capsys):
     expected = {
         "packages",
         "vLLM",
+        "versions",
         "GPUs",
         "ports",
         "clock",
@@ -94,6 +95,7 @@ def test_without_a_run_the_machine_is_looked_at_a_line_for_each_finding(capsys, 
     assert [line.split()[1] for line in said.splitlines()] == [
         "packages",
         "vLLM",
+        "versions",
         "GPUs",
         "ports",
         "clock",

