@@ -414,11 +414,13 @@ def sync(bench: Bench) -> Figures:
     master = torch.randn(number, device=bench.device)
     wire = master.bfloat16()
     host = torch.empty(number, dtype=torch.bfloat16, pin_memory=bench.on_gpu)
+    pageable = torch.empty(number, dtype=torch.bfloat16)
     work = {
         "copy on the device": lambda: wire.clone(),
         "cast float32 to bfloat16": lambda: master.bfloat16(),
         "digest": lambda: tensor_digest(wire),
         "to the host": lambda: host.copy_(wire),
+        "to the host, pageable": lambda: pageable.copy_(wire),  # as a sync through the object store does
         "digest on the host": lambda: tensor_digest(host[: number // 8]),
     }
     if bench.ranks.world_size > 1:

@@ -32,6 +32,7 @@ from async_grpo.inference.requests import (
     new_name,
     tokens_of,
 )
+from async_grpo.inference.vllm_edges.continued_draws import model_runner
 from async_grpo.inference.vllm_edges.one_process import run_model_in_engine_process
 from async_grpo.inference.vllm_edges.receive_weights import shared_bytes
 from async_grpo.inference.vllm_edges.stop_texts import use_tokenizer
@@ -98,6 +99,11 @@ class GenerationWorker:
         # vLLM needs the tokenizer to find the texts of `Sampling.stop`
         use_tokenizer(engine, tokenizer)
         note_versions(engine)
+        log.info(
+            "vLLM's engine is up: model runner %s, %s",
+            model_runner(engine.vllm_config),
+            engine.vllm_config.device_config.device_type,
+        )
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     @property

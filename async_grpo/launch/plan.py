@@ -37,6 +37,8 @@ FEW_FILES = 4096
 TOO_FEW_FILES = 256
 # Errors of `cards`, and ValueError where nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
+# Memory on rank 0 of the tensors of one broadcast of the NCCL transport, and of their packed copy
+NCCL_BYTES = 2 * GIB
 TRAINER = "trainer rank"  # name of a kind of process
 NUM_PACE_STEPS = 20  # number of past steps whose median time is the expected time of a step
 NVIDIA_SMI_TIMEOUT_S = 10.0
@@ -205,6 +207,9 @@ def roles(
     offloaded_bytes = state_bytes if config.cpu_offload else 0.0
     activation_bytes = config.max_tokens_per_gpu * _token_activation_bytes(config, model, dtype_bytes)
     rank_bytes = state_bytes - offloaded_bytes + activation_bytes + head_bytes
+
+    if config.weight_transport == "nccl":
+        rank_bytes += NCCL_BYTES
 
     yield TRAINER, num_ranks, 1, rank_bytes
     yield "engine", config.generation_workers, config.tensor_parallel_size, engine_bytes

@@ -323,6 +323,15 @@ def test_a_request_of_this_vllm_still_cannot_say_where_its_seed_begins():
 
 
 @on_the_cpu
+def test_the_runner_of_an_engine_is_known_because_only_one_of_them_uses_the_batch():
+    """V2, which GPUs use, draws by a hash of seed and position, and never sees `InputBatch`."""
+    assert continued_draws.model_runner(VllmConfig(device_config=DeviceConfig("cpu"))) == "V1"
+    assert continued_draws.model_runner(SimpleNamespace(use_v2_model_runner=True)) == "V2"
+    assert continued_draws.model_runner(SimpleNamespace()) == "V1"  # vLLM 0.31
+    assert "def murmur3_hash32(seed, pos, offset" in source_of("vllm.v1.worker.gpu.sample.gumbel")
+
+
+@on_the_cpu
 def test_the_draw_of_an_unfinished_prefill_can_be_taken_back_on_the_cpu():
     batch, request = batch_of_one(seed=7)
     index = batch.add_request(request)

@@ -293,6 +293,12 @@ def test_memory_of_the_roles_by_hand(tmp_path, monkeypatch):
     assert found["rank 0's machine"] == (1, 0, 20e6)  # two packed copies, and masters with both moments
     less = roles_of(LocalConfig(**given, gradient_checkpointing=True, update_stats=False))
     assert less["trainer rank"][2] == 16e6 / 2 + 1000 * (4 * 4 * 128 + tokens // 4) + head
+    nccl_roles = plan.roles(
+        LocalConfig(**given, weight_transport="nccl"), prepare(LocalConfig(**given)), 1_000_000
+    )
+    assert next(nccl_roles)[3] == found["trainer rank"][2] + (
+        2 << 30
+    )  # the tensors of a broadcast, and their copy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     on_gpus = roles_of(LocalConfig(**given))
     longest = prepare(LocalConfig(**given)).settings.max_total_tokens

@@ -6,6 +6,10 @@ says how many draws were made before. Therefore this module replaces `InputBatch
 with the engine's own sampler. New draws instead would bias the sample: finished completions are reported at once, so
 only long completions would be drawn a second time, and could become short.
 
+On GPUs vLLM runs its Model Runner V2, which does not use `InputBatch`, so that the replacement has no effect. V2 does not
+need it: it draws by a hash of the seed and the position in the sequence, so that a continued request makes the same draws.
+On the CPU, and where V2 lacks a feature, vLLM runs V1. `model_runner` tells which one an engine runs.
+
 Not needed any more when a request can say how many draws of its seed to skip.
 """
 
@@ -39,6 +43,11 @@ def add_request_drawing_on(self: InputBatch, request: Any) -> int:
             sampler(logits, {0: generator}, None, None)
         BEGIN_STATES[generator] = generator.get_state()
     return _add_request(self, request)
+
+
+def model_runner(config: Any) -> str:
+    """Return which model runner an engine with this `VllmConfig` uses: "V1" or "V2"."""
+    return "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
 
 
 def install_continued_draws() -> None:
