@@ -1,17 +1,21 @@
 """What must be checked on a GPU: each row is computed, timed and judged by itself, and one that fails hides no other.
 
-    scripts/gpu_check                            # all rows, under 10 minutes on one GPU
+    scripts/gpu_check --part 1 --output-dir DIR  # half of the rows, in under 9 minutes on one GPU
+    scripts/gpu_check --part 2 --output-dir DIR  # the others; the report in DIR then has all of them
+    scripts/gpu_check                            # all rows, of which those that do not fit into 9 minutes are named
     scripts/gpu_check --only head --only step    # these
     scripts/gpu_check --tiny                     # in small, also on a CPU: shows that the rows work
     scripts/gpu_check --ranks 8                  # on 8 GPUs: the rows above on one, then those of several ranks
 
 Random weights in the shapes of Qwen2.5, no network; neither vLLM nor Ray is imported. Writes `gpu_check.json` and
-`gpu_check.md` after every row. Exit code 1: a row failed or broke, 0: all that ran passed. What is not installed is named.
+`gpu_check.md` after every row, beside the rows that an earlier call on the same device wrote there. A row that runs out of
+time is stopped. Exit code 1: a row failed or broke, 0: all that ran passed. What is not installed is named.
 """
 
 import gc
 import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -600,6 +604,12 @@ ROWS: dict[str, Callable[[Bench], Figures]] = {
     "memory": memory,
     "loading": loading,
 }
+# Rows of each call of `--part`. The first has what a training step needs, the second what surrounds it
+PARTS = {
+    1: ("gradients", "attention", "sharded", "head", "step"),
+    2: ("canary", "sync", "transformers", "compile", "memory", "loading"),
+}
+LIMIT_S = 510.0  # of a call, with half a minute left for its start and end
 OF_RANKS = ("sync", "memory", "loading")  # the rows that several ranks compute together
 
 
@@ -610,11 +620,30 @@ def installed(name: str) -> str:
         return "not installed"
 
 
-def checked(row: Callable[[Bench], Figures], bench: Bench) -> Figures:
+@contextmanager
+def stopped_after(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in the block once the time is over."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(
+            f"stopped after {limit_s:.0f} s, the rest of --limit-s: run this row alone (--only)"
+        )
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def checked(row: Callable[[Bench], Figures], bench: Bench, limit_s: float = LIMIT_S) -> Figures:
     """A row's figures, and its outcome: passed, failed or broke (with the error)."""
     begun = time.perf_counter()
     try:
-        figures = row(bench)
+        with stopped_after(limit_s):
+            figures = row(bench)
         figures = {"outcome": "passed" if figures.pop("passed") else "failed", **figures}
     except Exception as error:
         traceback.print_exc()
@@ -638,11 +667,14 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Rows: {', '.join(ROWS)}.")] = None,
     output_dir: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("outputs"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    limit_s: Annotated[float, typer.Option(help="No row is begun after so many seconds.")] = 540.0,
+    limit_s: Annotated[float, typer.Option(help="Seconds for all rows of this call.")] = LIMIT_S,
+    part: Annotated[int | None, typer.Option(help="1 or 2: half of the rows.", min=1, max=2)] = None,
     ranks: Annotated[int, typer.Option(help=f"Then again with so many ranks: {', '.join(OF_RANKS)}.")] = 1,
 ) -> None:
     if unknown := set(only or ()) - ROWS.keys():
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    if part is not None:
+        only = [row for row in PARTS[part] if row in (only or ROWS)]
     failed = check_rows(tiny, only, output_dir, device, limit_s)
     if ranks > 1 and (rows := [row for row in OF_RANKS if row in (only or OF_RANKS)]):
         torchrun = [
@@ -664,6 +696,15 @@ def main(
         raise typer.Exit(1)
 
 
+def earlier_rows(output_dir: Path, report: dict[str, Any]) -> dict[str, Figures]:
+    """The rows that an earlier call wrote, if device, versions and sizes are the same."""
+    path = output_dir / "gpu_check.json"
+    if not path.exists():
+        return {}
+    earlier = json.loads(path.read_text())
+    return earlier["rows"] if all(earlier.get(key) == value for key, value in report.items()) else {}
+
+
 def check_rows(tiny: bool, only: list[str] | None, output_dir: Path, device: str, limit_s: float) -> bool:
     """Whether one of them failed."""
     begun = time.perf_counter()
@@ -671,18 +712,21 @@ def check_rows(tiny: bool, only: list[str] | None, output_dir: Path, device: str
     with distributed_run(device) as ranks:
         bench = Bench(ranks, tiny)
         report: dict[str, Any] = {"device": gpu_step.device_name(ranks.device), "torch": torch.__version__}
-        report |= {"tiny": tiny, "installed": {name: installed(name) for name in OPTIONAL}, "rows": {}}
-        for name in only or ROWS:
-            if time.perf_counter() - begun > limit_s:
+        report |= {"tiny": tiny, "installed": {name: installed(name) for name in OPTIONAL}}
+        report["rows"] = earlier_rows(output_dir, report)
+        rows = only or list(ROWS)
+        for name in rows:
+            left_s = limit_s - (time.perf_counter() - begun)
+            if left_s <= 0:
                 report["rows"][name] = {"outcome": "not run: out of time"}
             else:
-                report["rows"][name] = checked(ROWS[name], bench)
+                report["rows"][name] = checked(ROWS[name], bench, left_s)
             if not ranks.is_main:
                 continue
             print(f"{name}: {report['rows'][name]['outcome']}", flush=True)
             (output_dir / "gpu_check.json").write_text(json.dumps(report, indent=2, default=str))
             (output_dir / "gpu_check.md").write_text(table(report))
-        failed = any(figures["outcome"] != "passed" for figures in report["rows"].values())
+        failed = any(report["rows"][name]["outcome"] != "passed" for name in rows)
         failed = bool(ranks.max([float(failed)])[0])  # of any rank
         if ranks.is_main:
             print(table(report))
