@@ -34,9 +34,9 @@ def versions() -> Iterator[Finding]:
         if Version(driver).major < oldest:
             problem = f"CUDA {cuda} needs driver {oldest} or newer"
             cure = f"install that driver, or builds of torch and vLLM for the CUDA of driver {driver}"
-    asked = vllm_torch()
-    if asked is not None:
-        name, requirement = asked
+    engine = vllm_torch()
+    if engine is not None:
+        name, requirement = engine
         text += f"; {name} is built for torch{requirement.specifier}"
         if not requirement.specifier.contains(torch_version, prereleases=True):
             problem = f"{name} does not work with torch {torch_version}"

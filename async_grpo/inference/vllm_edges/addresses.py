@@ -19,13 +19,13 @@ NUM_NAMES = 5  # names of moved tensors in the error
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
     """Return the addresses of all tensors that the layers hold: parameters, buffers and other attributes."""
-    found: dict[str, int] = {}
+    address_by_name: dict[str, int] = {}
     for path, layer in model.named_modules():
-        held = {**layer._parameters, **layer._buffers, **vars(layer)}
-        for name, value in held.items():
+        attributes = {**layer._parameters, **layer._buffers, **vars(layer)}
+        for name, value in attributes.items():
             if isinstance(value, torch.Tensor) and not value.is_meta:
-                found[f"{path}.{name}"] = value.data_ptr()
-    return found
+                address_by_name[f"{path}.{name}"] = value.data_ptr()
+    return address_by_name
 
 
 def uses_graphs(config: Any) -> bool:
