@@ -125,6 +125,16 @@ def on_this_node() -> dict[str, Any]:
     return {"resources": {f"node:{ray.util.get_node_ip_address()}": 0.0001}}
 
 
+def warm_python(library: str) -> dict[str, str]:
+    """Return the part of a runtime_env that starts an actor of this node with imported libraries; {} if it cannot.
+
+    Args:
+        library: "torch", or "vllm", which includes torch.
+    """
+    executable = os.environ.get(f"ASYNC_GRPO_WARM_{library.upper()}")
+    return {"py_executable": executable} if executable else {}
+
+
 def zero_cpu_actor(actor_class: type, **options: Any) -> Any:
     """Return `actor_class` ready for `.remote(...)`. It reserves no CPU, so that it also starts on a small machine."""
     defaults = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}

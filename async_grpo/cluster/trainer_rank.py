@@ -22,7 +22,9 @@ from async_grpo.cluster.ray_session import (
     answer,
     connect,
     find_controller,
+    forwarded_environment,
     on_this_node,
+    warm_python,
     zero_cpu_actor,
 )
 from async_grpo.cluster.remote_experience import RemoteExperience, start_batcher
@@ -198,7 +200,12 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
         ConfigurationError: A run with this name is already open.
     """
     try:
-        actor = zero_cpu_actor(RunController, name=CONTROLLER, **on_this_node())
+        actor = zero_cpu_actor(
+            RunController,
+            name=CONTROLLER,
+            **on_this_node(),
+            runtime_env={"env_vars": forwarded_environment(), **warm_python("torch")},
+        )
         return actor.remote(settings, config.worker_grace_s, Channel, absolute(config.scheduling))
     except ValueError as error:
         raise ConfigurationError(

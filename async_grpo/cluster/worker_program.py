@@ -21,6 +21,7 @@ from async_grpo.cluster.ray_session import (
     find_controller,
     forwarded_environment,
     on_this_node,
+    warm_python,
     zero_cpu_actor,
 )
 from async_grpo.cluster.worker_actors import ENGINE_ENVIRONMENT, GenerationActor, LogprobActor
@@ -200,12 +201,13 @@ def _make_actor(config: WorkerConfig) -> Any:
     is_generation = config.mode == GENERATION
     must_be_here = config.node == "here"
     num_gpus = config.tensor_parallel_size if is_generation else 1
+    python = warm_python("vllm" if is_generation else "torch") if must_be_here else {}
     actor = zero_cpu_actor(
         GenerationActor if is_generation else LogprobActor,
         num_gpus=num_gpus if _may_get_gpus(config) else 0,
         # On this node, the actor can read the model and the engine's file from the local disk
         **(on_this_node() if must_be_here else {}),
-        runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
+        runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}, **python},
     ).remote()
     # An error of this call is ignored, because `start` does the same imports and raises it again
     actor.warm_up.remote(config)

@@ -17,8 +17,10 @@ from async_grpo.data import (
     GUESS_TRAIN,
     TINY_MODEL,
 )
+from async_grpo.launch.check import check, refuse_without_vllm
+from async_grpo.launch.early_start import early_start
 from async_grpo.launch.local_config import LocalConfig
-from async_grpo.launch.local_run import check, start
+from async_grpo.launch.local_run import start
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.observe.samples import SamplesConfig, write_samples_page
@@ -101,9 +103,11 @@ def demo(config: DemoConfig) -> None:
         resume="never",  # this demo replaces an earlier one
         **TASKS[config.environment],
     )
-    check(run)  # a wrong option must be refused before `claim` removes an earlier demo
-    claim(folder, mark=MARK)
-    start(run)
+    refuse_without_vllm()
+    with early_start(run) as early:
+        check(run, early)  # a wrong option must be refused before `claim` removes an earlier demo
+        claim(folder, mark=MARK)
+        start(run, early)
     keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
     for picture in ("reward.svg", "reward.png"):
         plot([folder / METRICS_FILE], keys, smooth=True, output=folder / picture)

@@ -27,9 +27,9 @@ from async_grpo.errors import EXIT_USAGE
 from async_grpo.experience.dataset import Question
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import plan, process_variables
+from async_grpo.launch.check import read_inputs
 from async_grpo.launch.gpu_software import versions
 from async_grpo.launch.local_config import LocalConfig
-from async_grpo.launch.local_run import check
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.launch.reward_trial import TriedReward, try_rewards
 from async_grpo.metrics.writer import METRICS_FILE
@@ -205,7 +205,7 @@ def all_reduce() -> Iterator[Finding]:
     device = "cuda" if num_gpus > 1 else "cpu"
     begin = time.monotonic()
     with private_folder() as scratch:
-        _, *torchrun = process_variables.torchrun_command(num_ranks, scratch)  # drops the interpreter
+        torchrun = process_variables.torchrun_arguments(num_ranks, scratch)
         _python(
             [*torchrun, "--no-python", sys.executable, "-c", ALL_REDUCE, device],
             num_ranks,
@@ -281,7 +281,7 @@ def cluster(config: LocalConfig) -> Iterator[Finding]:
 
 def inputs(config: LocalConfig, prepared: "list[Prepared]") -> Iterator[Finding]:
     """Check everything that `run` checks before it starts, and append the run's inputs to `prepared`."""
-    prepared.append(check(config))
+    prepared.append(read_inputs(config))
     num_questions = len(prepared[0].questions)
     yield Finding("inputs", OK, f"model, {num_questions:,} questions, rewards and settings fit each other")
 

@@ -4,7 +4,6 @@ The folder of the checkpoint is untrusted, so only the portable options of its r
 (`options/portable.py`).
 """
 
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,10 +18,12 @@ from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.inference.config import EngineOptions
+from async_grpo.launch.check import check, refuse_without_vllm
+from async_grpo.launch.early_start import early_start
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_config import LocalConfig
-from async_grpo.launch.local_run import check, parameters, start
+from async_grpo.launch.local_run import parameters, start
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
@@ -189,17 +190,18 @@ def evaluate(config: EvalConfig) -> None:
             manifest = export(ExportConfig(path=config.path, output_dir=str(model), dtype=dtype))
             step = manifest.step
         run = config.as_run(model)
-        check(run)
-        claim(run.output_path)
-        program = [
-            sys.executable,
+        arguments = [
             "-m",
             "async_grpo.launch.evaluate",
             parameters(run),
             f"--evaluated={config.path}",
             f"--step={step}",
         ]
-        start(run, program)
+        refuse_without_vllm()
+        with early_start(run) as early:
+            check(run, early)
+            claim(run.output_path)
+            start(run, early, arguments)
 
 
 def _options_of(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,13 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     ray_address: str = option(
         "", "Address of a Ray cluster to join. By default the run starts a cluster of its own.", "Local"
     )
+    warm_start: str = option(
+        "auto",
+        "Whether the run's processes are forked from one that has imported the libraries, which starts them many seconds "
+        "earlier: yes, no, or auto (yes without GPUs).",
+        "Local",
+        choices=("auto", "yes", "no"),
+    )
     dry_run: bool = option(
         False, "Print what the run would do, without writing or starting anything.", "Local"
     )

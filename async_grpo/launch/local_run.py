@@ -1,36 +1,29 @@
 """`async-grpo run`: start Ray, workers and trainer on this machine, and wait for the end of the run."""
 
-import importlib.util
 import logging
 import math
-import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
-from async_grpo.inference.config import engine_class
 from async_grpo.launch import plan, process_variables
+from async_grpo.launch.check import check, refuse_without_vllm
+from async_grpo.launch.early_start import EarlyStart, early_start
 from async_grpo.launch.judge_servers import serving
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import show_times, show_waiting
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import dashed, refuse
-from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import request_look
-from async_grpo.processes.private_folder import compile_cache, private_folder
 from async_grpo.processes.supervisor import Program, Supervisor, handling, log_excerpt
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
-
-if TYPE_CHECKING:
-    from async_grpo.config.preflight import Prepared
 
 RAY_START_S = 90.0
 SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer
@@ -43,60 +36,45 @@ def run_locally(config: LocalConfig) -> None:
     """Start all programs of the run, wait for the end of the training, and stop the programs that are still running.
 
     Raises:
-        ConfigurationError: An option or a file is wrong. Nothing was started.
+        ConfigurationError: An option or a file is wrong. Nothing was written.
         RunFailed: A program ended unexpectedly. The message names the program and the reason.
         WorkerLost: A worker ended unexpectedly. The message names the worker and the reason.
         RunInterrupted: The trainer saved a checkpoint and ended before the last step.
         KeyboardInterrupt: The run was interrupted, and no checkpoint was saved.
     """
-    prepared = check(config)
-    findings = plan.resources(config, prepared)
-    resumed = prepared.resumed
     if config.dry_run:
-        plan.show([*plan.plan(config, prepared), *findings])
+        checked = check(config)
+        plan.show([*checked.plan, *checked.findings])
         return
-    if resumed is not None and resumed.step >= config.num_steps:
-        if (config.output_path / "hf_format" / f"samples_{resumed.samples}").is_dir():
-            log.info("the run in %s is complete: %d steps are done", config.output_path, resumed.step)
-            return
-        log.warning("%d steps are done, and their model has not been written: it is now", resumed.step)
-    for finding in findings:
-        refuse(finding.level == plan.ERROR, f"{finding.name}: {finding.found}: {finding.cure}")
-        if finding.level == plan.WARNING:
-            log.warning("%s: %s: %s", finding.name, finding.found, finding.cure)
-    claim(config.output_path, may_hold_run=goes_on(config))
-    try:
-        start(config)
-    finally:
-        show_times(config.output_path)
+    refuse_without_vllm()
+    with early_start(config) as early:
+        checked = check(config, early)
+        if checked.resumed_step is not None and checked.resumed_step >= config.num_steps:
+            if (config.output_path / "hf_format" / f"samples_{checked.resumed_samples}").is_dir():
+                log.info(
+                    "the run in %s is complete: %d steps are done", config.output_path, checked.resumed_step
+                )
+                return
+            log.warning(
+                "%d steps are done, and their model has not been written: it is now", checked.resumed_step
+            )
+        for finding in checked.findings:
+            refuse(finding.level == plan.ERROR, f"{finding.name}: {finding.found}: {finding.cure}")
+            if finding.level == plan.WARNING:
+                log.warning("%s: %s: %s", finding.name, finding.found, finding.cure)
+        claim(config.output_path, may_hold_run=goes_on(config))
+        try:
+            start(config, early)
+        finally:
+            show_times(config.output_path)
 
 
-def check(config: LocalConfig) -> "Prepared":
-    """Check the run's options and inputs without writing anything, and return the inputs.
-
-    Raises:
-        ConfigurationError: An option or an input cannot work.
-    """
-    cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
-    refuse(importlib.util.find_spec("vllm") is None, f"vLLM is not installed here: {cure}")
-    log.info("checking model, data and rewards")
-    # Set before torch is imported, because torch would choose a folder in /tmp
-    os.environ.update(compile_cache())
-    from async_grpo.config.preflight import prepare  # imports torch and transformers
-
-    if is_file(config.engine):
-        engine_class(config.engine)
-    prepared = prepare(config)
-    if config.ray_address:
-        process_variables.check_reachable(config.ray_address)
-    return prepared
-
-
-def start(config: LocalConfig, evaluator: Sequence[str] = ()) -> None:
+def start(config: LocalConfig, early: EarlyStart, evaluator: Sequence[str] = ()) -> None:
     """Start all programs of a run, and wait for the end of the run. The output folder must have been claimed (`claim`).
 
     Args:
         config: The run's options.
+        early: What was started already.
         evaluator: Command of a program that runs instead of the trainer, without saving checkpoints. () runs the
             trainer.
 
@@ -105,72 +83,46 @@ def start(config: LocalConfig, evaluator: Sequence[str] = ()) -> None:
     """
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
-    supervisor = Supervisor(logs)
-    judge = serving(config, gpus(), logs, config.enforce_eager)
-    with (
-        handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
-        private_folder() as scratch,
-        judge as judge_options,
-    ):
-        try:
-            process_variables.check_socket_names(scratch)
-            _run(config, supervisor, scratch, judge_options, evaluator)
-        except KeyboardInterrupt as interrupt:
-            log.warning(
-                "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
-                str(interrupt) or "Ctrl-C",
-                config.output_path,
-            )
-            raise
-        finally:
-            supervisor.stop()
-
-
-def _interrupt(number: int, _: Any) -> None:
-    """Handle SIGTERM and SIGHUP as Python handles Ctrl-C, so that the run saves a checkpoint before it ends."""
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    early.supervisor.move_outputs(logs)
+    with serving(config, gpus(), logs, config.enforce_eager) as judge_options:
+        _run(config, early, judge_options, evaluator)
 
 
 def _run(
-    config: LocalConfig,
-    supervisor: Supervisor,
-    scratch: Path,
-    judge_options: dict[str, str],
-    evaluator: Sequence[str],
+    config: LocalConfig, early: EarlyStart, judge_options: dict[str, str], evaluator: Sequence[str]
 ) -> None:
-    ray_is_up = scratch / "ray-is-up"
+    supervisor = early.supervisor
+    variables = early.variables
     logs = config.output_path / "logs"
-    variables = process_variables.run_environment(config.ray_address, config.nproc_per_node, ray_is_up, logs)
+    python = str(early.warm.torch) if early.warm is not None else sys.executable
     trainer_name = "evaluator" if evaluator else "trainer"
-    log.info("starting Ray, workers and %s; their output is in %s", trainer_name, logs)
-    ray = None
-    if not config.ray_address:
-        num_gpus = max(0, len(gpus()) - config.trainer_gpus_alone - config.judge_gpus_alone)
-        ray = supervisor.start(
-            "ray",
-            process_variables.ray_command(variables["RAY_ADDRESS"], scratch, num_gpus),
-            process_variables.ray_environment(variables, config.trainer_gpus_alone, config.judge_gpus_alone),
-        )
+    log.info("starting workers and %s; their output is in %s", trainer_name, logs)
     workers = []
-    for number, command in enumerate(worker_commands(config)):
-        mode = command[-1].removeprefix("--mode=")
-        workers.append(supervisor.start(f"{mode} worker {number}", command, variables))
-    trainer_arguments = list(evaluator or trainer_command(config, scratch))
-    trainer_arguments += [f"--{dashed(name)}={value}" for name, value in judge_options.items()]
-    variables |= process_variables.torchrun_environment(scratch)
-    variables |= process_variables.trainer_memory(config.trainer_gpu_share)
-    variables |= process_variables.trainer_threads(
-        config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
+    for number, arguments in enumerate(worker_arguments(config)):
+        mode = arguments[-1].removeprefix("--mode=")
+        workers.append(supervisor.start(f"{mode} worker {number}", [python, *arguments], variables))
+    trainer_command = [python, *(evaluator or trainer_arguments(config, early.scratch))]
+    trainer_command += [f"--{dashed(name)}={value}" for name, value in judge_options.items()]
+    trainer = supervisor.start(
+        trainer_name, trainer_command, variables | _trainer_variables(config, early.scratch), console=True
     )
-    trainer = supervisor.start(trainer_name, trainer_arguments, variables, console=True)
     with handling(lambda *_: request_look(trainer.process.pid), signal.SIGUSR1):
-        if ray is not None:  # workers and trainer import their libraries while Ray starts
+        if early.ray is not None:  # workers and trainer import their libraries while Ray starts
             with show_waiting("waiting for Ray"):
-                supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
-            ray_is_up.touch()
+                supervisor.wait_for_text(early.ray, "Ray runtime started", RAY_START_S)
+            early.ray_is_up.touch()
         _await_end(config, supervisor, trainer, can_save=not evaluator)
         log.info("done; waiting for the workers to end")
         supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
+
+
+def _trainer_variables(config: LocalConfig, scratch: Path) -> dict[str, str]:
+    """Return the environment variables that only the trainer gets."""
+    threads = process_variables.trainer_threads(
+        config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
+    )
+    memory = process_variables.trainer_memory(config.trainer_gpu_share)
+    return process_variables.torchrun_environment(scratch) | memory | threads
 
 
 def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *, can_save: bool) -> None:
@@ -221,26 +173,26 @@ def _raise_if_saved(config: LocalConfig, start_time: float) -> None:
             raise RunInterrupted(f"{reason}: saved in {folder}; the same command goes on from there")
 
 
-def worker_commands(config: LocalConfig) -> list[list[str]]:
-    """Return the command lines of all workers. Workers read their options from the run's parameters file."""
+def worker_arguments(config: LocalConfig) -> list[list[str]]:
+    """Return Python's arguments for all workers. Workers read their options from the run's parameters file."""
     node = "here"
     if config.ray_address:
         # Workers use GPUs of other nodes, because the GPUs of this machine belong to the trainer
         node = "gpu" if gpus() else "any"
-    worker = [sys.executable, "-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
-    generation_commands = [[*worker, "--mode=generation"]] * config.generation_workers
-    logprob_commands = [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
-    return generation_commands + logprob_commands
+    worker = ["-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
+    generation_workers = [[*worker, "--mode=generation"]] * config.generation_workers
+    logprob_workers = [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
+    return generation_workers + logprob_workers
 
 
-def trainer_command(config: LocalConfig, scratch: Path) -> list[str]:
-    """Return the command line of the trainer's ranks.
+def trainer_arguments(config: LocalConfig, scratch: Path) -> list[str]:
+    """Return Python's arguments for torchrun and the trainer's ranks.
 
     Args:
         config: The run's options.
         scratch: Private folder for the temporary files of torchrun.
     """
-    torchrun = process_variables.torchrun_command(config.nproc_per_node, scratch)
+    torchrun = process_variables.torchrun_arguments(config.nproc_per_node, scratch)
     torchrun.append(f"--shutdown-timeout={math.ceil(config.grace_s)}")
     return [*torchrun, "-m", "async_grpo.launch.trainer", parameters(config)]
 

@@ -29,6 +29,8 @@ END_OF_PORTS = 32_768  # Linux assigns ports from here on to outgoing connection
 # A rank with a larger model is faster with more than one thread (docs/log.md, 2026-11-22)
 LARGE_MODEL_BYTES = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
+# Devices of the drivers of NVIDIA (also under Windows) and AMD. Without any, there is no GPU
+GPU_DEVICES = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 
 
 def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
@@ -49,7 +51,7 @@ def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
     return [
         python,
         "-m",
-        "ray.scripts.scripts",
+        "async_grpo.launch.ray_head",
         "start",
         "--head",
         "--block",
@@ -59,6 +61,7 @@ def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
         # Ray always starts its Ray Client server, whose default port 10001 may be in use by another run
         f"--ray-client-server-port={free_port(apart_from=int(port))}",
         "--include-dashboard=false",
+        "--include-log-monitor=false",
         "--no-monitor",
         f"--temp-dir={folder}",
         f"--num-gpus={num_gpus}",
@@ -84,15 +87,14 @@ def check_socket_names(scratch: Path) -> None:
         )
 
 
-def torchrun_command(ranks: int, scratch: Path) -> list[str]:
-    """Return the torchrun command for ranks on this machine. The ranks find each other through files in `scratch`.
+def torchrun_arguments(ranks: int, scratch: Path) -> list[str]:
+    """Return Python's arguments for torchrun with ranks on this machine, which find each other by files in `scratch`.
 
-    The command also needs the variables of `torchrun_environment`. With a network address instead of files, torchrun
+    torchrun also needs the variables of `torchrun_environment`. With a network address instead of files, torchrun
     would listen on all interfaces, and anyone who reaches its store could read and change the ranks' addresses without
     a key.
     """
     return [
-        sys.executable,
         "-m",
         "torch.distributed.run",
         f"--nproc-per-node={ranks}",
@@ -220,10 +222,7 @@ def gpus() -> list[str]:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        # Imported only here: every program of a run calls this function, and few of them need torch for anything else
-        import torch
-
-        visible = ",".join(map(str, range(torch.cuda.device_count())))
+        visible = ",".join(map(str, range(_count_gpus())))
     devices = [device.strip() for device in visible.split(",") if device.strip()]
     # CUDA ignores an invalid id and all ids after it. Slurm and containers set these two to hide all GPUs
     for end in ("-1", "NoDevFiles"):
@@ -234,6 +233,15 @@ def gpus() -> list[str]:
             "--colocate, trainer and engines share it"
         )
     return devices
+
+
+def _count_gpus() -> int:
+    if not any(device.exists() for device in GPU_DEVICES):
+        return 0
+    # Imported only here: every program of a run calls this function, and few of them need torch for anything else
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def free_port(apart_from: int | None = None) -> int:

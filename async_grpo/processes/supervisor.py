@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -81,7 +82,13 @@ class Supervisor:
         adopt_orphans()
 
     def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, console: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        console: bool = False,
+        inherited: Sequence[socket.socket] = (),
     ) -> Program:
         """Start a program.
 
@@ -90,6 +97,7 @@ class Supervisor:
             command: The program and its arguments.
             environment: The program's environment variables.
             console: Whether the program prints to this process's stdout. Then only its stderr goes to the file.
+            inherited: Sockets that the program uses, under the same descriptors.
         """
         output = self._folder / f"{name.replace(' ', '-')}.log"
         with output.open("wb") as sink:
@@ -101,11 +109,25 @@ class Supervisor:
                 stderr=sink,
                 # In its own session, so that Ctrl-C reaches only the supervisor, which then ends the programs in order
                 start_new_session=True,
+                pass_fds=[listener.fileno() for listener in inherited],
                 preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
             )
         program = Program(name, process, output)
         self._programs.append(program)
         return program
+
+    def move_outputs(self, folder: Path) -> None:
+        """Let all further programs write their output to another folder, and show the outputs until now there.
+
+        A program that runs already goes on writing to its first file, which the new folder links to. `stop` copies it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for program in self._programs:
+            link = folder / program.output.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(program.output)
+            program.output = link
 
     def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
         """Wait until a program has written a text to its output file.
@@ -170,21 +192,37 @@ class Supervisor:
             raise ConfigurationError(message)
         raise WorkerLost(message)
 
-    def stop(self) -> None:
-        """End the program that was started last, then the others, and then all other descendants of this process."""
+    def stop(self, at_once: bool = False) -> None:
+        """End the program that was started last, then the others, and then all other descendants of this process.
+
+        Args:
+            at_once: Kill them, because they have nothing to save.
+        """
         # Ignore signals meanwhile, because a second Ctrl-C must not leave programs running
         with handling(signal.SIG_IGN, *SIGNALS):
-            for programs in (self._programs[-1:], self._programs[:-1]):
-                for program in programs:
-                    program.process.terminate()
-                self.wait_all(programs, TERM_GRACE_S)
+            if not at_once:
+                for programs in (self._programs[-1:], self._programs[:-1]):
+                    for program in programs:
+                        program.process.terminate()
+                    self.wait_all(programs, TERM_GRACE_S)
             try:
-                end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S, spared=self._spared)
+                end_descendants(
+                    grace_s=0.0 if at_once else KILL_GRACE_S, deadline_s=KILL_GRACE_S, spared=self._spared
+                )
             except TimeoutError as error:
                 # Only logged, because the caller must still do its other work at the end
                 log.error("%s", error)
+            self._replace_links()
             # From now on, orphans are adopted by init as usual
             adopt_orphans(False)
+
+    def _replace_links(self) -> None:
+        """Replace the links that `move_outputs` made by copies, because the first folder is temporary."""
+        for program in self._programs:
+            if program.output.is_symlink():
+                content = program.output.read_bytes()
+                program.output.unlink()
+                program.output.write_bytes(content)
 
 
 def log_excerpt(program: Program) -> str:

@@ -21,7 +21,7 @@ from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.commands import foreign_keys
 from async_grpo.launch.local_config import LocalConfig
-from async_grpo.launch.local_run import trainer_command, worker_commands
+from async_grpo.launch.local_run import trainer_arguments, worker_arguments
 from async_grpo.observe.samples import SamplesConfig
 from async_grpo.options.command_line import normalized, run_command
 from async_grpo.options.fields import choices_of, option
@@ -267,12 +267,12 @@ def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
     size = {"samples_per_question": 4, "max_tokens_per_gpu": 99}
     local = LocalConfig(**needed, **recipe, **size, **chosen, output_dir=str(tmp_path))
     write_params(tmp_path / "training_params.json", local, {})
-    told = [command[command.index("async_grpo.launch.worker") + 1 :] for command in worker_commands(local)]
+    told = [command[command.index("async_grpo.launch.worker") + 1 :] for command in worker_arguments(local)]
     engine, logprob = (parse(*one, config_class=WorkerConfig, foreign=foreign_keys)[0] for one in told)
     assert {name: getattr(engine, name) for name in chosen} == chosen
     assert engine.mode == "generation" and engine.further_options == {"block_size": 32}
     assert (logprob.mode, logprob.role, logprob.max_tokens_per_gpu) == ("logprob", "proximal", 99)
-    trainer, _ = parse(*trainer_command(local, tmp_path)[-1:], foreign=foreign_keys)
+    trainer, _ = parse(*trainer_arguments(local, tmp_path)[-1:], foreign=foreign_keys)
     names = [field.name for field in dataclasses.fields(RunConfig)]
     assert trainer == RunConfig(**{name: getattr(local, name) for name in names})
     assert "yours: clip_high=0.3 zero_variance=keep" in capsys.readouterr().out

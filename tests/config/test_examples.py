@@ -19,9 +19,9 @@ import yaml
 from async_grpo.__main__ import main
 from async_grpo.data import FOLDER, TINY_MODEL
 from async_grpo.errors import EXIT_INTERRUPTED, EXIT_USAGE
+from async_grpo.launch.check import read_inputs
 from async_grpo.launch.commands import config_class, foreign_keys
 from async_grpo.launch.local_config import LocalConfig
-from async_grpo.launch.local_run import check
 from async_grpo.options.command_line import run_command
 from async_grpo.rewards.builtin.code import score
 from async_grpo.rewards.judges import JudgeAddresses
@@ -92,7 +92,7 @@ def test_a_ready_run_is_one_that_could_start(name, pretend, tmp_path, capsys):
     said = capsys.readouterr().err
     assert config is not None, said
     assert "warning" not in said
-    assert check(config).resumed is None and not (tmp_path / "run").exists()
+    assert read_inputs(config).resumed is None and not (tmp_path / "run").exists()
     # The stand-in model is short of context: what a real one would be refused for
     assert config.max_generation_tokens + 1024 <= config.max_tokens_per_gpu
 

@@ -50,7 +50,8 @@ def test_torchrun_and_its_ranks_listen_on_the_loopback_interface_alone_and_have_
     program.write_text(RANK)
     variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | process_variables.torchrun_environment(tmp_path)
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [*process_variables.torchrun_command(2, tmp_path), str(program), str(results)]
+    torchrun = process_variables.torchrun_arguments(2, tmp_path)
+    command = [sys.executable, *torchrun, str(program), str(results)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     seen = json.loads(results.read_text())

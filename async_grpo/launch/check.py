@@ -1,0 +1,152 @@
+"""Check the options and inputs of a run on this machine, in this process or in one with imported libraries."""
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.config.run import write_params
+from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.inference.config import engine_class
+from async_grpo.launch import plan, process_variables
+from async_grpo.launch.early_start import EarlyStart
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.plan import Finding
+from async_grpo.options.fields import NOT_NEGATIVE, option, refuse
+from async_grpo.options.log_setup import set_up_logging
+from async_grpo.options.source_file import is_file
+from async_grpo.processes.private_folder import compile_cache
+from async_grpo.processes.untrusted_files import read_json
+
+if TYPE_CHECKING:
+    from async_grpo.config.preflight import Prepared
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check of a run's inputs found.
+
+    Attributes:
+        findings: What the run needs, and what the machine has.
+        plan: What the run would do; see `plan.plan`.
+        resumed_step: Number of finished steps of the checkpoint from which the run continues; None if it starts anew.
+        resumed_samples: Number of samples of these steps.
+    """
+
+    findings: list[Finding]
+    plan: list[Finding]
+    resumed_step: int | None
+    resumed_samples: int | None
+
+
+def check(config: LocalConfig, early: EarlyStart | None = None) -> Checked:
+    """Check the run's options and inputs without writing to the output folder.
+
+    Args:
+        config: The run's options.
+        early: What was started already. The check runs in a process of the warm servers if there are any.
+
+    Raises:
+        ConfigurationError: An option or an input cannot work.
+        RunFailed: The process that checks ended unexpectedly.
+    """
+    log.info("checking model, data and rewards")
+    if early is not None and early.warm is not None:
+        return _check_in_warm_process(config, early)
+    return _check_here(config)
+
+
+def read_inputs(config: LocalConfig) -> "Prepared":
+    """Check and read the run's inputs in this process, which imports torch and transformers.
+
+    Raises:
+        ConfigurationError: An option or an input cannot work.
+    """
+    refuse_without_vllm()
+    # Set before torch is imported, because torch would choose a folder in /tmp
+    os.environ.update(compile_cache())
+    from async_grpo.config.preflight import prepare
+
+    if is_file(config.engine):
+        engine_class(config.engine)
+    prepared = prepare(config)
+    if config.ray_address:
+        process_variables.check_reachable(config.ray_address)
+    return prepared
+
+
+def refuse_without_vllm() -> None:
+    """Raise ConfigurationError if vLLM is not installed."""
+    cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
+    refuse(importlib.util.find_spec("vllm") is None, f"vLLM is not installed here: {cure}")
+
+
+def _check_here(config: LocalConfig) -> Checked:
+    prepared = read_inputs(config)
+    resumed = prepared.resumed
+    return Checked(
+        findings=plan.resources(config, prepared),
+        plan=list(plan.plan(config, prepared)),
+        resumed_step=resumed.step if resumed else None,
+        resumed_samples=resumed.samples if resumed else None,
+    )
+
+
+def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
+    assert early.warm is not None
+    options = early.scratch / "options-to-check.json"
+    result = early.scratch / "checked.json"
+    write_params(options, config, {})
+    command = [
+        str(early.warm.torch),
+        "-m",
+        "async_grpo.launch.check",
+        f"--config={options}",
+        f"--result-file={result}",
+    ]
+    # In its own session, so that Ctrl-C reaches only this process, which then ends it
+    process = subprocess.run(command, env=early.variables, start_new_session=True)
+    if not result.exists():
+        raise RunFailed(f"the check of the inputs ended with exit code {process.returncode}")
+    answer = read_json(result)
+    if "refused" in answer:
+        raise ConfigurationError(answer["refused"])
+    return Checked(
+        findings=[Finding(*finding) for finding in answer["findings"]],
+        plan=[Finding(*finding) for finding in answer["plan"]],
+        resumed_step=answer["resumed_step"],
+        resumed_samples=answer["resumed_samples"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig(LocalConfig):
+    """Options of the program that checks: those of a run, and where its answer goes."""
+
+    result_file: str = option("", "File for the result, as JSON.")
+    nproc_per_node: int = option(1, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)
+
+
+def check_for_launcher(config: CheckConfig) -> None:
+    """Check, and write what was found, or why the run is refused, to a file for the launcher."""
+    set_up_logging(config.logging_level)
+    answer: dict[str, Any]
+    try:
+        checked = _check_here(config)
+        answer = vars(checked)
+    except ConfigurationError as error:
+        answer = {"refused": str(error)}
+    Path(config.result_file).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    from async_grpo.launch.commands import foreign_keys
+    from async_grpo.options.command_line import run_command
+
+    run_command(CheckConfig, check_for_launcher, help="See `async-grpo run`.", foreign=foreign_keys)

@@ -1,0 +1,116 @@
+"""Start what every run on this machine needs, while its inputs are still being checked.
+
+Ray takes about 5 s until it is up, and the warm servers about 10 s until they have imported all libraries. Neither depends
+on the run's inputs, and neither writes to the output folder.
+"""
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.launch import process_variables
+from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.process_variables import gpus
+from async_grpo.launch.warm_start import WarmPythons, preloaded_libraries, warm_pythons
+from async_grpo.processes.private_folder import private_folder
+from async_grpo.processes.supervisor import Program, Supervisor, handling
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EarlyStart:
+    """The programs of a run that are started first.
+
+    Attributes:
+        scratch: Private folder of the run's temporary files.
+        supervisor: Watches and ends all programs of the run.
+        variables: Environment variables of every program of the run.
+        ray: Ray's head node; None if the run joins a cluster.
+        ray_is_up: A file. The run's programs wait until it exists before they connect to Ray.
+        warm: The files that start processes with imported libraries; None if all processes start as usual.
+    """
+
+    scratch: Path
+    supervisor: Supervisor
+    variables: dict[str, str]
+    ray: Program | None
+    ray_is_up: Path
+    warm: WarmPythons | None
+
+
+@contextmanager
+def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
+    """Start Ray and the warm servers. At the end of the block, end all programs of the run.
+
+    Raises:
+        ConfigurationError: Ray's sockets would have too long names.
+        KeyboardInterrupt: In the block, SIGTERM or SIGHUP arrived.
+    """
+    with handling(_interrupt, signal.SIGTERM, signal.SIGHUP), private_folder() as scratch:
+        process_variables.check_socket_names(scratch)
+        supervisor = Supervisor(scratch / "logs")
+        is_refused = False
+        logs = config.output_path / "logs"
+        ray_is_up = scratch / "ray-is-up"
+        variables = process_variables.run_environment(
+            config.ray_address, config.nproc_per_node, ray_is_up, logs
+        )
+        try:
+            warm = None
+            if _may_start_warm(config):
+                warm = warm_pythons(config.model_name_or_path, scratch, config.enforce_eager)
+                preloaded = {"LD_PRELOAD": preloaded_libraries()}
+                supervisor.start(
+                    "warm servers", warm.command, variables | preloaded, inherited=warm.listeners
+                )
+                for listener in warm.listeners:
+                    listener.close()
+                variables |= warm.variables
+            ray = _start_ray(config, supervisor, variables, scratch)
+            yield EarlyStart(scratch, supervisor, variables, ray, ray_is_up, warm)
+        except KeyboardInterrupt as interrupt:
+            log.warning(
+                "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
+                str(interrupt) or "Ctrl-C",
+                config.output_path,
+            )
+            raise
+        except ConfigurationError:
+            is_refused = True
+            raise
+        finally:
+            supervisor.stop(at_once=is_refused)
+
+
+def _may_start_warm(config: LocalConfig) -> bool:
+    """Return whether processes are forked from the warm servers. It has not been tried with GPUs."""
+    if config.ray_address:
+        # Actors are started by a Ray node that may belong to another user, who cannot reach the servers
+        return False
+    if config.warm_start == "auto":
+        return not gpus()
+    return config.warm_start == "yes"
+
+
+def _start_ray(
+    config: LocalConfig, supervisor: Supervisor, variables: dict[str, str], scratch: Path
+) -> Program | None:
+    if config.ray_address:
+        return None
+    num_gpus = max(0, len(gpus()) - config.trainer_gpus_alone - config.judge_gpus_alone)
+    return supervisor.start(
+        "ray",
+        process_variables.ray_command(variables["RAY_ADDRESS"], scratch, num_gpus),
+        process_variables.ray_environment(variables, config.trainer_gpus_alone, config.judge_gpus_alone),
+    )
+
+
+def _interrupt(number: int, _: Any) -> None:
+    """Handle SIGTERM and SIGHUP as Python handles Ctrl-C, so that the run saves a checkpoint before it ends."""
+    raise KeyboardInterrupt(signal.Signals(number).name)

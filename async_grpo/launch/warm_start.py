@@ -1,0 +1,96 @@
+"""The warm servers of a run on this machine, and the files that are called instead of `python` (`warm_server`)."""
+
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from async_grpo.processes.warm_server import Stage, listen, write_executable
+
+# Imported by trainer ranks, controller, workers and logprob workers. Modules that run as programs are left out, because
+# Python warns when such a module is imported already. So are those that import Ray (see `warm_server`)
+TORCH_MODULES = """
+    torch torch.distributed.tensor torch.distributed.fsdp torch.distributed.elastic.multiprocessing
+    torch.distributed.launcher.api torch.optim.adamw transformers
+    async_grpo.cluster.make_trainer async_grpo.inference.logprob_worker async_grpo.config.preflight
+    async_grpo.launch.plan
+""".split()
+# Imported by generation workers and engines, in addition
+VLLM_MODULES = """
+    vllm.v1.engine.async_llm vllm.v1.engine.core vllm.v1.worker.cpu_worker
+    async_grpo.inference.generation_worker async_grpo.inference.vllm_edges.worker_extension
+""".split()
+
+
+@dataclass(frozen=True)
+class WarmPythons:
+    """The files that start processes with imported libraries, and what starts their servers.
+
+    Attributes:
+        torch: Starts processes with torch and transformers.
+        vllm: Starts processes that also have vLLM.
+        command: The command of the servers.
+        listeners: Sockets that the servers inherit.
+    """
+
+    torch: Path
+    vllm: Path
+    command: list[str]
+    listeners: list[socket.socket]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that tell the run's programs where the files are."""
+        return {
+            # Read by torchrun, which starts the ranks
+            "PYTHON_EXEC": str(self.torch),
+            # Read in cluster/ray_session.py
+            "ASYNC_GRPO_WARM_TORCH": str(self.torch),
+            "ASYNC_GRPO_WARM_VLLM": str(self.vllm),
+        }
+
+
+def preloaded_libraries() -> str:
+    """Return the value of LD_PRELOAD that vLLM would set for an engine on the CPU: OpenMP and an allocator."""
+    torch_folder = _folder_of("torch")
+    vllm_folder = _folder_of("vllm")
+    libraries = [os.environ.get("LD_PRELOAD", "")]
+    for folder, pattern in (
+        (vllm_folder / "libs", "libtcmalloc_minimal*.so*"),
+        (torch_folder.parent / "torch.libs", "libgomp*.so*"),
+        (torch_folder / "lib", "libgomp*.so*"),
+    ):
+        libraries += map(str, sorted(folder.glob(pattern))[:1])
+    return ":".join(filter(None, libraries))
+
+
+def _folder_of(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    return Path(spec.origin).parent
+
+
+def warm_pythons(model: str, scratch: Path, eager: bool) -> WarmPythons:
+    """Write the files into a private folder.
+
+    Args:
+        model: Hugging Face folder of the model, whose classes are imported, too.
+        scratch: The folder.
+        eager: Whether engines compile nothing.
+    """
+    stages = []
+    listeners = []
+    for name, modules in (("torch", TORCH_MODULES), ("vllm", VLLM_MODULES)):
+        socket_path = scratch / f"warm-{name}.socket"
+        executable = write_executable(scratch / f"warm-{name}", socket_path)
+        # vLLM sets variables for torch's compiler before it starts an engine
+        ignored = ["TORCHINDUCTOR_"] if eager and name == "vllm" else []
+        listener = listen(socket_path)
+        listeners.append(listener)
+        stages.append(Stage(listener.fileno(), executable, modules, ignored))
+    arguments = json.dumps([stage.as_json() for stage in stages])
+    command = [sys.executable, "-m", "async_grpo.processes.warm_server", arguments]
+    return WarmPythons(stages[0].executable, stages[1].executable, command, listeners)

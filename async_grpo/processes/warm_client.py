@@ -1,0 +1,125 @@
+"""The program that stands in for `python`: it asks a warm server for a process that has imported its libraries already.
+
+    python -I -S warm_client.py SOCKET PYTHON ARGUMENTS...
+
+It behaves as `PYTHON ARGUMENTS...` would: it has the same output, passes signals on, and ends with the same exit code. If
+no server answers, or the server cannot serve these arguments, it becomes `PYTHON ARGUMENTS...` itself.
+
+This file imports only the standard library, and few modules of it, because each process of a run starts with it.
+"""
+
+import array
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+# Signals that end or inform a program. SIGSTOP and SIGKILL cannot be caught: the server ends the process of a client
+# that was killed
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+LENGTH = struct.Struct("!I")  # precedes the JSON of a request
+STATUS = struct.Struct("!i")  # an answer of the server: ACCEPTED, REFUSED, or later the exit code
+ACCEPTED = 1000
+REFUSED = 1001
+SERVER_IS_GONE = 70  # exit code if the server ended first, which ends its processes, too
+
+
+def main(socket_path: str, python: str, arguments: list[str]) -> None:
+    """Have the server run Python with these arguments, and end as that process ends. Otherwise, become Python."""
+    descriptors = _open_descriptors()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        process = None
+        # Fails if the server is not there, or ends before it answers
+        with suppress(OSError):
+            connection.connect(socket_path)
+            process = _request(connection, arguments, descriptors)
+        if process is None:
+            connection.close()
+            os.execv(python, [python, *arguments])
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: _pass_on(process, number))
+        # Only the new process may hold these, so that other processes notice when it closes its own
+        for descriptor in descriptors:
+            if descriptor > 2:
+                os.close(descriptor)
+        _end_like(_receive_status(connection))
+
+
+def _open_descriptors() -> list[int]:
+    """Return the descriptors that this program inherited."""
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        # The descriptor of the listing itself is closed already
+        if os.path.exists(f"/proc/self/fd/{name}") or os.path.islink(f"/proc/self/fd/{name}"):
+            descriptors.append(int(name))
+    return sorted(descriptors)
+
+
+def _request(connection: socket.socket, arguments: list[str], descriptors: list[int]) -> int | None:
+    """Send the request, and return a descriptor of the new process (pidfd), or None if the server refuses.
+
+    Raises:
+        OSError: The server ended.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    with open("/proc/self/oom_score_adj") as file:
+        oom_score_adj = file.read()
+    request = {
+        "arguments": arguments,
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "descriptors": descriptors,
+        "umask": umask,
+        "niceness": os.nice(0),
+        "oom_score_adj": oom_score_adj.strip(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limit_names()},
+    }
+    message = json.dumps(request).encode()
+    passed = array.array("i", descriptors)
+    first_bytes = LENGTH.pack(len(message))
+    connection.sendmsg([first_bytes], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+    connection.sendall(message)
+    answer, pidfds, _, _ = socket.recv_fds(connection, STATUS.size, 1)
+    if len(answer) < STATUS.size:
+        raise ConnectionResetError("the warm server ended")
+    return pidfds[0] if STATUS.unpack(answer)[0] == ACCEPTED else None
+
+
+def limit_names() -> list[str]:
+    """Return the names of the limits that a process inherits from its parent."""
+    return sorted(name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE")
+
+
+def _pass_on(process: int, number: int) -> None:
+    # Fails if the process has ended, and its exit code is on the way
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, number)
+
+
+def _receive_status(connection: socket.socket) -> int:
+    answer = connection.recv(STATUS.size, socket.MSG_WAITALL)
+    if len(answer) < STATUS.size:
+        print("the warm server ended, and its processes with it", file=sys.stderr)
+        return SERVER_IS_GONE
+    return int(STATUS.unpack(answer)[0])
+
+
+def _end_like(status: int) -> None:
+    """End this process with an exit code, or by a signal if the code is negative."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = -status
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,258 @@
+"""Processes that are forked from a warm server behave as `python` does, and end with their client."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_grpo.processes.warm_server import Stage, listen, write_executable
+
+# Prints what a program sees of its surroundings
+SURROUNDINGS = """
+import json, os, resource, sys
+print(json.dumps({
+    "argv": sys.argv[1:], "name": __name__, "folder": os.getcwd(), "first_path": sys.path[0],
+    "mark": os.environ.get("MARK"),
+    "umask": os.umask(0), "files": resource.getrlimit(resource.RLIMIT_NOFILE), "input": sys.stdin.read(),
+    "cores": sorted(os.sched_getaffinity(0)), "executable": sys.executable,
+    "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists("/proc/self/fd/" + fd)),
+}))
+"""
+IS_WARM = "import sys; print('decimal' in sys.modules, 'colorsys' in sys.modules)"
+
+
+class Servers:
+    """Servers of two stages: `decimal`, then also `colorsys`."""
+
+    def __init__(self, folder: Path, modules: tuple[list[str], ...], **variables: str) -> None:
+        self.log = folder / "server.log"
+        self.executables = []
+        stages = []
+        listeners = []
+        for number, names in enumerate(modules):
+            listener = listen(folder / f"{number}.socket")
+            executable = write_executable(folder / str(number), folder / f"{number}.socket")
+            listeners.append(listener)
+            self.executables.append(str(executable))
+            stages.append(Stage(listener.fileno(), executable, names).as_json())
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.processes.warm_server", json.dumps(stages)],
+                pass_fds=[listener.fileno() for listener in listeners],
+                stderr=log,
+                env=os.environ | variables,
+            )
+        for listener in listeners:
+            listener.close()
+
+    def run(self, *arguments: str, stage: int = 0, **options) -> subprocess.CompletedProcess:
+        """Run Python with these arguments by the executable of a stage."""
+        options = {"input": "", "env": os.environ} | options
+        command = [self.executables[stage], *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, **options)
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """Two servers that end with the test."""
+    servers = Servers(tmp_path, (["decimal"], ["colorsys"]))
+    yield servers
+    servers.process.kill()
+    servers.process.wait()
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A program and a module that print what they see."""
+    file = tmp_path / "surroundings.py"
+    file.write_text(SURROUNDINGS)
+    return file
+
+
+@pytest.mark.parametrize("form", ["-c", "-m", "file"])
+def test_a_process_sees_what_a_process_of_python_sees(servers, program, form, tmp_path):
+    arguments = {
+        "-c": ["-B", "-c", SURROUNDINGS, "one", "--two"],
+        "-m": ["-m", "surroundings", "one", "--two"],
+        "file": ["-u", str(program), "one", "--two"],
+    }[form]
+    options = {"cwd": tmp_path, "env": os.environ | {"MARK": "here"}, "input": "some text", "umask": 0o027}
+    usual = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=30, **options
+    )
+    forked = servers.run(*arguments, **options)
+    assert json.loads(forked.stdout) == json.loads(usual.stdout)
+    assert json.loads(forked.stdout)["input"] == "some text"
+
+
+def test_each_stage_has_imported_its_modules_and_those_before(servers):
+    assert servers.run("-c", IS_WARM, stage=0).stdout.split() == ["True", "False"]
+    assert servers.run("-c", IS_WARM, stage=1).stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    "code, exit_code",
+    [
+        ("pass", 0),
+        ("raise SystemExit(7)", 7),
+        ("1 / 0", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", -signal.SIGABRT),
+    ],
+)
+def test_a_process_ends_as_python_ends(servers, code, exit_code):
+    done = servers.run("-c", code)
+    assert done.returncode == exit_code
+    assert ("ZeroDivisionError" in done.stderr) == (code == "1 / 0")
+
+
+def test_random_numbers_of_two_processes_differ(tmp_path):
+    servers = Servers(tmp_path, (["numpy", "random"],))
+    code = "import random, numpy; print(random.random(), numpy.random.rand())"
+    outputs = {servers.run("-c", code).stdout for _ in range(3)}
+    servers.process.kill()
+    assert len(outputs) == 3
+
+
+def test_open_files_keep_their_numbers(servers):
+    reading, writing = os.pipe()
+    moved = os.dup2(writing, 77)
+    code = "import os; os.write(77, b'through 77'); print(os.path.lexists('/proc/self/fd/78'))"
+    done = servers.run("-c", code, pass_fds=[moved])
+    os.close(writing)
+    os.close(moved)
+    assert done.stdout.split() == ["False"] and os.read(reading, 100) == b"through 77"
+    # The client has closed its copies, or this would wait for it
+    assert os.read(reading, 100) == b""
+    os.close(reading)
+
+
+def test_a_process_that_closes_a_pipe_is_noticed_though_its_client_lives(servers):
+    reading, writing = os.pipe()
+    code = f"import os, time; os.close({writing}); time.sleep(60)"
+    with subprocess.Popen([servers.executables[0], "-c", code], pass_fds=[writing]) as client:
+        os.close(writing)
+        assert os.read(reading, 1) == b"" and client.poll() is None
+        client.kill()
+    os.close(reading)
+
+
+@contextlib.contextmanager
+def sleeping(servers: Servers):
+    """Yield a client and the id of its process, which handles SIGTERM."""
+    code = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); "
+        "print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [servers.executables[1], "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as client:
+        yield client, int(client.stdout.readline())
+        client.kill()
+
+
+def has_ended(pid: int) -> bool:
+    """Wait until a process has ended, for at most 10 s."""
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_signals_reach_the_process(servers):
+    with sleeping(servers) as (client, pid):
+        client.terminate()
+        assert client.wait(10) == 5 and has_ended(pid)
+
+
+def test_the_process_of_a_killed_client_is_killed_even_if_it_is_stopped(servers):
+    with sleeping(servers) as (client, pid):
+        os.kill(pid, signal.SIGSTOP)
+        client.kill()
+        assert has_ended(pid)
+
+
+def test_the_processes_of_a_killed_server_end_and_their_clients_say_so(servers):
+    with sleeping(servers) as (client, pid):
+        servers.process.kill()
+        assert client.wait(10) == 70 and has_ended(pid)
+        assert "the warm server ended" in client.stderr.read()
+
+
+def test_without_a_server_python_starts_as_usual(servers):
+    servers.process.kill()
+    servers.process.wait()
+    assert servers.run("-c", IS_WARM).stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("name", ["PYTHONHASHSEED", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "TORCHINDUCTOR_X"])
+def test_another_value_of_a_variable_that_imports_read_starts_python_as_usual(servers, name):
+    done = servers.run("-c", IS_WARM, env=os.environ | {name: "7"})
+    assert done.stdout.split() == ["False", "False"]
+    assert f"{name} differs from that of the warm server" in servers.log.read_text()
+
+
+def test_a_library_that_is_not_preloaded_in_the_server_starts_python_as_usual(servers):
+    done = servers.run("-c", IS_WARM, env=os.environ | {"LD_PRELOAD": "/nowhere/libx.so"})
+    assert done.stdout.split() == ["False", "False"]
+    assert "/nowhere/libx.so" in servers.log.read_text()
+
+
+def test_options_of_the_interpreter_start_python_as_usual(servers):
+    assert servers.run("-X", "utf8", "-c", IS_WARM).stdout.split() == ["False", "False"]
+
+
+def test_ray_cannot_be_imported_by_a_server(tmp_path):
+    module = tmp_path / "wants_ray.py"
+    module.write_text("try:\n    import ray\nexcept ImportError:\n    ray = None\n")
+    servers = Servers(tmp_path, (["wants_ray"],), PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    code = (
+        "import wants_ray, sys; print(wants_ray.ray, 'ray' in sys.modules); import ray; print(ray.__name__)"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = servers.run("-c", code, env=os.environ | {"PYTHONPATH": path})
+    servers.process.kill()
+    assert done.stdout.split() == ["None", "False", "ray"]
+
+
+def test_modules_that_start_threads_are_not_forked(tmp_path):
+    (tmp_path / "with_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    servers = Servers(tmp_path, (["decimal", "with_thread"],), PYTHONPATH=path)
+    done = servers.run("-c", IS_WARM, env=os.environ | {"PYTHONPATH": path})
+    assert done.stdout.split() == ["False", "False"]
+    servers.process.wait(10)
+    assert "started 1 threads" in servers.log.read_text()
+
+
+def test_what_multiprocessing_starts_is_forked_as_well(servers, tmp_path):
+    program = tmp_path / "parent.py"
+    program.write_text(
+        "import multiprocessing, sys\n"
+        "def child(queue):\n    queue.put('colorsys' in sys.modules)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n    queue = context.Queue()\n"
+        "    process = context.Process(target=child, args=[queue])\n    process.start()\n"
+        "    print(queue.get(timeout=20))\n    process.join()\n    print(process.exitcode)\n"
+    )
+    assert servers.run(str(program), stage=1).stdout.split() == ["True", "0"]
+
+
+def test_a_client_that_says_nothing_does_not_stop_the_server(servers, tmp_path):
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(tmp_path / "0.socket"))
+        silent.sendall(b"\x00")
+    assert servers.run("-c", IS_WARM).stdout.split() == ["True", "False"]
