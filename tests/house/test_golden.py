@@ -34,6 +34,8 @@ NEW_DEFAULTS: dict[tuple[str, str], object] = {  # (command, option) -> the defa
     # 64, whatever the run had in flight; now chosen from that and from the memory
     ("worker", "max_num_seqs"): None,
     ("run", "max_num_seqs"): None,
+    # 90, as it is for the tiny model; fewer for SmolLM2
+    ("demo", "steps"): None,
 }
 NEW_IN_RECIPES: dict[tuple[str, str], object] = {  # (recipe, option) -> the value it has now
     # ScaleRL divides by the standard deviation over the samples of the batch, not over their tokens

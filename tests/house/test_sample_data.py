@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, FOLDER, TINY_MODEL, create_gsm8k
+from async_grpo.data import (
+    CAPITALS_HELDOUT,
+    CAPITALS_TRAIN,
+    COUNTDOWN_HELDOUT,
+    COUNTDOWN_TRAIN,
+    FOLDER,
+    TINY_MODEL,
+    create_capitals,
+    create_gsm8k,
+)
 from async_grpo.data import create_count_down as count_down
 from async_grpo.data.create_count_down import Problem, ProblemSpace, find_problems, generate_problems
+from async_grpo.data.reward_registry import regex
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL)
 
@@ -214,3 +224,32 @@ def test_the_shipped_gsm8k_sample_is_made_for_the_tiny_model_and_all_stays_small
     assert all(row == create_gsm8k.to_record(row["question"], row["answer"], TOKENIZER) for row in rows)
     assert sum(path.stat().st_size for path in FOLDER.glob("*.jsonl")) < 1_500_000
     assert sum(path.stat().st_size for path in TINY_MODEL.iterdir()) < 5_000_000
+
+
+def test_the_shipped_capitals_are_what_their_command_writes_and_share_no_country(tmp_path):
+    train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    result = run_cli(create_capitals, "--output", train, "--heldout-output", heldout)
+    assert result.exit_code == 0, result.output
+    assert train.read_bytes() == CAPITALS_TRAIN.read_bytes()
+    assert heldout.read_bytes() == CAPITALS_HELDOUT.read_bytes()
+    questions = [{row["messages"][0]["content"] for row in read_jsonl(path)} for path in (train, heldout)]
+    assert (len(questions[0]), len(questions[1])) == (34, 16)
+    assert not questions[0] & questions[1]
+    answers = [row["answer"] for path in (train, heldout) for row in read_jsonl(path)]
+    assert len(set(answers)) == len(create_capitals.CAPITALS) == 50
+
+
+def test_a_capital_is_paid_for_its_name_alone_and_not_for_the_question():
+    rows = read_jsonl(CAPITALS_TRAIN) + read_jsonl(CAPITALS_HELDOUT)
+    for row in rows:
+        question, capital = row["messages"][0]["content"], row["answer"]
+        wrong = {other["answer"] for other in rows} - {capital}
+        for completion, reward in (
+            (f"The capital is {capital}.", 1.0),
+            (capital.upper(), 1.0),
+            (f"{capital}x", 0.0),
+            (question, 0.0),
+            (", ".join(wrong), 0.0),
+            ("", 0.0),
+        ):
+            assert regex({**row, "completion": completion}, search=True)["reward"] == reward

