@@ -17,9 +17,14 @@ from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter
 
-TRAINED_NOTHING = (
+# The two reasons for which a step is skipped, as alarms
+ALL_TOKENS_LEFT_OUT = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
     "reward counts; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance leave tokens out)"
+)
+NOT_FINITE = (
+    "the step trained nothing: its loss or its gradient was not finite, so the weights were not updated (see "
+    "backward_loss, grad_norm and the trainer's log). More such steps in a row than --nonfinite-steps end the run"
 )
 # Activities within a step, whose times are part of `time_per_batch`
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
@@ -173,7 +178,8 @@ class Trainer:
             return
         alarms = list(step_end.stats.get("alarms", []))
         if metrics.get("update_skipped"):
-            alarms.append(TRAINED_NOTHING)
+            has_tokens = metrics["num_non_masked_tokens"] > 0
+            alarms.append(NOT_FINITE if has_tokens else ALL_TOKENS_LEFT_OUT)
         self.write(
             {
                 **step_end.stats,

@@ -99,12 +99,19 @@ def test_weights_that_do_not_land_end_the_run_before_the_next_optimizer_step(ran
     assert script.finish.call_count == 1
 
 
-def test_a_step_that_trained_nothing_is_an_alarm(ranks):
-    script = script_of(1, 1)
-    script.finish.side_effect = [{"update_skipped": 0.0}, {"update_skipped": 1.0}]
-    trainer(script, ranks, 2).run()
-    alarms = [[alarm.split(":")[0] for alarm in line["alarms"]] for line in lines_of(script)]
-    assert alarms == [[], ["the step trained nothing"]]
+def test_a_step_that_trained_nothing_is_an_alarm_that_says_why(ranks):
+    script = script_of(1, 1, 1)
+    script.finish.side_effect = [
+        {"update_skipped": 0.0, "num_non_masked_tokens": 5.0},
+        {"update_skipped": 1.0, "num_non_masked_tokens": 0.0},
+        {"update_skipped": 1.0, "num_non_masked_tokens": 5.0, "grad_norm": float("nan")},
+    ]
+    trainer(script, ranks, 3).run()
+    trained, (left_out,), (not_finite,) = (line["alarms"] for line in lines_of(script))
+    assert trained == []
+    assert left_out.startswith("the step trained nothing: every token of it was left out of the loss")
+    assert not_finite.startswith("the step trained nothing: its loss or its gradient was not finite")
+    assert "left out" not in not_finite and "--nonfinite-steps" in not_finite
 
 
 def test_the_seconds_of_a_step_are_told_apart_and_its_intervals_are_wall_clock(ranks):
