@@ -79,7 +79,7 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class WorkersJoined:
-    """A request to every rank to publish the current weights again, with the self-test, for workers that joined."""
+    """A request to every rank to publish the current weights again, for workers that joined. A self-test comes first."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ class WorkerInfo:
 
     worker_id: str
     kind: str  # "generation", "reference" or "proximal"
-    max_sequences: int  # number of sequences that it accepts at once: max_num_seqs + overhead_seqs
+    # Number of sequences that it accepts at once: `EngineOptions.max_sequences` for a generation worker, and
+    # `inference.config.UNLIMITED` for a logprob worker
+    max_sequences: int
     max_tokens: int  # number of tokens that it can hold at once (its KV cache, or its packing budget)
     world_size: int = 1  # number of its processes (GPUs), each of which holds a shard of the weights
-    rewards: str = ""  # rewards that it was started with
+    rewards: str = ""  # `--reward-fns` that it was started with; "" if none

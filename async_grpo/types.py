@@ -1,6 +1,8 @@
 """The data types of the library: what becomes of a sample on its way from a data row to a gradient.
 
-    Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (`messages`, one per rank) ... StepEnd
+    Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (many per step) -> StepEnd (one per step)
+
+`MicroBatch` and `StepEnd` are in `messages`. Each rank of the training gets its own micro-batches, and every StepEnd.
 
 A *group* holds all completions of one prompt. A completion is usually one answer. With an environment it is a
 *trajectory*: the policy generates several *turns*, and the environment (a game, tools, an agent's program) answers
@@ -31,7 +33,7 @@ ENVIRONMENT = "environment"  # name of the reward that comes from an environment
 
 
 class FinishReason(str, Enum):
-    """Why a completion ended. Only STOP is a finished answer; LENGTH is a truncated one."""
+    """Why a completion ended. STOP means that the answer is finished, LENGTH that it was truncated."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -103,12 +105,13 @@ class Turn:
     # (E,) int32, the environment's tokens since the last turn. If the turn begins a sequence: all tokens that the
     # engine read, including the prompt
     before: np.ndarray
-    tokens: int  # number of sampled tokens
+    num_tokens: int  # number of sampled tokens
     # Whether the turn begins a new sequence: the first turn, or a turn whose history was rewritten
     fresh: bool = False
-    said: str = ""  # `before` as text
+    before_text: str = ""  # `before` as text
     text: str = ""  # the sampled tokens as text
-    # Sort key for the order of the turns in time; turns with equal numbers keep the order of the list
+    # Sort key for the order of the turns in time; turns with equal numbers keep the order of the list. A completion
+    # lists its turns sequence by sequence. That is not their order in time if the turns of several sequences alternated
     number: int = 0
 
 
@@ -119,7 +122,8 @@ class Outcome:
     reward: float | None = None  # the environment's own reward of the trajectory; None if there is none
     failure: str = ""  # why the trajectory cannot be scored; "" if it can. A failure is not a reward of 0
     turn_rewards: tuple[float, ...] = ()  # the environment's own reward of each turn; () if there are none
-    states: tuple[str, ...] = ()  # name of the state in which each turn began, for GiGPO; () if not named
+    # Name of the state in which each turn began, for the estimator `gigpo`; () if the environment names no states
+    states: tuple[str, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)  # metrics by name, such as `tool_calls`
 
 
@@ -170,7 +174,7 @@ class Completion(Tokens):
         ranks = self.turn_ranks
         if np.all(ranks[1:] > ranks[:-1]):
             return None
-        token_ranks = np.repeat(ranks, [turn.tokens for turn in self.turns])
+        token_ranks = np.repeat(ranks, [turn.num_tokens for turn in self.turns])
         times = np.empty(len(self), np.int32)
         times[np.argsort(token_ranks, kind="stable")] = np.arange(len(self), dtype=np.int32)
         return times
@@ -283,7 +287,7 @@ class Sample:
         pieces = []
         begin = 0
         for turn in turns:
-            end = begin + turn.tokens
+            end = begin + turn.num_tokens
             pieces.append((turn.before, slice(begin, end)))
             begin = end
         return pieces
@@ -309,8 +313,8 @@ class Sample:
 
         Args:
             values: One value for each token of the sequence, starting at the token with the index `begin`.
-            begin: Index of the first token that has a value. For an answer without turns it must be the length of the
-                prompt; all tokens from there on are sampled.
+            begin: Index of the first token that has a value. It is not used for an answer without turns: the values of
+                an answer must begin after its prompt, where all tokens are sampled.
         """
         if not self.completion.turns:
             return values
@@ -324,12 +328,12 @@ class Sample:
 
     @property
     def sequences(self) -> "list[Sample]":
-        """Return one sample per sequence, with the verdict of this one.
+        """Return one sample per sequence. Each has the verdict of the whole sample.
 
         If no history was rewritten, the sample has a single sequence and is returned itself.
         """
         turns = self.completion.turns
-        first_turns = [number for number, turn in enumerate(turns) if turn.fresh]
+        first_turns = [index for index, turn in enumerate(turns) if turn.fresh]
         if len(first_turns) < 2:
             return [self]
         places = [place for _, place in self.pieces]
@@ -363,17 +367,21 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
-    admitted_version: int  # policy version with which the engines generated when the group was started
+    # Policy version of the engines when the generation of the group began. If the group is generated again after a
+    # restart, or replaces a group that was unfit, this is later than its admission
+    start_version: int
     # Number of the group in the order of admission. It determines the step in which the group is due (`staleness`)
     sequence_number: int
     baseline: Verdict | None = None  # verdict on the greedy completion, if the estimator compares with it
-    resampled: int = 0  # number of groups without signal, or with a reward to refill, that this one replaced
+    # Number of groups that were generated in place of this one before, and discarded: their rewards did not differ
+    # (`--zero-variance resample`), or a reward failed whose `--on-reward-failure` is `refill`
+    resampled: int = 0
 
     @property
     def oldest_version(self) -> int:
-        """Return the oldest policy version that sampled a token of the group, or `admitted_version` without tokens."""
+        """Return the oldest policy version that sampled a token of the group, or `start_version` without tokens."""
         versions = (s.completion.oldest_version for s in self.samples if len(s.completion))
-        return min(versions, default=self.admitted_version)
+        return min(versions, default=self.start_version)
 
     @property
     def rewards(self) -> list[float]:

@@ -61,7 +61,9 @@ def random_groups(number: int, size: int, longest: int) -> list[Group]:
 def measure(case: str, groups: int, samples: int, tokens: int, repeats: int) -> dict[str, float]:
     options = CASES[case]
     rewards_on_tokens = options["advantage_estimator"] in ("grpo_process", "prime_rloo")
-    plan = GroupAdvantages(BatchConfig(**options), RunFacts(process=("steps",) if rewards_on_tokens else ()))
+    plan = GroupAdvantages(
+        BatchConfig(**options), RunFacts(process_rewards=("steps",) if rewards_on_tokens else ())
+    )
     step = random_groups(groups, samples, tokens)
     for group in step[: 4 * plan.group_local]:
         plan([group], 0)

@@ -4,7 +4,8 @@ A missing or non-finite reward must never move a baseline, and a sample that is 
 
 - *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. All
   other rows enter no statistic, neither of the group nor of the batch, and get zeros. This also holds for
-  `reinforce_plus_plus` and `gae`. To compare rows across prompts, give them the same group id.
+  `reinforce_plus_plus` and `gae`, which do not compare within groups. To compare rows across prompts, give them the
+  same group id.
 - Values at masked positions and in invalid rows may be anything, NaN included, and change nothing. The same holds for
   rewards outside a `step_mask` or `masks`.
 - The advantages at masked positions, and of rows that do not participate, are zero.
@@ -67,9 +68,11 @@ class Estimator:
             An estimator without this property is batch-coupled and waits for its whole minibatch.
         outcome: The estimator accepts one score per sample, placed on the row's last unmasked token.
         process: The result depends on which token a reward is placed on.
-        per_sample: All tokens between two scores get the same advantage (with one score, all tokens of the sample),
-            unless the option `gamma` discounts. So one column can stand for each such run of tokens.
-        sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies `per_sample`.
+        flat_between_rewards: All tokens after one reward up to the next get the same advantage (with one reward, all
+            tokens of the sample), unless the option `gamma` discounts. So one column can stand for each such run of
+            tokens.
+        sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies
+            `flat_between_rewards`.
         rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
         needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only in
@@ -85,7 +88,7 @@ class Estimator:
     group_local: bool = False
     outcome: bool = True
     process: bool = False
-    per_sample: bool = False
+    flat_between_rewards: bool = False
     sums: bool = False
     rewards: str = TOTAL
     compares_with_batch: bool = False
@@ -183,15 +186,15 @@ class Estimator:
         function_rewards = finite_rewards if self.takes_named_rewards else finite_rewards[SINGLE_REWARD]
         advantages = self.function(function_rewards, self._counts(used, num_tokens), groups, **options)
         advantages = torch.where(used, advantages, 0).to(dtype)
-        too_large = f"are no finite {dtype} by {self.function.__name__}: rewards or options are too large"
-        _refuse_rows("advantages", ~torch.isfinite(advantages), too_large)
+        reason = f"by {self.function.__name__} are not finite in {dtype}: rewards or options are too large"
+        _refuse_rows("advantages", ~torch.isfinite(advantages), reason)
         return advantages
 
     def _counts(
         self, used: Bool[Tensor, "batch tokens"], num_tokens: Shaped[Tensor, "batch tokens"]
     ) -> Shaped[Tensor, "batch tokens"]:
         """Return the `used` argument of the function: bool, or the number of tokens that each entry stands for."""
-        accepts_counts = self.per_sample or self.sums
+        accepts_counts = self.flat_between_rewards or self.sums
         if accepts_counts and (num_tokens > 1).any():
             return torch.where(used, num_tokens, 0)
         return used
@@ -265,7 +268,10 @@ def _reward_masks(
     rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]],
     readable: Bool[Tensor, "batch tokens"],
 ) -> dict[str, Bool[Tensor, "batch tokens"]]:
-    """Return a mask for each reward: the readable tokens that the caller's `step_mask` or `masks` also select.
+    """Return a mask for each reward: the unmasked tokens of valid rows (`readable`) that the caller's masks select.
+
+    The caller's masks are `step_mask` or `masks`. A reward without such a mask gets all readable tokens. The function of
+    the estimator gets the returned masks in place of the caller's, so it need not know which tokens are readable.
 
     Raises:
         ValueError: A mask has the wrong shape, or belongs to no reward.
@@ -323,7 +329,7 @@ def _refuse_rows(kind: str, is_wrong: Bool[Tensor, "batch ..."], reason: str) ->
 
 
 _batch_estimator = partial(Estimator, process=True, compares_with_batch=True, needs_all_rewards=True)
-_step_estimator = partial(Estimator, outcome=False, process=True, per_sample=True)
+_step_estimator = partial(Estimator, outcome=False, process=True, flat_between_rewards=True)
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(outcomes.grpo, group_local=True, sums=True),
@@ -331,12 +337,12 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(outcomes.rloo, group_local=True, sums=True),
     "opo": Estimator(outcomes.opo, group_local=True, sums=True),
     "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, sums=True),
-    "remax": Estimator(processes.remax, group_local=True, per_sample=True),
+    "remax": Estimator(processes.remax, group_local=True, flat_between_rewards=True),
     "gpg": Estimator(outcomes.gpg, sums=True),
     "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),
     "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, sums=True),
     "gdpo": Estimator(outcomes.gdpo, sums=True, rewards=COMPONENTS, needs_all_rewards=True),
-    "reinforce_plus_plus": _batch_estimator(processes.reinforce_plus_plus, per_sample=True),
+    "reinforce_plus_plus": _batch_estimator(processes.reinforce_plus_plus, flat_between_rewards=True),
     "gae": _batch_estimator(processes.gae, critic_returns=processes.gae_returns),
     "grpo_process": _step_estimator(processes.grpo_process, group_local=True),
     "prime_rloo": _step_estimator(processes.prime_rloo, rewards=SOURCES),

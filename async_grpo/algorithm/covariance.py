@@ -124,7 +124,7 @@ def _shifted(z: Int64[Tensor, "*shape"], places: int) -> Int64[Tensor, "*shape"]
 def _select_share(
     scores: Float[Tensor, "batch tokens"], ratio: float, batch: LossBatch
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return True at the tokens with the highest scores, a share `ratio` of the batch's tokens."""
+    """Return a mask of the tokens with the highest scores. `ratio` is the fraction of unmasked tokens to select."""
     count = num_selected(ratio, batch.mask.sum().item())
     threshold = top_scores(scores, count)[-1]
     return select(scores, threshold)
@@ -143,9 +143,9 @@ def clip_cov(
 ) -> LossAndMetrics:
     """Return the loss of `ppo_clip`, set to 0 at a few randomly selected tokens.
 
-    A share `ratio` of all tokens is selected, among those with cov_low < covariance < cov_high. The bounds of the clip
-    are 1 and 1 by default, as in the authors' recipe. The seed must change from step to step. The metric
-    `selected_frac` is the share of selected tokens.
+    The tokens are selected among those with cov_low < covariance < cov_high. `ratio` is the fraction of all tokens to
+    select. The bounds of the clip are 1 and 1 by default, as in the authors' recipe. The seed must change from step to
+    step. The metric `selected_frac` is the fraction of selected tokens.
     """
     refuse(
         not cov_low < cov_high,
@@ -173,10 +173,11 @@ def kl_cov(
     ratio: float = 2e-4,
     coef: float = 1.0,
 ) -> LossAndMetrics:
-    """Return -A r, plus coef |log pi - log pi_old| at the share `ratio` of tokens with the highest covariance.
+    """Return -A r, plus coef |log pi - log pi_old| at the tokens with the highest covariance.
 
-    The log-ratio in the penalty is not clamped: it does not overflow, and a clamped penalty would have no gradient. The
-    metric `selected_frac` is the share of selected tokens.
+    `ratio` is the fraction of all tokens that get this penalty. The log-ratio in the penalty is not clamped: it does
+    not overflow, and a clamped penalty would have no gradient. The metric `selected_frac` is the fraction of selected
+    tokens.
     """
     if selected is None:
         selected = _select_share(kl_cov_scores(batch, token_sums(batch)), ratio, batch)

@@ -3,7 +3,7 @@
 An unbiased estimator may have a biased gradient. Over samples of the policy itself, k1 and k3 are unbiased as values,
 but the gradient of k1 averages to 0, and that of k3 to the gradient of KL(ref || pi). Only the gradient of k2 averages
 to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). The
-estimator `k3+` has the value of k3 and the gradient of k2; so do the other names that end in `+`.
+estimators `k1+`, `k2+`, `k3+` and `abs+` have the value of the estimator without the `+`, and the gradient of k2.
 """
 
 import math

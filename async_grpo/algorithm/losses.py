@@ -2,8 +2,8 @@
 
 Masked positions may hold anything, NaN and inf included. They are replaced *before* the computation, because the
 gradient of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean` and
-`ratio_max`. A loss with a clip also reports `clip_frac_low` and `clip_frac_high`, which are 1 at every clipped token.
-Other modules read the attributes of a loss and never compare its name.
+`ratio_max`. A loss with a clip also reports `clip_frac_low` and `clip_frac_high` (`topr` only the latter), which are 1
+at every clipped token. Other modules read the attributes of a loss and never compare its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,14 +31,16 @@ class PolicyLoss:
     Args:
         function: (`LossBatch`, *, settings) -> (loss, metrics). Its keywords are its settings, plus
             `proximal_logprobs` and `selected` if it reads them.
-        needs_proximal: `proximal_logprobs` is required, and `old_logprobs` are those of the behaviour policy.
+        needs_proximal: `proximal_logprobs` is required, and `old_logprobs` are those of the policy that sampled the
+            tokens (the behaviour policy).
         uses_ratio: The value or the gradient contains pi / pi_old, which already corrects for the policy that computed
-            `old_logprobs`. If that is the behaviour policy, importance weights would correct for it a second time.
+            `old_logprobs`. If this is the behaviour policy, importance weights would correct for it a second time.
         sequence_level: The loss of a token depends on its whole sequence, which must not be split.
         idle_at_ratio_one: The loss pulls the policy to the old policy, and this pull vanishes if both are the same.
-        scores: (batch, sums, token_keys, **settings) -> the scores by which the loss selects tokens over the whole
-            minibatch. `sums` (3,) are those from which covariances follow; `token_keys` has a key of each token for
-            random draws, or is None (see `covariance`). None for a loss that selects no tokens.
+        scores: (batch, sums, token_keys, **settings) -> the score of each token. The tokens with the highest scores in
+            the whole minibatch become `selected`. `sums` (3,) are the `covariance.token_sums` of the minibatch.
+            `token_keys` are distinct numbers, one for each token, from which random draws follow, or None. A loss that
+            selects no tokens has None in place of this function.
     """
 
     function: Callable[..., LossAndMetrics]
@@ -50,7 +52,7 @@ class PolicyLoss:
 
     @property
     def needs_selection(self) -> bool:
-        """Return whether the loss gives special treatment to the highest-ranked tokens of the whole minibatch."""
+        """Return whether the loss treats the tokens with the highest scores in the whole minibatch in a special way."""
         return self.scores is not None
 
     @property
@@ -108,7 +110,7 @@ class PolicyLoss:
             ConfigurationError: An option is unknown or has a wrong value, or proximal log-probs are missing.
 
         >>> one = torch.ones(1, 1)
-        >>> loss, metrics = POLICY_LOSSES["ppo_clip"](one.log() + 1, 0 * one, 2 * one, one)  # ratio e > 1.28
+        >>> loss, metrics = POLICY_LOSSES["ppo_clip"](one, 0 * one, 2 * one, one)  # ratio exp(1 - 0) = e > 1.28
         >>> round(loss.item(), 2), metrics["clip_frac_high"].item()
         (-2.56, 1.0)
         """

@@ -5,7 +5,7 @@ function gets
 
 - `rewards`: finite numbers, zero where masked.
 - `used`: True at the unmasked tokens of participants, or the number of tokens that each entry stands for (see
-  `Estimator.per_sample`).
+  `Estimator.flat_between_rewards`). Participants are defined in `advantages`.
 - `groups`: the groups of rows that are compared with each other.
 
 It returns one advantage per token or one per sample. In the formulas, s_i is the score of sample i, n the number of
@@ -116,10 +116,11 @@ def grpo_passk(
 ) -> Float64[Tensor, "batch 1"]:
     """Return the lead of the group's best sample over the second best, and 0 for all other samples.
 
-    With `normalize`, the lead is divided by the group's std + eps. This is the gradient of the best of k (Tang et al.
-    2025, "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning"): removing any other
-    sample would not change the best score, so its advantage is 0. If several samples share the best score, no sample
-    has a lead.
+    With `normalize`, the lead is divided by the group's std + eps. Training with these advantages raises the expected
+    best score of k samples (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
+    Reinforcement Learning"): the lead is the amount by which the best score would fall without the best sample. Without
+    any other sample it would stay the same, so all other advantages are 0. If several samples share the best score, no
+    sample has a lead.
 
     >>> scores = torch.tensor([[1.], [5.], [3.]])
     >>> ADVANTAGE_ESTIMATORS["grpo_passk"](scores, torch.ones(3, 1), torch.zeros(3, dtype=int), normalize=False).flatten()

@@ -57,8 +57,8 @@ class LossBatch:
 
     def sequence_sum(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
         """Return, at every token, the sum of `values` over the unmasked tokens of its sequence."""
-        # The packing changes the order of summation. In float64 this cannot flip the sign of a sum, on which topr
-        # depends
+        # The packing changes the order of summation, and with it the rounding. topr depends on the sign of a sum, and
+        # the small rounding errors of float64 do not flip this sign
         sums = sequence_sums(torch.where(self.mask, values, 0).double(), self._ids)
         return sums[self._ids].to(values.dtype)
 
@@ -232,7 +232,8 @@ def dppo_kl(
 
 def _complement(logprobs: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
     """Return 1 - p, at least 1e-8, from log-probs log p."""
-    return -torch.expm1(logprobs).clamp(max=-PROBABILITY_FLOOR)
+    complement = -torch.expm1(logprobs)
+    return complement.clamp(min=PROBABILITY_FLOOR)
 
 
 def _divergence_masked(

@@ -287,7 +287,7 @@ def gigpo(
 
 def _turn_lengths(sample: Sample) -> list[int]:
     """Return the number of tokens of each turn, in the order of `completion.turns`."""
-    return [turn.tokens for turn in sample.completion.turns] or [len(sample.completion)]
+    return [turn.num_tokens for turn in sample.completion.turns] or [len(sample.completion)]
 
 
 def turn_numbers(sample: Sample) -> Int[np.ndarray, " tokens"]:

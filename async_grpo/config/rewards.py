@@ -70,7 +70,7 @@ class ResolvedRewards:
         options = config.options_by_name
         return RunFacts(
             max_completion_tokens,
-            process=tuple(self.process),
+            process_rewards=tuple(self.process),
             whole_groups=any(name in self.adapters for name in self.whole_groups),
             weights=config.weights_by_name,
             failure_policies=config.failure_policies,

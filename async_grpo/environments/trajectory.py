@@ -43,8 +43,8 @@ class TrajectoryRecorder:
 
     Args:
         chat: The tokenizer with its chat template.
-        trusted_messages: Messages of the user's data. Control tokens that they spell become control tokens, as in a row
-            that is tokenized without an environment.
+        trusted_messages: Messages of the user's data. Control tokens that are spelled in them become control tokens, as
+            in a row that is tokenized without an environment.
     """
 
     def __init__(self, chat: Chat, trusted_messages: Sequence[Message] = ()) -> None:
@@ -74,7 +74,7 @@ class TrajectoryRecorder:
                 continued=None,
             )
         history = max(histories, key=lambda sequence: len(sequence.token_ids))
-        # A copy, because another turn may be added to the sequence while this one waits for the thread
+        # A copy, because another turn may be added to the sequence while a thread decodes the tokens of this turn
         snapshot = replace(history)
         new_token_ids = token_ids[len(snapshot.token_ids) :]
         new_text = await offloaded(size, self.chat.decode, new_token_ids, snapshot.token_ids)
@@ -90,8 +90,8 @@ class TrajectoryRecorder:
         """Return the engine's input for a turn that continues the last sequence with this text.
 
         Args:
-            text: Text to add to everything so far.
-            is_foreign: Whether control tokens that the text spells stay plain text.
+            text: Text that follows everything that the engine has read and sampled in the sequence.
+            is_foreign: Whether control tokens that are spelled in the text stay plain text (see `control_tokens`).
         """
         breaks = await offloaded(len(text), self.chat.breaks_of, text) if is_foreign else ()
         rendered = Rendered(text, breaks)
@@ -178,7 +178,7 @@ class TrajectoryRecorder:
 
     async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
         """Return the engine's input for a turn that adds text to a sequence."""
-        # A copy, because another turn may be added to the sequence while this one waits for the thread
+        # A copy, because another turn may be added to the sequence while a thread tokenizes the text of this turn
         snapshot = replace(history)
         new_token_ids = await self._encoded(addition)
         new_breaks = tuple(len(snapshot.text) + place for place in addition.breaks)
@@ -251,9 +251,9 @@ class TrajectoryRecorder:
             num_new = len(engine_input.token_ids)
         turn = Turn(
             before=engine_input.token_ids[len(engine_input.token_ids) - num_new :],
-            tokens=len(completion),
+            num_tokens=len(completion),
             fresh=not sequence.turns,
-            said=engine_input.new_text,
+            before_text=engine_input.new_text,
             text=text,
             number=self.num_turns,
         )

@@ -32,8 +32,10 @@ from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Group, Prompt
 
+# A StepEnd is queued as the task that still collects its statistics
 Queued = Message | asyncio.Task[StepEnd]
-# Prompts that may be set aside in a row. After one more, something other than the prompts is losing the engines
+# Maximum number of prompts that are set aside in a row. If the next prompt loses its engines, too, the cause is probably
+# not in the prompts
 MAX_SET_ASIDE_IN_A_ROW = 2
 
 
@@ -113,7 +115,7 @@ class ExperienceBatcher:
 
     async def start(self) -> None:
         """Start generating, or continue after `restore`. The engines must hold the policy of the next training step."""
-        self.utilization.take()
+        self.utilization.take()  # discards the time before the start, in which the engines could not work
         for number, group in self._alive.items():
             coroutine = self._offer(group) if isinstance(group, Group) else self.rollout(number)
             self._supervise(coroutine, f"the rollout of group {number}")
@@ -127,24 +129,24 @@ class ExperienceBatcher:
             RunFailed: A task of the batcher failed. The task's error is the cause.
             DeadlineExceeded: No message came for `experience_timeout_s` seconds.
         """
-        message = asyncio.ensure_future(self._next_message(rank))
-        awaited: set[asyncio.Future[Any]] = {message, self._failure}
+        message_task = asyncio.ensure_future(self._next_message(rank))
+        awaited: set[asyncio.Future[Any]] = {message_task, self._failure}
         timeout_s = self.config.experience_timeout_s
         try:
             await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 error = self._failure.result()
                 raise RunFailed(f"{type(error).__name__}: {error}") from error
-            if not message.done():
+            if not message_task.done():
                 task_names = sorted(task.get_name() for task in self._tasks)
                 raise DeadlineExceeded(
                     f"rank {rank} waited {timeout_s:.0f} s (--experience-timeout-s) for step {self.steps.step}: "
                     f"{self._sequences} sequences are generating, {len(task_names)} tasks are under way: "
                     f"{', '.join(task_names[:3])} ..."
                 )
-            return message.result()
+            return message_task.result()
         finally:
-            message.cancel()
+            message_task.cancel()
 
     async def _next_message(self, rank: int) -> Message:
         # While `_offer` holds the lock, it is filling the packer, and it feeds the queues itself afterwards
@@ -216,9 +218,9 @@ class ExperienceBatcher:
         while True:
             admitted = self._alive[number]
             try:
-                # Read again here, because a group that is restored or replaced starts later than it was admitted
-                live_version = self.budget.live_version
-                group = await self.rollouts.group(admitted.prompt, number, live_version)
+                # Not the version that `admit` returned: a group that is restored or replaced starts later than that
+                start_version = self.budget.live_version
+                group = await self.rollouts.group(admitted.prompt, number, start_version)
             except PromptSetAside as error:
                 self._set_aside(admitted.prompt, error)
                 self._alive[number] = UnfinishedGroup(next(self.cursor), admitted.resampled)
@@ -231,6 +233,7 @@ class ExperienceBatcher:
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
+        # `_offer` returns once the group is handed over, even if no step has a place for it yet
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 
@@ -257,7 +260,7 @@ class ExperienceBatcher:
             self.cursor.curriculum.observe(group.prompt.row, mean_reward)
 
     def _is_fit(self, group: Group) -> bool:
-        """Return whether the group may be trained; if not, the options ask for another prompt instead of this one."""
+        """Return whether the group may be trained. If not, the options ask for a group of another prompt in its place."""
         if self.config.zero_variance == "resample" and not self.advantages.has_signal(group):
             return False
         return not self.advantages.wants_refill(group)
@@ -270,7 +273,7 @@ class ExperienceBatcher:
             if self.steps.streams:
                 events = self.steps.offer(group)
             else:
-                # To process a whole minibatch takes long, so a thread does it while the event loop serves other tasks
+                # Processing a whole minibatch takes long, so a thread does it while the event loop serves other tasks
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
                 if isinstance(event, StepComplete):
@@ -289,7 +292,7 @@ class ExperienceBatcher:
     def _feed(self) -> None:
         """Queue one micro-batch for each rank if a queue is empty and the waiting samples fill every micro-batch.
 
-        Other samples wait, because packing improves with the number of samples to choose from.
+        Otherwise all samples wait, because packing improves with the number of samples to choose from.
         """
         if not any(queue.empty() for queue in self._queues):
             return

@@ -288,7 +288,7 @@ class RunFacts:
     """Facts about the run's rewards and model that the rollout side needs. They are collected once, at the start."""
 
     max_completion_tokens: int = 0  # maximum length of a completion after the longest prompt
-    process: tuple[str, ...] = ()  # names of the process rewards
+    process_rewards: tuple[str, ...] = ()  # names of the process rewards
     whole_groups: bool = False  # some rewards process a whole group (`post_process_scores`)
     weights: Mapping[str, float] = field(default_factory=dict)  # values of `--reward-weights`, by reward
     # values of `--on-reward-failure`, by reward

@@ -24,19 +24,19 @@ from async_grpo.types import Group, RewardStatus, Sample, Verdict
 class GroupAdvantages:
     """Turns the verdicts of groups into advantages, according to the run's options.
 
-    A truncated completion that is left out of the loss still counts in its group's baseline. A filtered group counts in
-    no statistic and no denominator.
+    A truncated completion that is left out of the loss still counts in the statistics of its group, such as the mean. A
+    group without signal that `--zero-variance filter` leaves out counts in no statistic and no denominator.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
         self.config = config
         self.facts = facts
-        self.entry = config.estimator
+        self.estimator = config.estimator
         self._options = config.estimator_settings
         # Whether groups are processed one by one, without the other groups of their step. This includes runs with a
-        # critic: their samples carry token rewards from here, and the trainer computes the advantages over the whole
-        # step
-        self.group_local = self.entry.group_local or self.entry.needs_critic
+        # critic: for these, only the rewards of tokens are computed here, and the trainer computes the advantages over
+        # the whole step
+        self.group_local = self.estimator.group_local or self.estimator.needs_critic
 
     def mean_reward(self, group: Group) -> float | None:
         """Return the mean reward of the group, or None if it has fewer rewards than `--min-valid-samples`."""
@@ -46,14 +46,14 @@ class GroupAdvantages:
         return sum(rewards) / len(rewards)
 
     def wants_refill(self, group: Group) -> bool:
-        """Return whether a failed reward of the group has the failure policy `refill`."""
+        """Return whether a reward of the group failed whose `--on-reward-failure` is `refill`."""
         verdicts = [sample.verdict for sample in group.samples]
         if group.baseline is not None:
             verdicts.append(group.baseline)
         return any("refill" in self._failure_policies(verdict) for verdict in verdicts)
 
     def with_group_mean(self, group: Group) -> Group:
-        """Return the group with its mean reward for all samples whose failed rewards have the policy `group_mean`."""
+        """Return the group, with its mean reward for each sample whose failed rewards all have the policy `group_mean`."""
         mean_reward = self.mean_reward(group)
         if mean_reward is None:
             return group
@@ -79,7 +79,7 @@ class GroupAdvantages:
         ]
         if len(verdicts) < 2:
             return False
-        if not self.entry.compares_with_greedy:
+        if not self.estimator.compares_with_greedy:
             return len({self._comparison_key(verdict) for verdict in verdicts}) > 1
         if group.baseline is None or group.baseline.reward is None:
             return False
@@ -90,7 +90,7 @@ class GroupAdvantages:
 
         For an estimator that reads several rewards or step rewards, samples with equal totals may still differ.
         """
-        if self.entry.rewards == COMPONENTS or self.facts.process:
+        if self.estimator.rewards == COMPONENTS or self.facts.process_rewards:
             return tuple((result.adapter, result.reward, result.steps) for result in verdict.results)
         return verdict.reward
 
@@ -108,7 +108,7 @@ class GroupAdvantages:
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
         valid = self._valid_samples(groups, batch)
         # With a critic, the field `advantages` has the rewards of the tokens; `whole_step` replaces them by advantages
-        advantages = batch.total if self.entry.needs_critic else self._estimate(batch, valid)
+        advantages = batch.total if self.estimator.needs_critic else self._estimate(batch, valid)
         batch.refuse_beyond_float32(advantages, valid)
 
         trained_samples = []
@@ -135,15 +135,15 @@ class GroupAdvantages:
         if self._options.get("gamma", 1.0) != 1.0:
             return True
         # The estimator reads only the sum of a sample's rewards, so it does not matter at which tokens the rewards are
-        if self.entry.sums:
+        if self.estimator.sums:
             return False
-        # A KL penalty is a reward of each token. An estimator that is not `per_sample` gives each token its own
-        # advantage
+        # A KL penalty is a reward of each token. An estimator that is not `flat_between_rewards` gives each token its
+        # own advantage
         has_kl = bool(self.config.reward_kl_coef)
-        return has_kl or not self.entry.per_sample
+        return has_kl or not self.estimator.flat_between_rewards
 
     def _valid_samples(self, groups: Sequence[Group], batch: RewardTensors) -> Tensor:
-        """Return a mask (B,) of the samples that count in the estimator's statistics.
+        """Return a mask (B,) of the samples that count in the estimator's statistics, for the B samples of all groups.
 
         Samples without the needed rewards, in filtered groups, or in groups with too few rewards do not count.
         """
@@ -154,34 +154,36 @@ class GroupAdvantages:
             is_kept_group.append(has_enough_rewards and not is_filtered)
         is_readable = [self._is_readable(sample) for group in groups for sample in group.samples]
         valid = torch.tensor(is_readable) & torch.tensor(is_kept_group)[batch.group_ids]
-        if self.entry.compares_with_greedy:
+        if self.estimator.compares_with_greedy:
             valid = valid & ~batch.baselines.isnan()
         return valid
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
-        """Call the estimator with the inputs that its entry names, and return the advantages (B, K).
+        """Call the estimator, and return the advantages (B, K). The K columns are those of `RewardTensors`.
 
-        The K columns are those of `RewardTensors`.
+        The estimator gets the form of the rewards that its `rewards` names, which is a property of `batch`. Its further
+        inputs are those that its `inputs` read from each sample, the properties of `batch` in LAID_OUT for which it has
+        a keyword, and the weights of the rewards if it has the keyword `weights`.
         """
-        rewards = getattr(batch, self.entry.rewards)
+        rewards = getattr(batch, self.estimator.rewards)
         inputs: dict[str, Any] = {}
-        for name, read in self.entry.inputs.items():
+        for name, read in self.estimator.inputs.items():
             inputs[name] = batch.own_input(name, read)
         for name in LAID_OUT:
-            if name in self.entry.keywords:
+            if name in self.estimator.keywords:
                 inputs[name] = getattr(batch, name)
-        if "weights" in self.entry.keywords:
+        if "weights" in self.estimator.keywords:
             inputs["weights"] = {name: self.facts.weight(name) for name in rewards}
-        return self.entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
+        return self.estimator(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
 
     def _is_readable(self, sample: Sample) -> bool:
         """Return whether the sample has every reward that the estimator reads."""
         verdict = sample.verdict
         if verdict.status is not RewardStatus.OK:
             return False
-        reads_rewards_separately = self.entry.rewards != TOTAL or bool(self.facts.process)
-        if self.entry.needs_all_rewards and reads_rewards_separately:
-            # A sample that lacks any of its rewards is left out. Otherwise, that reward would count as 0
+        reads_rewards_separately = self.estimator.rewards != TOTAL or bool(self.facts.process_rewards)
+        if self.estimator.needs_all_rewards and reads_rewards_separately:
+            # A sample that lacks any of its rewards is left out. Otherwise, the missing reward would count as 0
             return {result.status for result in verdict.results} == {RewardStatus.OK}
         return True
 
@@ -191,13 +193,15 @@ class GroupAdvantages:
         if not is_valid:
             return None
         if len(completion) == 0:
-            # It failed before its first token, so there is nothing to train on. It may still count as valid, because
-            # `--on-reward-failure` can replace the reward of a failed sample by a number.
+            # The sample failed before its first token, so there is nothing to train on. It may still count as valid,
+            # because `--on-reward-failure` can replace the reward of a failed sample by a number
             return None
         if self.config.mask_truncated and completion.truncated:
             return None
         if self.config.max_token_staleness is None:
-            return repeated(np.array(True), len(completion))
+            return repeated(
+                np.array(True), len(completion)
+            )  # a view of a single value, which takes no memory
         return step - completion.versions <= self.config.max_token_staleness
 
     def _with_advantages(
@@ -211,15 +215,15 @@ class GroupAdvantages:
             return replace(sample, advantages=None, loss_mask=None, times=None)
         if not loss_mask.all():
             advantages = np.where(loss_mask, advantages, np.float32(0))
-        # A critic's returns span the whole trajectory, but a micro-batch may store its sequences apart. `times` orders
-        # them
-        needs_times = self.entry.needs_critic and len(sample.sequences) > 1
+        # A critic's returns span the whole trajectory, but the sequences of a trajectory may be in different
+        # micro-batches. `times` has the order of their tokens in time
+        needs_times = self.estimator.needs_critic and len(sample.sequences) > 1
         times = token_times(sample) if needs_times else None
         return replace(sample, advantages=advantages, loss_mask=loss_mask, times=times)
 
 
 def _with_group_tokens(group: Group, samples: Sequence[Sample]) -> Group:
-    """Return the group with these samples, and set each sample's `group_tokens` to the group's trained tokens."""
+    """Return the group with these samples. Set `group_tokens` of each to the number of the group's trained tokens."""
     num_tokens = 0
     for sample in samples:
         if sample.loss_mask is not None:

@@ -15,7 +15,7 @@ from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
 from async_grpo.types import Group, Sample
 
-# Inputs that an estimator may declare and that are properties of `RewardTensors`
+# Inputs that an estimator gets if it has a keyword of that name. They are attributes of `RewardTensors`
 LAID_OUT = (
     "baselines",
     "step_mask",
@@ -30,9 +30,10 @@ class RewardTensors:
     8,192 tokens would have 268 MB of mostly zeros.
 
     Columns are in time order, because a reward must not count for tokens that were sampled after it. The tokens of a
-    completion are stored sequence by sequence instead, which is another order if a trajectory's sequences alternated.
+    completion, in contrast, are stored sequence by sequence. That is another order if the turns of several sequences
+    alternated.
 
-    An estimator reads the property that its entry's `rewards` names: TOTAL, COMPONENTS or SOURCES.
+    An estimator gets the property that its `rewards` names: TOTAL, COMPONENTS or SOURCES.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], by_token: bool) -> None:
@@ -67,7 +68,7 @@ class RewardTensors:
             return np.ones(self._lengths[row], bool) if self._lengths[row] else np.zeros(1, bool)
         ends = {len(sample.completion)}
         for result in sample.verdict.results:
-            if result.adapter in self.facts.process and result.steps:
+            if result.adapter in self.facts.process_rewards and result.steps:
                 tokens = [token for token, _ in result.steps]
                 ends |= {time + 1 for time in self._times_of(row, tokens)}
         return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
@@ -117,7 +118,7 @@ class RewardTensors:
         """
         outcome, _ = self._outcome()
         total = outcome - self._kl()
-        for name in self.facts.process:
+        for name in self.facts.process_rewards:
             rewards, _ = self._steps(name)
             total += self.facts.weight(name) * rewards
         return total
@@ -135,7 +136,7 @@ class RewardTensors:
     @cached_property
     def _sources(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the rewards and a mask of their columns, both (B, K), by name of the reward."""
-        sources = {name: self._steps(name) for name in self.facts.process}
+        sources = {name: self._steps(name) for name in self.facts.process_rewards}
         outcome, places = self._outcome()
         if places.any():
             sources[OUTCOME] = (outcome, places)
@@ -144,7 +145,7 @@ class RewardTensors:
     @property
     def step_mask(self) -> Tensor:
         """Return a mask (B, K) of the columns that have any reward."""
-        places = [self._steps(name)[1] for name in self.facts.process]
+        places = [self._steps(name)[1] for name in self.facts.process_rewards]
         places.append(self._outcome()[1])
         return torch.stack(places).any(dim=0)
 
@@ -187,7 +188,7 @@ class RewardTensors:
             if value.shape != (length,) or not self._by_token:
                 raise RunFailed(
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
-                    "give every sample a number, or (unless the estimator is per_sample) one per token"
+                    "give every sample a number, or (unless the estimator is flat_between_rewards) one per token"
                 )
         return self._padded(values)
 
@@ -201,8 +202,8 @@ class RewardTensors:
     def _outcome(self) -> tuple[Tensor, Tensor]:
         """Return the outcome rewards and a mask of their columns, both (B, K).
 
-        The outcome is the highest reward that is not a process reward, minus the length penalty. A sample whose
-        adapters abstained has no outcome, which differs from an outcome of 0.
+        The outcome is the sample's reward (without process rewards) minus the length penalty. A sample whose adapters
+        abstained has no outcome, which differs from an outcome of 0.
         """
         outcomes = [self._best_outcome(sample) for sample in self._samples]
         has_penalty = bool(self._config.overlong_buffer)
@@ -210,17 +211,24 @@ class RewardTensors:
         return self._on_last(_numbers(outcomes) - self._overlong), self._on_last(has_reward)
 
     def _best_outcome(self, sample: Sample) -> float | None:
-        """Return the highest reward of a sample that is not a process reward, or None if it has none."""
-        if not self.facts.process:
+        """Return the sample's reward, or None if it has none.
+
+        In a run with process rewards, it is the highest of the other rewards.
+        """
+        if not self.facts.process_rewards:
             return sample.verdict.reward
         rewards = []
         for result in sample.verdict.results:
-            if result.adapter not in self.facts.process and result.reward is not None:
+            if result.adapter not in self.facts.process_rewards and result.reward is not None:
                 rewards.append(result.reward)
         return max(rewards, default=None)
 
     def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """Return the step rewards of a process adapter and a mask of the columns that have one, both (B, K)."""
+        """Return the step rewards of a process reward, and a mask of the columns with a step reward, both (B, K).
+
+        Args:
+            adapter: Name of the process reward.
+        """
         rewards = torch.zeros(self.tokens.shape, dtype=torch.float64)
         places = torch.zeros(rewards.shape, dtype=torch.bool)
         for row, sample in enumerate(self._samples):

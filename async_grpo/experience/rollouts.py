@@ -1,7 +1,6 @@
 """`Rollouts`: generates the completions of a prompt, and scores each while the others still generate."""
 
 import asyncio
-import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -33,7 +32,7 @@ from async_grpo.types import (
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """Return what a reward adapter receives: every column of the data row, and the completion."""
+    """Return what an adapter receives: the data row without `input_token_ids`, the completion, and facts about it."""
     sample = {key: value for key, value in prompt.row.items() if key != "input_token_ids"}
     sample["completion"] = completion.text
     sample["sample_text"] = prompt.row["input"] + completion.text
@@ -47,13 +46,13 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         # `turn_ends` is therefore not ascending
         order = completion.turn_order
         turns = [completion.turns[place] for place in order]
-        turn_ends = list(accumulate(turn.tokens for turn in completion.turns))
+        turn_ends = list(accumulate(turn.num_tokens for turn in completion.turns))
         turn_rewards = completion.outcome.turn_rewards
-        sample["sample_text"] = "".join(turn.said + turn.text for turn in turns)
+        sample["sample_text"] = "".join(turn.before_text + turn.text for turn in turns)
         sample["environment_reward"] = completion.outcome.reward
         sample["turn_rewards"] = [turn_rewards[place] for place in order] if turn_rewards else []
         sample["turn_ends"] = [turn_ends[place] for place in order]
-        sample["turns"] = [[turn.said, turn.text] for turn in turns]
+        sample["turns"] = [[turn.before_text, turn.text] for turn in turns]
     return sample
 
 
@@ -61,7 +60,7 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 class RecomputedLogprobs:
     """One kind of log-probs of another policy that the loss needs for every sample."""
 
-    role: str  # kind of worker that computes the log-probs, used as the name of the timing spans
+    role: str  # kind of worker that computes the log-probs; timing spans also have this name
     source: Logprobs
     field_name: str  # the field of `Sample` that stores the log-probs
 
@@ -103,25 +102,25 @@ class Rollouts:
         if proximal is not None:
             self._recomputed.append(RecomputedLogprobs("proximal", proximal, "proximal_logprobs"))
 
-    async def group(self, prompt: Prompt, number: int, version: int) -> Group:
+    async def group(self, prompt: Prompt, number: int, start_version: int) -> Group:
         """Generate the completions of a prompt, score them, and return them as a group.
 
         Args:
             prompt: The question.
             number: Sequence number of the group's admission.
-            version: Policy version under which the group was admitted.
+            start_version: Policy version of the engines at the beginning of the generation.
 
         Returns:
             The group. If the estimator compares with a greedy completion, the group includes the verdict on one.
         """
         if not self.config.estimator.compares_with_greedy:
             samples = await self._scored(prompt, self.config.samples_per_question)
-            return Group(prompt, samples, version, number)
+            return Group(prompt, samples, start_version, number)
         samples, greedy_samples = await asyncio.gather(
             self._scored(prompt, self.config.samples_per_question),
             self._scored(prompt, 1, GREEDY),
         )
-        return Group(prompt, samples, version, number, baseline=greedy_samples[0].verdict)
+        return Group(prompt, samples, start_version, number, baseline=greedy_samples[0].verdict)
 
     async def _scored(
         self,
@@ -178,12 +177,16 @@ class Rollouts:
         return judged_samples
 
     def _with_bounded_numbers(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the samples without numbers of environments and rewards that are unfit for metrics (`FreeNumbers`)."""
+        """Return the samples without the reported numbers that are unfit for metrics (`FreeNumbers`).
+
+        Environments and rewards report these numbers.
+        """
         bounded_samples = []
         for sample in samples:
             completion = self._with_bounded_outcome(sample.completion)
             results = tuple(self._with_bounded_extra(result) for result in sample.verdict.results)
-            is_result_changed = any(map(operator.is_not, results, sample.verdict.results))
+            result_pairs = zip(results, sample.verdict.results, strict=True)
+            is_result_changed = any(bounded is not result for bounded, result in result_pairs)
             # Copying every sample would take a tenth of the controller's time per sample
             if is_result_changed or completion is not sample.completion:
                 verdict = replace(sample.verdict, results=results)
@@ -222,16 +225,15 @@ class Rollouts:
         if not sequences:
             return group
         token_ids = [sequence.token_ids for sequence in sequences]
-        prompt_lengths = [len(sequence.pieces[0][0]) for sequence in sequences]
+        # The prompt of a sequence: the tokens before its first turn
+        prompts = [sequence.pieces[0][0] for sequence in sequences]
+        prompt_lengths = [len(prompt) for prompt in prompts]
         for recomputed in self._recomputed:
             with self.spans.measure(recomputed.role, "logprobs"):
                 logprobs_by_sequence = await recomputed.source.logprobs(token_ids, prompt_lengths)
+            logprobs_by_sample = _sampled_logprobs(group.samples, logprobs_by_sequence, prompt_lengths)
             samples = []
-            for sample, logprobs in zip(
-                group.samples,
-                _sampled_logprobs(group.samples, logprobs_by_sequence, prompt_lengths),
-                strict=True,
-            ):
+            for sample, logprobs in zip(group.samples, logprobs_by_sample, strict=True):
                 changed_field: dict[str, Any] = {recomputed.field_name: logprobs}
                 samples.append(replace(sample, **changed_field))
             group = replace(group, samples=tuple(samples))
@@ -270,7 +272,7 @@ class Rollouts:
             for member, sample in enumerate(chain.from_iterable(parts)):
                 completion = replace(sample.completion, member=member)
                 samples.append(replace(sample, completion=completion))
-            return Group(prompt, tuple(samples), admitted_version=0, sequence_number=-1)
+            return Group(prompt, tuple(samples), start_version=0, sequence_number=-1)
 
         begin = time.monotonic()
         with self.spans.measure("evaluation", "evaluate"):

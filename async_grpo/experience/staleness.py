@@ -2,18 +2,21 @@
 
 A group is alive from its admission until the weights trained on it are live in the engines (`StalenessBudget`). With P
 groups per optimizer step and at most S steps of staleness, at most `capacity` groups are alive, by default (S + 1) * P.
-The unused part of the bound, `slack` = (S + 1) * P - capacity, is the number of groups that may be early at the same
-time: already placed in a step, and not due yet.
+Let `slack` = (S + 1) * P - capacity be the unused part of this bound.
 
 Step k turns policy version k into k + 1 and trains P groups (`StepAssembler`). Group i is due in step (i + slack) // P
-and must not be trained later.
+and must not be trained later. A group is early from the time when it is placed in a step until the step in which it is
+due. At most `slack` groups may be early at the same time.
 
-Why this bounds the age: when version v is live, v * P groups are no longer alive. A group i that is admitted now has
-i < v * P + capacity, so it is due in step v + S at the latest, and none of its tokens is older than v.
+Why this bounds the age: when version v is live, the v * P groups of steps 0 to v - 1 are no longer alive. At most
+`capacity` other groups are alive, so a group i that is admitted now has i < v * P + capacity. Adding `slack` to both
+sides gives i + slack < (v + S + 1) * P. So the group is due in step v + S at the latest, and none of its tokens is
+older than v.
 
-Why no group is trained too late: (k + 1) * P - slack groups are due in step k or earlier. Of the (k + 1) * P groups
-that are trained by the end of step k, at most `slack` are due later. So all (k + 1) * P - slack groups that are due by
-then are among them. Without slack, step k trains the groups from k * P to (k + 1) * P - 1.
+Why no group is trained too late: the groups with i < (k + 1) * P - slack are due in step k or earlier. By the end of
+step k, (k + 1) * P groups are trained, and at most `slack` of them are due later. So at least (k + 1) * P - slack of
+them are due in step k or earlier, and these are all groups that are due by then. Without slack, step k trains the
+groups from k * P to (k + 1) * P - 1.
 """
 
 import asyncio
@@ -124,7 +127,7 @@ class StepAssembler:
         self.step = 0  # the step that is being filled; it trains policy version `step`
         # finished groups that are not in a step yet, in the order of admission
         self._finished: list[Group] = []
-        # groups of this step that wait for the other groups of their minibatch
+        # groups with a place in this step whose advantages are not computed yet
         self._placed: list[Group] = []
         self._trained: list[Group] = []  # groups of this step whose samples went to the packer
         # due steps of the groups that were placed early
@@ -175,7 +178,7 @@ class StepAssembler:
         return (sequence_number + self.slack) // self.groups_per_step
 
     def _claim_place(self, group: Group) -> bool:
-        """Take a place in the current step for the group, if it is due or another group may be early.
+        """Take a place in the current step for the group, if it is due in this step or one more group may be early.
 
         Returns:
             Whether the group got a place.
@@ -214,6 +217,6 @@ class StepAssembler:
         staleness = self.step - group.oldest_version
         if not 0 <= staleness <= self.max_staleness:
             raise StalenessViolated(
-                f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of "
+                f"group {group.sequence_number} (started under version {group.start_version}) holds a token of "
                 f"version {group.oldest_version}, but step {self.step} allows {self.max_staleness} steps of staleness"
             )

@@ -38,6 +38,9 @@ GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
+# Keys of the files whose fields have other names by now. Checkpoints of earlier versions of this library have them, too
+SAVED_START_VERSION = "admitted_version"
+SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key
 VERDICT = TypeAdapter(Verdict | None)
 OUTCOME = TypeAdapter(Outcome | None)
 
@@ -137,7 +140,7 @@ class ExperienceState:
             alive[number] = Group(
                 prompt=group_prompt,
                 samples=tuple(samples),
-                admitted_version=_count(row, "admitted_version"),
+                start_version=_count(row, SAVED_START_VERSION),
                 sequence_number=number,
                 baseline=VERDICT.validate_python(row["baseline"]),
                 resampled=resampled,
@@ -168,7 +171,7 @@ def _group_row(number: int, group: Group | UnfinishedGroup) -> dict[str, Any]:
         "samples": None,
     }
     if isinstance(group, Group):
-        row["admitted_version"] = group.admitted_version
+        row[SAVED_START_VERSION] = group.start_version
         row["baseline"] = VERDICT.dump_python(group.baseline, mode="json")
         row["samples"] = [_sample_row(sample) for sample in group.samples]
     return row
@@ -182,10 +185,27 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "text": completion.text,
         "member": completion.member,
-        "turns": [vars(turn) | {"before": turn.before.tolist()} for turn in completion.turns],
+        "turns": [_turn_row(turn) for turn in completion.turns],
         "outcome": OUTCOME.dump_python(completion.outcome, mode="json"),
         "verdict": VERDICT.dump_python(sample.verdict, mode="json"),
     }
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    """Return a turn as JSON."""
+    row = {SAVED_TURN_NAMES.get(name, name): value for name, value in vars(turn).items()}
+    row["before"] = turn.before.tolist()
+    return row
+
+
+def _turn(row: Mapping[str, Any]) -> Turn:
+    """Make a turn from its row."""
+    fields = dict(row)
+    for name, key in SAVED_TURN_NAMES.items():
+        if key in fields:
+            fields[name] = fields.pop(key)
+    fields["before"] = np.asarray(row["before"], np.int32)
+    return Turn(**fields)
 
 
 def _has_unknown_order(row: Mapping[str, Any]) -> bool:
@@ -203,11 +223,7 @@ def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray
     """Make a sample from its row and its arrays (T,)."""
     verdict = VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # None is valid only for the baseline of a group
-    turns = []
-    for turn in row["turns"]:
-        before = np.asarray(turn["before"], np.int32)
-        turns.append(Turn(**turn | {"before": before}))
-    row["turns"] = tuple(turns)
+    row["turns"] = tuple(_turn(turn_row) for turn_row in row["turns"])
     row["outcome"] = OUTCOME.validate_python(row["outcome"])
     row["finish_reason"] = FinishReason(row["finish_reason"])
     completion_arrays: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}

@@ -70,7 +70,7 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     stats: dict[str, Any] = {
         "environment_failures": sum(bool(outcome.failure) for outcome in outcomes),
         "turns": _mean(len(completion.turns) for completion in trajectories),
-        "turn_tokens": _mean(turn.tokens for turn in turns),
+        "turn_tokens": _mean(turn.num_tokens for turn in turns),
         "sequences": _mean(num_sequences),
     }
     for name in sorted(set[str]().union(*(outcome.numbers for outcome in outcomes))):
@@ -171,7 +171,7 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
 def _readable_turns(completion: Completion) -> list[list[str]]:
     """Return [text that the policy read, text that it sampled] for each turn of a trajectory, in time order."""
     turns = [completion.turns[place] for place in completion.turn_order]
-    return [[turn.said, turn.text] for turn in turns]
+    return [[turn.before_text, turn.text] for turn in turns]
 
 
 class StepAlarms:

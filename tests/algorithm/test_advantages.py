@@ -51,7 +51,7 @@ def test_any_ragged_batch_equals_the_definition(name, options, rows):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if (e.per_sample or e.sums) and e.outcome]
+    "name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if (e.flat_between_rewards or e.sums) and e.outcome]
 )
 def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(name):
     lengths = [2, 4, 1, 3, 3, 2]

@@ -104,7 +104,7 @@ def test_turns_that_found_the_same_state_are_compared_with_each_other():
     assert turn_numbers(samples[0]).tolist() == [0, 0, 1, 1]
     assert turn_states(samples[0])[0] == turn_states(samples[1])[0] != turn_states(samples[0])[2]
     config = BatchConfig(samples_per_question=2, advantage_estimator="gigpo")
-    facts = RunFacts(process=("environment_turns",))
+    facts = RunFacts(process_rewards=("environment_turns",))
     (group,) = GroupAdvantages(config, facts)([Group(samples[0].prompt, samples, 0, 0)], 0)
     assert group.samples[0].advantages.tolist() == pytest.approx([2**0.5] * 2 + [0.5**0.5] * 2, abs=1e-4)
     assert group.samples[1].advantages.tolist() == pytest.approx(
@@ -117,14 +117,14 @@ def test_a_group_that_failed_before_its_first_token_ends_no_run():
     failed = AdapterResult("environment_turns", RewardStatus.FAILED, reason="no board")
     samples = tuple(replace(one, verdict=Verdict(failed.status, None, (failed,))) for one in samples)
     config = BatchConfig(samples_per_question=2, advantage_estimator="gigpo")
-    facts = RunFacts(process=("environment_turns",))
+    facts = RunFacts(process_rewards=("environment_turns",))
     (group,) = GroupAdvantages(config, facts)([Group(samples[0].prompt, samples, 0, 0)], 0)
     assert [sample.advantages for sample in group.samples] == [None, None]
 
 
 def test_without_states_it_is_grpo():
     samples = tuple(played(member, ("", ""), (0.0, float(member))) for member in range(3))
-    facts = RunFacts(process=("environment_turns",))
+    facts = RunFacts(process_rewards=("environment_turns",))
     found = {}
     for name in ("gigpo", "grpo"):
         config = BatchConfig(samples_per_question=3, advantage_estimator=name)

@@ -27,7 +27,7 @@ def test_the_rewards_of_a_run_are_looked_up_once(tmp_path, monkeypatch):
     asked, real = [], rewards.resolve
     monkeypatch.setattr(rewards, "resolve", lambda *args: asked.append(args) or real(*args))
     prepared = prepare(config(tmp_path))
-    assert prepared.facts.process == ()
+    assert prepared.facts.process_rewards == ()
     assert (
         prepared.facts.hidden_size
         == json.loads((Path(TINY_MODEL) / "config.json").read_text())["hidden_size"]

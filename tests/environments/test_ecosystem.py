@@ -138,7 +138,7 @@ def test_a_game_is_played_turn_by_turn_until_it_is_won():
     moves = iter([f"[{near}]", "a move without a number", f"now {secret}? [{secret}]"])
     played, *_ = playing(name, lambda: next(moves))
     (one,) = run(trajectories(played, prompt_of(**rows[1])))
-    first, second, third = (turn.said for turn in one.turns)
+    first, second, third = (turn.before_text for turn in one.turns)
     assert "Guess The Number" in first and "Guess The Number" not in second + third  # nothing is told twice
     assert ("higher" if near == 1 else "lower") in second and "invalid move" in third
     assert one.outcome.turn_rewards == (0.0, 0.0, 1.0) and one.outcome.numbers["invalid_move"] == 0.0

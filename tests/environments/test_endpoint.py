@@ -76,10 +76,10 @@ def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_toke
     assert not one.outcome.failure and one.outcome.reward == 1.0 and not one.truncated
     assert len(generation.requests) == len(one.turns) == 6
     assert check(generation, one, prompt_of()) == 5  # the talk, two other answers in it, and two plain ones
-    assert sum(turn.tokens for turn in one.turns) == sum(
+    assert sum(turn.num_tokens for turn in one.turns) == sum(
         len(sampled) for _, sampled, _ in generation.requests
     )
-    assert "be brief" in one.turns[0].said and '"description": "a + b"' not in one.turns[1].said
+    assert "be brief" in one.turns[0].before_text and '"description": "a + b"' not in one.turns[1].before_text
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def played(environment: str, generation=None, timeout_s=20.0, turns=16, **option
 
 
 def told(one) -> list[str]:
-    return [turn.said.partition("user\n")[2].partition("<|im_end|>")[0] for turn in one.turns]
+    return [turn.before_text.partition("user\n")[2].partition("<|im_end|>")[0] for turn in one.turns]
 
 
 def failure(playing: Played) -> str:

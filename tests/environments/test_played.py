@@ -155,27 +155,27 @@ def test_an_environment_tells_and_the_policy_says_until_it_is_over(tmp_path):
     playing, generation = played(tmp_path, "Echo", environment_options="steps=3")
     (one,) = run(trajectories(playing, prompt_of(tell="begin")))
     assert [turn.text for turn in one.turns] == ["hm<|im_end|>"] * 3
-    assert one.turns[0].said == "<|im_start|>user\nbegin<|im_end|><|im_start|>assistant\n"
-    assert one.turns[1].said == "<|im_start|>user\nyou said hm<|im_end|><|im_start|>assistant\n"
+    assert one.turns[0].before_text == "<|im_start|>user\nbegin<|im_end|><|im_start|>assistant\n"
+    assert one.turns[1].before_text == "<|im_start|>user\nyou said hm<|im_end|><|im_start|>assistant\n"
     assert [turn.fresh for turn in one.turns] == [True, False, False] and not one.truncated
     outcome = one.outcome
     assert outcome.reward == 1.5 and outcome.turn_rewards == (0.5, 0.5, 0.5) and not outcome.failure
     assert outcome.states == (f"seed {task_seed(0, prompt_of())}", "2 left", "1 left")
     assert outcome.numbers["said"] == 6 and 0 < outcome.numbers["environment_s"] <= outcome.numbers["seconds"]
     whole = np.concatenate([generation.requests[-1][0], generation.requests[-1][1]])
-    assert len(whole) == sum(len(turn.before) + turn.tokens for turn in one.turns)
+    assert len(whole) == sum(len(turn.before) + turn.num_tokens for turn in one.turns)
 
 
 def test_an_environment_that_says_nothing_at_first_leaves_the_row_s_own_prompt(tmp_path):
     playing, _ = played(tmp_path, "Echo", environment_options="steps=2")
     (one,) = run(trajectories(playing, prompt_of()))
     assert one.turns[0].before.tolist() == [5, 6]  # the row is text: what is told comes after as text
-    assert one.turns[1].said == "you said hm" and len(one.turns) == 2
+    assert one.turns[1].before_text == "you said hm" and len(one.turns) == 2
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     (two,) = run(trajectories(played(tmp_path, "Echo")[0], prompt_of(messages=messages)))
     assert (
-        two.turns[0].said.startswith("<|im_start|>system\ns<|im_end|>")
-        and "<|im_start|>user" in two.turns[1].said
+        two.turns[0].before_text.startswith("<|im_start|>system\ns<|im_end|>")
+        and "<|im_start|>user" in two.turns[1].before_text
     )
 
 
@@ -236,7 +236,7 @@ def test_a_tool_s_answer_or_error_is_a_message_and_the_answer_without_calls_ends
         environment_processes=1,
     )
     (one,) = run(trajectories(playing, prompt_of()))
-    told = "".join(turn.said for turn in one.turns)
+    told = "".join(turn.before_text for turn in one.turns)
     for part in (
         "tool\n5<",
         "tool\nerror: ValueError: not today<",
@@ -273,7 +273,7 @@ def test_the_python_tool_runs_what_the_model_writes_in_a_sandbox(tmp_path):
     (one,) = run(
         trajectories(make_played(EnvironmentConfig(), str(MODEL), SETTINGS, source, generation), prompt_of())
     )
-    told = "".join(turn.said for turn in one.turns)
+    told = "".join(turn.before_text for turn in one.turns)
     for part in ("tool\n45", "ZeroDivisionError", "SyntaxError", "Error: [Errno", "(it printed nothing)"):
         assert part in told, (part, told)
     assert 'File "program.py", line 1' in told and not (tmp_path / "written").exists()
@@ -455,8 +455,8 @@ def test_a_row_s_conversation_in_the_column_prompt_is_one(tmp_path):
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     for name in ("TOOLS", "Echo"):
         (one,) = run(trajectories(played(tmp_path, name)[0], prompt_of(prompt=said)))
-        assert "system\ns<|im_end|><|im_start|>user\nu<|im_end|>" in one.turns[0].said
-    assert one.turns[1].said.startswith("<|im_start|>user\nyou said")
+        assert "system\ns<|im_end|><|im_start|>user\nu<|im_end|>" in one.turns[0].before_text
+    assert one.turns[1].before_text.startswith("<|im_start|>user\nyou said")
 
 
 def test_the_last_turn_s_characters_stay_in_order_when_another_conversation_came_between():
@@ -709,7 +709,7 @@ def test_an_environment_s_rewards_are_rewards_of_the_registry(tmp_path):
     (one,) = run(trajectories(played(tmp_path, "two_turns")[0], prompt_of()))
     sample = reward_sample(prompt_of(), one)
     assert environment(sample) == 1.0
-    ends = np.cumsum([turn.tokens for turn in one.turns]).tolist()
+    ends = np.cumsum([turn.num_tokens for turn in one.turns]).tolist()
     assert environment_turns(sample) == {
         "step_rewards": [{"reward": 0.25, "token_end": ends[0]}, {"reward": 0.75, "token_end": ends[1]}]
     }

@@ -167,10 +167,10 @@ def test_a_task_with_a_tool_is_played_recorded_and_scored_by_the_environment(pla
     assert one.outcome.reward == 1.0 and not one.truncated and not one.outcome.failure
     assert {"right": 1.0, "short": 0.0, "turns": 4.0}.items() <= one.outcome.numbers.items()
     assert [turn.text.removesuffix("<|im_end|>") for turn in one.turns] == SAID["tool"][1]
-    assert "system\nbe brief<" in one.turns[0].said and "user\n3+4?<" in one.turns[0].said
-    assert "tool\n7<" in one.turns[1].said
-    assert "tool\nerror: KeyError: 'nothing'<" in one.turns[2].said
-    assert "tool\nerror: TypeError" in one.turns[3].said
+    assert "system\nbe brief<" in one.turns[0].before_text and "user\n3+4?<" in one.turns[0].before_text
+    assert "tool\n7<" in one.turns[1].before_text
+    assert "tool\nerror: KeyError: 'nothing'<" in one.turns[2].before_text
+    assert "tool\nerror: TypeError" in one.turns[3].before_text
     assert not any(turn.fresh for turn in one.turns[1:])
     assert played["wrong"].outcome.reward == 0.0 and not played["wrong"].outcome.failure
 
@@ -178,7 +178,7 @@ def test_a_task_with_a_tool_is_played_recorded_and_scored_by_the_environment(pla
 def test_an_environment_that_answers_has_several_turns(played):
     one = played["turns"]
     assert one.outcome.reward == 1.5 and one.outcome.numbers["turns"] == 3
-    assert [turn.said.count("higher") for turn in one.turns] == [0, 1, 1]
+    assert [turn.before_text.count("higher") for turn in one.turns] == [0, 1, 1]
     assert not any(turn.fresh for turn in one.turns[1:])
 
 

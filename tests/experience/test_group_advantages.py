@@ -122,7 +122,7 @@ def test_without_a_score_for_the_greedy_completion_remax_leaves_the_group_out():
 
 
 def test_process_rewards_stand_on_their_tokens_and_stay_there():
-    facts = RunFacts(process=("prm",))
+    facts = RunFacts(process_rewards=("prm",))
     plan = rule(facts, advantage_estimator="grpo_process")
     rows = [sample(4, steps=[(1, 1.0), (3, 0.0)]), sample(3, steps=[(0, 0.0), (2, 1.0)])]
     got = advantages(plan, group(*rows))
@@ -133,14 +133,14 @@ def test_process_rewards_stand_on_their_tokens_and_stay_there():
 
 
 def test_an_outcome_beside_process_rewards_is_a_step_at_the_end():
-    facts = RunFacts(process=("prm",), weights={"prm": 2.0})
+    facts = RunFacts(process_rewards=("prm",), weights={"prm": 2.0})
     plan = rule(facts, advantage_estimator="gae")  # carries token rewards to the trainer
     got = advantages(plan, group(sample(3, 1.0, steps=[(0, 0.25)]), sample(2, 0.0, steps=[(1, 0.5)])))
     assert got == [[0.5, 0.0, 1.0], [0.0, 1.0]]
 
 
 def test_prime_takes_process_and_outcome_as_two_sources():
-    facts = RunFacts(process=("prm",), weights={"outcome": 3.0})
+    facts = RunFacts(process_rewards=("prm",), weights={"outcome": 3.0})
     plan = rule(facts, advantage_estimator="prime_rloo")
     rows = [sample(3, 1.0, steps=[(0, 0.5)]), sample(2, 0.0, steps=[(1, 0.25)])]
     # A step less that of the other sample: .25 0 3 and 0 -.25-3; what is still to come, whitened over all tokens
@@ -212,7 +212,7 @@ def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_who
 
 
 def test_who_abstained_beside_a_process_reward_has_said_nothing_and_no_zero():
-    plan = rule(RunFacts(process=("prm",)), advantage_estimator="grpo_process")
+    plan = rule(RunFacts(process_rewards=("prm",)), advantage_estimator="grpo_process")
     alone = [sample(3, steps=((0, 1.0),)), sample(3, steps=((0, 0.0),))]
     nothing = AdapterResult("judge", RewardStatus.ABSTAINED)
     beside = [replace(s, verdict=Verdict(OK, 1.0, (*s.verdict.results, nothing))) for s in alone]
@@ -248,7 +248,7 @@ BEATEN, NO_GREEDY = Verdict(OK, 0.0), Verdict(FAILED, None)
     ],
 )
 def test_what_counts_as_signal_is_what_the_estimator_reads(estimator, members, baseline, signal):
-    facts = RunFacts(process=("prm",) if estimator == "grpo_process" else ())
+    facts = RunFacts(process_rewards=("prm",) if estimator == "grpo_process" else ())
     plan = rule(facts, advantage_estimator=estimator)
     assert plan.has_signal(group(*members, baseline=baseline)) == signal
 
@@ -321,15 +321,19 @@ SAMPLES = st.builds(
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 @pytest.mark.parametrize("process", [(), ("prm",)])
-@pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.per_sample or e.sums])
+@pytest.mark.parametrize(
+    "name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.flat_between_rewards or e.sums]
+)
 @settings(max_examples=8, deadline=None)
 @given(groups=st.lists(st.lists(SAMPLES, min_size=2, max_size=4), min_size=1, max_size=3))
 def test_columns_of_runs_and_scores_give_what_columns_of_tokens_give(name, process, kl, groups):
     greedy = sample(2, 0.5).verdict
     groups = [group(*samples, sequence_number=n, baseline=greedy) for n, samples in enumerate(groups)]
-    plan = rule(RunFacts(process=process), advantage_estimator=name, kl_coef=kl, kl_in_reward=bool(kl))
+    plan = rule(
+        RunFacts(process_rewards=process), advantage_estimator=name, kl_coef=kl, kl_in_reward=bool(kl)
+    )
     coarse = advantages(plan, *groups)
-    plan.entry = replace(plan.entry, per_sample=False, sums=False)
+    plan.estimator = replace(plan.estimator, flat_between_rewards=False, sums=False)
     for got, expected in zip(coarse, advantages(plan, *groups), strict=True):
         assert (got is None) == (expected is None)
         assert got is None or np.allclose(got, expected, atol=1e-6)

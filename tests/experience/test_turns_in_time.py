@@ -23,7 +23,7 @@ from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Group, Outcome, Prompt, RewardStatus, Sample, Turn, Verdict
 
 EPS = 1e-6
-FACTS = RunFacts(process=("environment_turns",))
+FACTS = RunFacts(process_rewards=("environment_turns",))
 PROMPT = Prompt(0, np.array([1], np.int32), {})
 
 
@@ -32,7 +32,7 @@ class Played:
     """One turn, in the order in which turns were played."""
 
     sequence: int
-    tokens: int
+    num_tokens: int
     reward: float
     state: str
     kl: list[float]  # of each token, log-prob of the policy less that of the reference
@@ -47,14 +47,14 @@ def trajectory(turns: list[Played], member: int) -> tuple[Sample, list[int]]:
     order = [
         number for sequence in sequences for number, turn in enumerate(turns) if turn.sequence == sequence
     ]
-    begins = [sum(turn.tokens for turn in turns[:number]) for number in range(len(turns))]
+    begins = [sum(turn.num_tokens for turn in turns[:number]) for number in range(len(turns))]
     recorded, times, steps, kl, seen = [], [], [], [], set()
     for number in order:
         turn = turns[number]
         fresh = turn.sequence not in seen
         seen.add(turn.sequence)
-        recorded.append(Turn(np.array([7], np.int32), turn.tokens, fresh, number=number))
-        times += range(begins[number], begins[number] + turn.tokens)
+        recorded.append(Turn(np.array([7], np.int32), turn.num_tokens, fresh, number=number))
+        times += range(begins[number], begins[number] + turn.num_tokens)
         steps.append((len(times) - 1, turn.reward))
         kl += turn.kl
     said = completion(len(times))
@@ -139,7 +139,7 @@ def grpo_process(group):
     for turns in group:
         rows.append([])
         for number, turn in enumerate(turns):
-            rows[-1] += [sum(z(later.reward) for later in turns[number:])] * turn.tokens
+            rows[-1] += [sum(z(later.reward) for later in turns[number:])] * turn.num_tokens
     return rows
 
 
@@ -151,7 +151,7 @@ def prime_rloo(group):
         rows.append([])
         for number, turn in enumerate(turns):
             left_out = [(later.reward * size - means) / (size - 1) for later in turns[number:]]
-            rows[-1] += [sum(left_out)] * turn.tokens
+            rows[-1] += [sum(left_out)] * turn.num_tokens
     return whitened(rows)
 
 
@@ -172,7 +172,7 @@ def gigpo(group, gamma=0.95):
                 if one.state == turn.state
             ]
             step = standardised(own[number], peers) if turn.state else 0.0
-            rows[-1] += [standardised(total, totals) + step] * turn.tokens
+            rows[-1] += [standardised(total, totals) + step] * turn.num_tokens
     return rows
 
 

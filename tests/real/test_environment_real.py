@@ -90,7 +90,7 @@ def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_betw
                 np.testing.assert_array_equal(direct.seen[seen], ids[:length])
                 length += place.stop - place.start
                 seen += 1
-        ends = np.cumsum([turn.tokens for turn in completion.turns])
+        ends = np.cumsum([turn.num_tokens for turn in completion.turns])
         assert seen == turns and sorted(set(completion.versions)) == (
             [40, 41] if sync_after < turns - 1 else [40]
         )

@@ -102,6 +102,23 @@ def test_groups_alive_come_back_in_every_bit(tmp_path, further, finished):
     assert list(back.alive) == list(alive) and all(same(alive[n], back.alive[n]) for n in alive)
 
 
+def test_the_keys_of_the_file_stay_those_that_earlier_versions_wrote(tmp_path):
+    cursor = PromptCursor(QUESTIONS, 3)
+    prompt = next(cursor)
+    group = Group(prompt, (sample(prompt, 0, 4, VERDICTS[0], further=True),), 2, 0)
+    ExperienceState(2, 1, cursor.state(), {0: group}).save(tmp_path)
+    (row,) = json.loads((tmp_path / "experience.json").read_text())["groups"]
+    assert row["admitted_version"] == 2
+    assert row["samples"][0]["turns"][0] == {
+        "before": [1, 5],
+        "tokens": 1,
+        "fresh": True,
+        "said": "x",
+        "text": "y",
+        "number": 0,
+    }
+
+
 @pytest.mark.parametrize(("fresh", "kept"), [((True, False), True), ((True, True), False)])
 def test_a_group_whose_turns_an_older_version_saved_without_their_times_is_played_again_where_they_may_differ(
     tmp_path, fresh, kept

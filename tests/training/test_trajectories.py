@@ -25,7 +25,7 @@ from async_grpo.training.whole_step import _estimate_advantages
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Turn, Verdict
 
 STEP, MAX_TOKEN_STALENESS = 5, 2
-FACTS = RunFacts(process=("environment_turns",))
+FACTS = RunFacts(process_rewards=("environment_turns",))
 
 
 class Meeting:
