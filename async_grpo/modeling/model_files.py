@@ -77,8 +77,8 @@ def check_model_folder(folder: Path) -> None:
         _refuse_special(entry, is_needed=entry.name in needed_names)
     if (folder / "adapter_config.json").exists():
         raise ConfigurationError(
-            f"{folder} holds an adapter (adapter_config.json), which names another model: merge it into its model "
-            "(peft's merge_and_unload) and give that folder"
+            f"{folder} holds an adapter (adapter_config.json) of another model: merge the adapter into that model "
+            "(peft's merge_and_unload), and give the folder of the merged model"
         )
     for name in ("config.json", TOKENIZER_CONFIG_FILE, "generation_config.json"):
         if (folder / name).exists():

@@ -46,7 +46,9 @@ class GradientAccumulator:
     on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
 
     def __post_init__(self) -> None:
-        self._nonfinite_in_a_row = 0  # latest steps in a row without a finite gradient, which were skipped
+        self._nonfinite_in_a_row = (
+            0  # number of latest steps in a row that were skipped without a finite gradient
+        )
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         # Number of ranks that hold the same shard; a sum over all ranks counts each square this many times
         self._num_copies = copies(self._parameters[0])
@@ -87,7 +89,7 @@ class GradientAccumulator:
             NonFiniteGradient: More than `--nonfinite-steps` steps in a row had no finite gradient. Raised on all ranks.
         """
         if not self._waiting and not self._totals:
-            # Every sample of the step was left out. The collectives of a forward and a backward still have to run
+            # Every sample of the step was left out. This rank must still run the collectives of a forward and a backward
             self.add(dummy_micro_batch(token_id=0))
         if self._waiting:
             add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
@@ -147,7 +149,8 @@ class GradientAccumulator:
         # FSDP has averaged the gradients over the ranks, but their sum is needed
         scale = self.ranks.world_size / count
         grad_norm = scale * math.sqrt(gradient_square)
-        # Check the loss as well, because a NaN log-ratio counts as clipped and leaves the gradient finite (0)
+        # Check the loss as well: the clamp of a NaN log-ratio is NaN, but has the gradient 0. So the gradient may be
+        # finite although the loss is not
         if not (math.isfinite(grad_norm) and math.isfinite(loss_sum)):
             self._leave_out(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
@@ -188,14 +191,15 @@ class GradientAccumulator:
         )
 
     def _change_of_weights(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """Return the norms of the old weights and of their change, and quantiles over tensors of the ratio of both.
+        """Return the norms of the old weights and of their change, and quantiles of change / old weights over tensors.
 
         The difference is computed in place in `before`, which saves the memory of a third copy.
         """
         squares_before = _squares(before)
         torch._foreach_sub_(before, after)
         squares = torch.cat([squares_before, _squares(before)]) / self._num_copies
-        summed_squares, _ = self.ranks.sum_and_max(squares, squares[:0])
+        no_maxima = squares[:0]
+        summed_squares, _ = self.ranks.sum_and_max(squares, no_maxima)
         model_norms, delta_norms = summed_squares.sqrt().chunk(2)
         # A value head begins at zero, so that no ratio can be computed for its first update
         has_size = model_norms > 0

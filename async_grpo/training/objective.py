@@ -1,7 +1,8 @@
 """The objective of one micro-batch: its loss before normalisation, the counts that divide it, and sums for the metrics.
 
-All results are sums over tokens that add up over micro-batches and ranks, so that a step does not depend on the
-packing. Terms that depend on the whole step are computed first, and written into `BatchTensors` (see `whole_step`).
+The results of all micro-batches and ranks are added up (or the maximum is taken, for a few metrics), so that a step does
+not depend on the packing. Terms that depend on the whole step are computed first, and written into `BatchTensors` (see
+`whole_step`).
 """
 
 from collections.abc import Mapping
@@ -26,8 +27,9 @@ from async_grpo.modeling.policy import PolicyModel
 class BatchTensors:
     """A micro-batch on the trainer's device, as one packed row.
 
-    If the objective has terms that depend on the whole step, `whole_step` sets the first four fields and `kept`
-    before the backward pass, and may replace `advantages` and `group_tokens`.
+    If the objective has terms that depend on the whole step, `whole_step` sets `logprobs`, `kept` and the needed ones of
+    `returns`, `old_values`, `selected` and `weight_mean` before the backward pass. It may replace `advantages` and
+    `group_tokens`.
     """
 
     returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
@@ -102,7 +104,7 @@ class Objective:
         self.loss_settings = config.loss_settings
         length_scale = float(max_completion_tokens or config.max_generation_tokens)
         self._aggregation = get_aggregation(config.loss_aggregation, length_scale)
-        # The sum of losses is divided by the number of these: "tokens", "sequences" or "groups"; by 1 if None
+        # The sum of the losses is divided by the number of these units: "tokens", "sequences" or "groups". None: by 1
         self.unit = self._aggregation.unit
 
         estimator_settings = dict(config.estimator_settings)
@@ -166,8 +168,9 @@ class Objective:
         """Compute the loss of a micro-batch by one forward pass.
 
         Returns:
-            The loss, and totals for the metrics by name. Loss and totals are sums over tokens, which the caller divides
-            by the counts among the totals. Totals whose name ends in `_max` are maxima.
+            The loss, and totals for the metrics by name. The loss and most totals are sums, not yet averaged. The totals
+            also contain the counts by which the caller divides these sums: `tokens`, `sequences` and `groups`. A total
+            whose name ends in `_max` is a maximum instead of a sum.
         """
         logprobs, entropy, *values = self.forward(policy, batch)
         batch.logprobs = logprobs.detach()
@@ -180,7 +183,7 @@ class Objective:
         if self.config.loss_kl_coef:
             token_losses = token_losses + self.config.loss_kl_coef * kl
         if self.config.entropy_coef:
-            # With a coefficient of 0 this line is skipped, because a gradient of the entropy costs time in the backward
+            # Skipped if the coefficient is 0, because the gradient of the entropy costs time in the backward pass
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
         if self.has_critic:
             value_losses, value_metrics = self._value_loss(values[0], batch, mask)
@@ -245,7 +248,7 @@ class Objective:
         self, values: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> tuple[Float[Tensor, "1 packed"], dict[str, Float[Tensor, "1 packed"]]]:
         """Return the critic's loss of each token, and its metrics."""
-        assert batch.returns is not None and batch.old_values is not None, "whole_step computes them before"
+        assert batch.returns is not None and batch.old_values is not None, "`whole_step` sets them first"
         return value_loss(values, batch.returns, batch.old_values, mask, clip=self.config.critic_clip)
 
     def _aggregate(
@@ -269,7 +272,10 @@ class Objective:
     def weights(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, "1 packed"]:
-        """Return the importance weights for the engine's policy, divided by `batch.weight_mean` if it is set."""
+        """Return the importance weight of each token, which corrects for the difference between trainer and engine.
+
+        The weights are divided by `batch.weight_mean` if it is set.
+        """
         return importance_weights(
             _logprobs_to_compare(logprobs, batch),
             batch.behaviour_logprobs,
@@ -284,7 +290,7 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return the log-probs of the policy in the denominator of the policy ratio.
 
-        A loss that reads `proximal_logprobs` itself gets those of the engine's policy.
+        For a loss that also reads `proximal_logprobs`, this is the engine's policy.
         """
         if self.config.old_policy == "current":
             return logprobs.detach()

@@ -63,7 +63,8 @@ class Trainer:
     version: int = 0  # number of completed optimizer steps, which is also the policy version
     samples: int = 0  # number of samples in the completed steps
     end_reason: str = ""  # why the run ended early; "" if it did not
-    # Waits for the proof of the last published weights, returns its metrics. Before any publish: dict, which returns {}
+    # Waits for the proof of the last published weights, and returns the metrics of their sync. Before the first sync it
+    # is `dict`, which returns {}
     _proof: Proof = dict
 
     def run(self) -> None:
@@ -103,10 +104,11 @@ class Trainer:
             if isinstance(message, WorkersJoined):
                 # The weights do not change within a step, so the gradients accumulated so far stay valid
                 with clock.measure("publishing_weights"):
-                    self.publisher.publish(self.policy, self.version, self_test=True)()
+                    wait_for_proof = self.publisher.publish(self.policy, self.version, self_test=True)
+                    wait_for_proof()
             elif isinstance(message, SaveRequested):
-                # A save may come in mid-step: groups stay in the state until weights trained on them are live, so a
-                # resumed run trains on them again
+                # A checkpoint may be saved in the middle of a step: groups stay in the saved state until weights that
+                # were trained on them are live, so a resumed run trains on them again
                 with clock.measure("checkpointing"):
                     self._save(message.end_reason)
                 if message.end_reason:
@@ -119,8 +121,9 @@ class Trainer:
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
         """Apply the accumulated gradient, and return the metrics of the step."""
         with clock.measure("publishing_weights"):
-            # Wait until the previous weights are proven, so that training does not continue if they did not arrive. It
-            # returns at once if `_publish` has waited; otherwise these are the sync's metrics of the previous weights
+            # Wait until the previous weights are proven, so that training does not continue if they did not arrive. If
+            # `_publish` has already waited for them, this takes no time. The metrics are those of the sync of the
+            # previous weights. `run` replaces them if `_publish` waits for the sync of the new weights
             metrics: dict[str, Any] = dict(self._proof())
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
@@ -141,7 +144,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Save the last checkpoint and the final model."""
-        # Wait for an earlier checkpoint first: while one is being written, `save` skips the next
+        # Wait for an earlier checkpoint first, because `save` does nothing while a checkpoint is being written
         self._wait_for_checkpoint()
         self._save()
         self.exporter.save_final(self.policy, self.samples)
@@ -152,13 +155,13 @@ class Trainer:
             self.checkpointer.wait()
 
     def _save_if_due(self) -> None:
-        # Not after the last step, which `_finish` saves
+        # Not after the last step, because `_finish` saves its checkpoint
         if self.saves_after(self.version) and self.version < self.num_steps:
             self._save()
         self.exporter.save_if_due(self.policy, self.samples)
 
     def _save(self, end_reason: str = "") -> None:
-        """Save a checkpoint. If there is a reason to end the run, wait until it is written.
+        """Save a checkpoint. If there is a reason to end the run, wait until the checkpoint is written.
 
         Raises:
             RunFailed: The run is to end, and its last checkpoint could not be written.
@@ -211,17 +214,17 @@ class StepClock:
         self._spans: list[Span] = []
 
     @contextmanager
-    def measure(self, cause: str) -> Iterator[None]:
-        """Add the duration of the `with` block to the activity `cause`, including the GPU work that it starts."""
+    def measure(self, activity: str) -> Iterator[None]:
+        """Add the duration of the `with` block to an activity, including the GPU work that the block starts."""
         begin_unix = time.time()
         begin = time.perf_counter()
-        with waiting("rank", f"rank {self._ranks.rank}", cause):
+        with waiting("rank", f"rank {self._ranks.rank}", activity):
             yield
             self._ranks.synchronize()
         elapsed = time.perf_counter() - begin
-        self._seconds[cause] += elapsed
+        self._seconds[activity] += elapsed
         track = f"trainer {self._ranks.rank}"
-        self._spans.append((track, SPAN_KINDS[cause], begin_unix, begin_unix + elapsed))
+        self._spans.append((track, SPAN_KINDS[activity], begin_unix, begin_unix + elapsed))
 
     def stop(self) -> None:
         """End the time that counts as `time_per_batch`. Call it once the new weights are sent to the engines."""
@@ -232,14 +235,14 @@ class StepClock:
 
         A collective.
         """
-        during_step = [self._seconds[cause] for cause in DURING_STEP]
-        after_step = [self._seconds[cause] for cause in AFTER_STEP]
+        during_step = [self._seconds[activity] for activity in DURING_STEP]
+        after_step = [self._seconds[activity] for activity in AFTER_STEP]
         sums, maxima = self._ranks.sum_and_max(during_step, after_step)
         report: dict[str, Any] = {}
-        for cause, total in zip(DURING_STEP, sums.tolist(), strict=True):
-            report[f"seconds_{cause}"] = total / self._ranks.world_size
-        for cause, longest in zip(AFTER_STEP, maxima.tolist(), strict=True):
-            report[f"seconds_{cause}"] = longest
+        for activity, total in zip(DURING_STEP, sums.tolist(), strict=True):
+            report[f"seconds_{activity}"] = total / self._ranks.world_size
+        for activity, longest in zip(AFTER_STEP, maxima.tolist(), strict=True):
+            report[f"seconds_{activity}"] = longest
         report["time_per_batch"] = self._time_per_batch
         report["spans"] = self._spans
         return report
