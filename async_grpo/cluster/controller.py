@@ -62,6 +62,7 @@ class RunController:
         self._settings = settings
         policy = scheduling_policy(scheduling)
         self._generation = GenerationWorkers(settings.seed, worker_grace_s, connect, policy)
+        # Frozen workers keep the weights that they start with, and get work without a sync
         self._generation.is_frozen = not settings.trains
         self._logprobs = {
             role: LogprobWorkers(role, worker_grace_s, connect, policy) for role in settings.logprob_roles
@@ -171,7 +172,7 @@ class RunController:
         if len(named_rewards) > 1:
             names = " / ".join(sorted(named_rewards))
             raise ConfigurationError(f"generation workers name different rewards: {names}")
-        return MissingParts("; and ".join(missing), "".join(named_rewards))
+        return MissingParts("; and ".join(missing), next(iter(named_rewards), ""))
 
     async def start_batcher(
         self,

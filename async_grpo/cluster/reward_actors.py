@@ -1,6 +1,7 @@
-"""The verifiers of a run: reward adapters in killable processes, which actors on any node hold, and the judges.
+"""The verifiers of a run: reward adapters and judges.
 
-Judges need no processes. They run in the controller's process, within the limits of the cluster's rate limiter.
+Adapters, except inline ones, run in killable processes of actors on any node. Judges need no processes. They run in the
+controller's process, within the limits of the cluster's rate limiter.
 """
 
 import contextlib
@@ -31,9 +32,11 @@ from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
 
 log = logging.getLogger(__name__)
-# Maximum number of adapter processes of one verifier actor. They run on its node and share its messages
+# Maximum number of adapter processes of one verifier actor. The processes run on the actor's node, and the actor sends
+# their answers together in one message
 SLOTS_PER_ACTOR = 8
-# Seconds that an answer waits for others to share its message, if the process gets no new work before it is sent
+# Seconds that an answer waits so that other answers can be sent in the same message. For processes without prefetch,
+# which get no new work before the answer is sent
 ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 

@@ -1,4 +1,4 @@
-"""`GenerationWorker`: one vLLM engine that completes prompts, and receives new weights while it does.
+"""`GenerationWorker`: one vLLM engine that completes prompts, and receives new weights at the same time.
 
 This module uses plain asyncio. The Ray actor that runs it is in `cluster/`. Its callers see none of vLLM's types.
 """
@@ -45,7 +45,8 @@ from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, Tokens
 
 log = logging.getLogger(__name__)
-# Seconds between reports of unfinished completions; at most this much work on each is lost with an engine
+# Seconds between reports of the new tokens of unfinished completions. If an engine is lost, at most the tokens of this
+# time are lost
 PARTIAL_RESULTS_EVERY_S = 5.0
 
 
@@ -74,7 +75,7 @@ class GenerationWorker:
         self.policy_version = UNSYNCED
         self.paused_s = 0.0  # seconds that weight updates held requests, since the last call of `progress`
         self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
-        self._broken_reason: str | None = None  # why the engine takes no more requests; None while it does
+        self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
         self._requests = RequestTimes()
         self._read_back = ReadBack()
 
@@ -91,7 +92,7 @@ class GenerationWorker:
         timeline = TokenTimeline()
         engine = AsyncLLM.from_engine_args(
             engine_arguments(options, settings, cls.worker_extension),
-            # vLLM's defaults for batches of prompts, whose prefills are larger than those for a chat server
+            # vLLM's defaults for batches of prompts. They allow larger prefills than its defaults for a chat server
             usage_context=UsageContext.LLM_CLASS,
             stat_loggers=[lambda *_: timeline],
         )
@@ -119,7 +120,10 @@ class GenerationWorker:
         sampling: Sampling | None = None,
         begun: Mapping[int, Tokens] | None = None,
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
-        """Yield finished completions, and every few seconds the new tokens of unfinished ones. See `Engine`.
+        """Yield finished completions, and every few seconds the new tokens of unfinished ones. See `protocols.Engine`.
+
+        `seeds` has the seed of each member of the group. `begun` has the tokens of members that a lost engine had
+        already sampled.
 
         Raises:
             ConfigurationError: The prompt leaves no room for an answer.
@@ -205,15 +209,17 @@ class GenerationWorker:
         Args:
             output: The tokens that this engine sampled.
             member: Index of the completion in its group.
-            first_tokens: The tokens before them, which a lost engine had sampled.
+            first_tokens: The tokens before those of `output`, which a lost engine had sampled.
         """
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
         tokens = first_tokens + tokens_of(output)
         is_stopped = output.finish_reason == "stop"
         ends_with_stop_token = tokens.token_ids[-1] in self.settings.stop_token_ids
-        is_stopped_by_text = isinstance(output.stop_reason, str) and not ends_with_stop_token
-        has_end_token = is_stopped and not is_stopped_by_text
+        # The text of the completion includes a stop text (`Sampling.stop`), but never an end token, even if the stop
+        # text spells one
+        is_stopped_by_text = isinstance(output.stop_reason, str)
+        has_end_token = is_stopped and (ends_with_stop_token or not is_stopped_by_text)
         text_token_ids = tokens.token_ids[:-1] if has_end_token else tokens.token_ids
         text = self.tokenizer.decode(text_token_ids, skip_special_tokens=False)
         ends_of_tokens = None
@@ -256,7 +262,7 @@ class GenerationWorker:
             self._num_trainer_calls -= 1
 
     async def begin_anew(self) -> bool:
-        """Prepare to serve a restarted trainer, and return whether this engine can. See `Engine`."""
+        """Prepare to serve a restarted trainer, and return whether this engine can. See `protocols.Engine`."""
         if self._broken_reason or self.engine.errored or self._update_lock.locked():
             return False
         # The new trainer reuses version numbers for other weights. A new salt prevents the use of old cached prefixes
@@ -319,6 +325,8 @@ class GenerationWorker:
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
+        # Compares the received weights with those that the layers compute with, as far as these can be read. The manifest
+        # says the result for each tensor
         self._read_back.compare(await self.engine.collective_rpc("fingerprints"))
         manifest = {}
         for name, (dtype, shape, digest, *_) in receipts[0].items():
@@ -332,7 +340,7 @@ class GenerationWorker:
         return manifest
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the log-probs (N,) float32 of a fixed text. The first is 0. See `Engine`."""
+        """Return the log-probs (N,) float32 of a fixed text. The first is 0. See `protocols.Engine`."""
         params = SamplingParams(
             temperature=1.0,
             max_tokens=1,
@@ -369,7 +377,7 @@ class GenerationWorker:
         return self._requests.num_unfinished > 0 and not is_paused
 
     def progress(self) -> dict[str, Any]:
-        """Return statistics of the time since the last call. See `Engine`."""
+        """Return statistics of the time since the last call. See `protocols.Engine`."""
         progress = {
             "token_timeline": self.timeline.steps,
             "paused_s": self.paused_s,

@@ -147,8 +147,10 @@ class VerifierPool:
         if evaluation:
             await self._ensure_started(EVALUATION)
         phase = EVALUATION if evaluation else TRAINING
+        # Inline adapters compute in this process and answer at once, so concurrent calls of them would save no time
         is_all_inline = all(queue.inline for queue in self._queues[phase].values())
-        return await self._combination(sample, partial(self._score, sample, phase), is_all_inline)
+        ask = partial(self._score, sample, phase)
+        return await self._combination(sample, ask, in_turn=is_all_inline)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False

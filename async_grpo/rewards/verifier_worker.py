@@ -16,9 +16,10 @@ from async_grpo.options.redaction import redacted
 from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible, shown
 from async_grpo.types import AdapterResult, RewardStatus
 
-# Amount of work that a worker gets ahead, in seconds. With more, samples could wait here while another worker is idle.
+# Seconds of work that a worker gets in addition to the calls that it serves. With more, samples could wait here while
+# another worker is idle
 PREFETCH_S = 0.1
-MAX_PREFETCH = 64  # maximum number of samples that a worker gets ahead
+MAX_PREFETCH = 64  # maximum number of samples that a worker gets in addition
 MAX_LATENCIES = 10_000  # number of recent latencies kept for the quantiles, which bounds the memory
 # Longest wait of a call inside a judge's worker, for example for a permit of the rate limiter
 QUEUE_S = 1800.0
@@ -37,14 +38,15 @@ class CallInterrupted(WorkerLost):
 class VerifierWorker(Protocol):
     """Scores samples with one reward. A worker never retries a call, because its queue does that.
 
-    - `capacity` is the number of calls, of both methods together, that the worker serves at a time. It is known once
-      the worker is made. A worker whose attribute `prefetch` is true may get more calls, which it serves in order.
+    - `capacity` is the number of calls that the worker serves at a time, counting both `score` and `post_process` (see
+      below). It is known once the worker is made. A worker whose attribute `prefetch` is true may get more calls, which
+      it serves in order.
     - A call ends within `Timeouts.answer_s`. If the worker has an attribute `max_queue_s`, a call may wait this much
       longer, and reports the wait as `queue_s`.
     - A worker whose attribute `has_post_process` is true also applies the reward's group hook:
       `await worker.post_process(samples, results, timeout_s)` returns the new list of results.
-    - A problem with a sample is returned as a FAILED or TIMED_OUT result of this sample, or of its batch. It is not
-      raised.
+    - A problem with a sample is not raised. It is returned as a FAILED or TIMED_OUT result of this sample, or of all
+      samples of its batch.
     - After ProcessDied or CallInterrupted, the worker can still be used. After any other error it is closed, which ends
       its other calls.
     - A cancelled call ends once the worker can serve another call in its place, or at once if it was not served yet.
@@ -78,7 +80,7 @@ class Timeouts:
 
 
 class Job:
-    """A call of a `VerifierWorker`: a sample to score, or a group's results to show to the hook.
+    """A call of a `VerifierWorker`: a sample to score, or the results of a group for the group hook.
 
     Its outcome is the worker's answer or a WorkerLost error. The error is a value and is not raised, because asyncio
     would log an error that nobody retrieves if the caller was cancelled.

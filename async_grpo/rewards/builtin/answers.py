@@ -18,7 +18,7 @@ from async_grpo.rewards.answer_reading.stated import stated_answer as stated_ans
 
 
 def completion_text(sample: dict[str, Any]) -> str:
-    """Return the completion without surrounding white space, and without one `end_token` of the row at its end."""
+    """Return the completion, stripped of surrounding white space and of one trailing `end_token` (a key of the row)."""
     text = str(sample["completion"]).strip()
     end_token = sample.get("end_token")
     return text.removesuffix(end_token).rstrip() if end_token else text

@@ -100,7 +100,9 @@ def last_number(reply: Mapping[str, Any], name: str) -> float:
     """
     item = only_item(reply, "data")
     if item.get("index", 0) != 0:
-        raise BadReply(f"the reward model's reply is of the item {quote(item['index'])}, not 0")
+        raise BadReply(
+            f"the item of the reward model's reply has the index {quote(item['index'])} instead of 0"
+        )
     value: Any = item.get(name)
     while isinstance(value, list) and value:
         value = value[-1]

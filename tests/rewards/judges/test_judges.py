@@ -481,7 +481,7 @@ async def test_a_reward_model_may_want_plain_text_and_its_own_activation():
         *[(items, "one object for one sample") for items in (None, [], ["x"], [{"probs": [0.1]}] * 2)],
         *[([{"probs": probs}], "no finite number") for probs in ([], [None], [math.nan], [True])],
         ([{"data": [1.0]}], "no finite number"),
-        ([{"index": 7, "probs": [0.9]}], "is of the item '7', not 0"),
+        ([{"index": 7, "probs": [0.9]}], "has the index '7' instead of 0"),
     ],
 )
 async def test_a_reward_model_without_one_finite_number_for_the_one_sample_has_failed(items, said):
