@@ -17,23 +17,23 @@ from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, named, newest, versions
 
 # Options that must stay the same, with the reasons. All other options may change, and the changes are logged
-_BOUND = "the groups alive were admitted under that bound"
+_BOUND = "the groups alive were admitted under the earlier bound"
 FIXED = {
-    "model_name_or_path": "the weights are that model's, and it stays the KL reference",
-    "data_path": "the place in the data would be that of other questions",
-    "environment": "the groups that are finished are trajectories of that one",
-    "curriculum": "the levels that the run has come to are of that column",
-    "infinite_sampler_seed": "the order of the questions and every draw come of it",
-    "samples_per_question": "the groups that are finished have that size",
-    "groups_per_step": "steps are counted in groups of that number",
+    "model_name_or_path": "the checkpoint has weights of the earlier model, which also stays the KL reference",
+    "data_path": "the saved position in the data would belong to other questions",
+    "environment": "the finished groups are trajectories of the earlier environment",
+    "curriculum": "the levels that the run has reached are those of the earlier column",
+    "infinite_sampler_seed": "the order of the questions and all random draws depend on it",
+    "samples_per_question": "the finished groups have the earlier size",
+    "groups_per_step": "the step in which a group is due depends on it",
     "max_staleness": _BOUND,
     "samples_in_flight": _BOUND,
-    "temperature": "the groups that are finished have log-probs at that temperature",
-    "max_generation_tokens": "the groups that are finished ended by that length",
-    "reward_fns": "the groups that are finished have been scored by these",
-    "optimizer": "the moments in the checkpoint are of that kind",
-    "advantage_estimator": "optimizer and finished groups have what that estimator needs",
-    "logprob_roles": "the groups that are finished have these and no others",
+    "temperature": "the finished groups have log-probs at the earlier temperature",
+    "max_generation_tokens": "the finished groups were generated under the earlier limit",
+    "reward_fns": "the finished groups were scored by the earlier rewards",
+    "optimizer": "the checkpoint has the moments of the earlier optimizer",
+    "advantage_estimator": "the optimizer and the finished groups have what the earlier estimator needs",
+    "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",
 }
 # Values that are computed from several options, with the names of these options for messages
 DERIVED = {
@@ -139,7 +139,8 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
         if value != earlier_value:
             flags = DERIVED.get(name, f"--{dashed(name)}")
             raise ConfigurationError(
-                f"{flags}: {value}, and was {_shown(earlier_value)} in the run of {folder}: {reason}; {WAY_OUT}"
+                f"{flags}: the value is {value}, but it was {_shown(earlier_value)} in the run of {folder}: {reason}; "
+                f"{WAY_OUT}"
             )
 
 

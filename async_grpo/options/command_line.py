@@ -323,7 +323,9 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
 
 
 def _positional_or_short(argument: str, remaining: list[str], fields: Fields) -> str:
-    """Return a positional argument as it is, and an option of one letter with its value, which is taken from the rest.
+    """Return a positional argument unchanged, or a one-letter option in the form `--name=value`.
+
+    The value of the option is removed from `remaining`, the arguments that follow.
 
     Raises:
         ConfigurationError: The option is unknown, or its value is missing.
@@ -344,7 +346,8 @@ def _positional_or_short(argument: str, remaining: list[str], fields: Fields) ->
 def _fit_help() -> str | None:
     """Choose the width of the help text, and return a hint if names of options are cut.
 
-    A pipe has no width. Typer would take 80 columns for it, where names are cut, so that they cannot be searched for.
+    A pipe has no width, so Typer would assume 80 columns. Names of options would be cut at this width, so that a search
+    in the output would not find them.
     """
     columns = shutil.get_terminal_size().columns
     if sys.stdout.isatty():

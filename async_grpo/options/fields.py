@@ -89,7 +89,10 @@ def required(help: str, panel: str = "Run", **settings: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base class for the options of one room. It checks single values; `config` checks rules between options."""
+    """Base class for the options of one package (`training`, for example).
+
+    It checks single values. The package `config` checks the rules between options.
+    """
 
     def __post_init__(self) -> None:
         """Check the value of every option.

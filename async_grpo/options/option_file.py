@@ -1,4 +1,7 @@
-"""Read options from a file: TOML, flat or with one table per room, or the `training_params.json` of a run."""
+"""Read options from a file: TOML, flat or with one table per package, or the `training_params.json` of a run.
+
+The packages are the folders of `async_grpo`, such as `training`. Each defines the options of its own.
+"""
 
 import dataclasses
 import tomllib
@@ -10,7 +13,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import field_name, nearest, refuse
 from async_grpo.processes.untrusted_files import parse_json, read_text
 
-ROOMS = {path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__init__.py")}
+PACKAGES = {path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__init__.py")}
 
 
 def read_options(
@@ -29,23 +32,24 @@ def read_options(
 
     Raises:
         ConfigurationError: The file cannot be read, contains a key that no program knows, gives an option two values,
-            or has an option in the table of another room.
+            or has an option in the table of another package.
     """
     fields = dataclasses.fields(config_class)
-    room_by_field = rooms(config_class)
+    package_by_field = packages_of_fields(config_class)
     type_by_field = {field.name: field.type for field in fields}
     values: dict[str, bool | str | None] = {}
-    for table, key, value in _entries(path, {*room_by_field, *foreign()}):
+    for table, key, value in _entries(path, {*package_by_field, *foreign()}):
         name = field_name(key, fields)
-        if name not in room_by_field:
+        if name not in package_by_field:
             if name not in foreign():
-                known_keys = sorted({*room_by_field, *ROOMS})
+                known_keys = sorted({*package_by_field, *PACKAGES})
                 raise ConfigurationError(f"{path}: {key} is no option{nearest(name, known_keys)}")
             continue
-        room = room_by_field[name]
-        refuse(table not in ("", room), f"{path}: {key} belongs in the table [{room}], not in [{table}]")
+        package = package_by_field[name]
+        is_misplaced = table not in ("", package)
+        refuse(is_misplaced, f"{path}: {key} belongs in the table [{package}], not in [{table}]")
         if value is None:
-            # null is a value where the option may have none; elsewhere it says nothing
+            # null is a value of an option that may be None. For other options, null is ignored
             if type(None) in get_args(type_by_field[name]):
                 values[name] = None
             continue
@@ -58,21 +62,21 @@ def read_options(
     return values
 
 
-def rooms(config_class: type) -> dict[str, str]:
-    """Return for each field name the room that defines the field: a folder of `async_grpo`."""
-    room_by_field = {}
+def packages_of_fields(config_class: type) -> dict[str, str]:
+    """Return for each field name the package that defines the field."""
+    package_by_field = {}
     for base in reversed(config_class.__mro__):
-        room = base.__module__.removeprefix("async_grpo.").partition(".")[0]
+        package = base.__module__.removeprefix("async_grpo.").partition(".")[0]
         for name in vars(base).get("__annotations__", {}):
-            room_by_field[name] = room
-    return {field.name: room_by_field[field.name] for field in dataclasses.fields(config_class)}
+            package_by_field[name] = package
+    return {field.name: package_by_field[field.name] for field in dataclasses.fields(config_class)}
 
 
 def _entries(path: Path, option_names: Collection[str]) -> Iterator[tuple[str, str, Any]]:
     """Yield table, key and value of each option in the file; the table is "" for keys outside of all tables."""
     for key, value in _content(path).items():
-        is_room = key in ROOMS and key not in option_names and isinstance(value, Mapping)
-        if not is_room:
+        is_table = key in PACKAGES and key not in option_names and isinstance(value, Mapping)
+        if not is_table:
             yield "", key, value
             continue
         for key_in_table, value_in_table in value.items():

@@ -22,7 +22,7 @@ SHORTEST_CHARACTERS = 8
 SHORTEST_LINE_CHARACTERS = 16
 MASK = "***"
 
-# Values that are hidden although the names of their variables need not look like secrets
+# Values that `register_secrets` has added. They are hidden whatever the names of their variables are
 _registered: set[str] = set()
 
 

@@ -1,3 +1,3 @@
-"""The version of the library, in a module that every room may import."""
+"""The version of the library, in a module that all other modules may import."""
 
 VERSION = "0.1.0"

@@ -51,7 +51,7 @@ def test_what_finished_groups_rest_on_cannot_change(config, name):
     saved = save(config, 3)
     with pytest.raises(ConfigurationError, match="--resume never, and another --output-dir") as refused:
         find_checkpoint(dataclasses.replace(config, **CHANGES[name]))
-    assert str(saved) in str(refused.value) and "and was" in str(refused.value)
+    assert str(saved) in str(refused.value) and ", but it was" in str(refused.value)
 
 
 def test_the_table_of_the_page_is_that_of_the_code():
@@ -87,7 +87,7 @@ def test_a_run_without_a_checkpoint_begins_again_and_another_one_is_refused(conf
     (config.output_path / METRICS_FILE).write_text("{}\n")
     (config.output_path / PARAMS_FILE).write_text(json.dumps(as_options(config)))
     assert find_checkpoint(config) is None and "it begins again" in caplog.text
-    with pytest.raises(ConfigurationError, match="--temperature: 0.25, and was"):
+    with pytest.raises(ConfigurationError, match="--temperature: the value is 0.25, but it was"):
         find_checkpoint(dataclasses.replace(config, temperature=0.25))
 
 

@@ -405,7 +405,7 @@ def test_a_run_that_goes_on_from_a_folder_compares_what_it_names_and_takes_nothi
     with pytest.raises(ConfigurationError, match="the file of --data-path is not the one"):
         find_checkpoint(going_on(hostile))  # all options fit; the fixture wrote no digest of its data
     hostile.options(reward_fns=[hostile.source()])
-    with pytest.raises(ConfigurationError, match="--reward-fns: .*, and was .*evil.py:run"):
+    with pytest.raises(ConfigurationError, match="--reward-fns: .*, but it was .*evil.py:run"):
         find_checkpoint(going_on(hostile))
     hostile.options(reward_fns=["countdown", "format"], engine=hostile.source(), policy_loss=hostile.source())
     config = going_on(hostile)
