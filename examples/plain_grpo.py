@@ -11,8 +11,9 @@ A step, in the order of this file:
     policy_loss       - min(ratio * A, clip(ratio) * A) on every token, with ratio = pi(token) / pi_when_sampled(token)
     train_step        backward, clip the gradient's norm, AdamW
 
-What the library adds to it: engines that generate while the trainer trains (so tokens are a bounded number of steps old,
-here `--staleness`), rewards that are slow or fail, packing without padding, sharding, other estimators and losses.
+What the library adds to it: engines that generate while the trainer trains (so tokens are a bounded number of steps
+old; this file imitates that with `--staleness`), rewards that are slow or fail, packing without padding, sharding,
+other estimators and losses.
 
 It shares no code with the library, so that the same mistake cannot hide in both: `benchmarks/learning_curve.py` compares
 their learning curves.
@@ -139,7 +140,9 @@ def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
 
 
 def score(completion: str, row: Row) -> tuple[float, float]:
-    r"""Return (correct, well-formed), each 0.0 or 1.0, of the response "<think>" + completion.
+    r"""Return (correct, well-formed), each 0.0 or 1.0.
+
+    The response is "<think>" + completion, because the prompt ends with "<think>".
 
     >>> score("</think>\n<answer>3*4+1</answer>", {"nums": [1, 3, 4], "target": 13})
     (1.0, 1.0)
@@ -189,11 +192,11 @@ def heldout_scores(
 ) -> tuple[float, float]:
     """Fractions (correct, well-formed) of `repeats` completions per row at temperature 1."""
     scores = []
-    for start in range(0, len(rows) * repeats, EVAL_BATCH):
-        part = list(
-            itertools.islice(itertools.cycle(rows), start, min(start + EVAL_BATCH, len(rows) * repeats))
-        )
-        scores += map(score, sample(model, tokenizer, part, max_new_tokens).texts, part)
+    repeated_rows = rows * repeats
+    for start in range(0, len(repeated_rows), EVAL_BATCH):
+        part = repeated_rows[start : start + EVAL_BATCH]
+        texts = sample(model, tokenizer, part, max_new_tokens).texts
+        scores += map(score, texts, part)
     correct, well_formed = torch.tensor(scores).mean(0).tolist()
     return correct, well_formed
 
@@ -222,14 +225,17 @@ def main(
     lr: float = 2e-4,
     warmup_steps: Annotated[int, typer.Option(min=0, help="The learning rate rises to lr, then stays.")] = 5,
     staleness: Annotated[
-        int, typer.Option(min=0, help="Steps between sampling and training of a batch.")
+        int,
+        typer.Option(
+            min=0, help="Steps from the sampling of a batch to its training; fewer for the first batches."
+        ),
     ] = 0,
     max_new_tokens: int = 24,
     eval_every: Annotated[int, typer.Option(min=1)] = 25,
     eval_repeats: Annotated[int, typer.Option(min=1, help="Completions per held-out problem.")] = 2,
     seed: int = 0,
 ) -> None:
-    """Train with GRPO and write what each step saw; held-out accuracy is sampled at temperature 1."""
+    """Train with GRPO, and write the metrics of each step. Held-out accuracy is sampled at temperature 1."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -270,7 +276,8 @@ def main(
         for step in range(steps + 1):
             started = time.perf_counter()
             record: dict[str, float] = {"step": step}
-            if step:
+            if step:  # step 0 only evaluates the initial policy
+                # After each step, `staleness` batches stay in the queue, and wait for as many steps
                 while len(pending) <= staleness:
                     sample_batch()
                 record |= train_step() | {"seconds": time.perf_counter() - started}
