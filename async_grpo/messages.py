@@ -10,9 +10,8 @@ import numpy as np
 
 from async_grpo.types import PROMPT_TOKEN
 
-NO_TIME = np.int32(
-    -1
-)  # entry of `times` for a token that was not sampled, or whose sample has a single sequence
+# Entry of `times` for a token that was not sampled, or whose sample has a single sequence
+NO_TIME = np.int32(-1)
 
 
 @dataclass(frozen=True)

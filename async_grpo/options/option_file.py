@@ -1,6 +1,6 @@
 """Read options from a file: TOML, flat or with one table per package, or the `training_params.json` of a run.
 
-The packages are the folders of `async_grpo`, such as `training`. Each defines the options of its own.
+The packages are the folders of `async_grpo`, such as `training`. Each defines its own options.
 """
 
 import dataclasses

@@ -46,9 +46,8 @@ class GradientAccumulator:
     on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
 
     def __post_init__(self) -> None:
-        self._nonfinite_in_a_row = (
-            0  # number of latest steps in a row that were skipped without a finite gradient
-        )
+        # Number of the latest steps in a row that were skipped, because their loss or gradient was not finite
+        self._nonfinite_in_a_row = 0
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         # Number of ranks that hold the same shard; a sum over all ranks counts each square this many times
         self._num_copies = copies(self._parameters[0])

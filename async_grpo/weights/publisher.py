@@ -58,9 +58,8 @@ class Canary:
     """Fixed texts whose log-probs show which policy computed them."""
 
     texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
-    logprobs: Callable[
-        ..., np.ndarray
-    ]  # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
+    # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
+    logprobs: Callable[..., np.ndarray]
     # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines. The
     # default, `list`, is for a single rank: it returns the same numbers
     max_over_ranks: Callable[[list[float]], list[float]] = list
