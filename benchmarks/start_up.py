@@ -32,6 +32,8 @@ KINDS = {  # the first pattern that a command line holds names the process
     "vLLM worker": r"VLLM::Worker",
     "reward process": r"adapter_process|reward process|_child",
     "Ray": r"raylet|gcs_server|ray\.scripts|dashboard|log_monitor|monitor\.py|runtime_env|ray start",
+    "warm server": r"processes\.warm_server",
+    "client of a warm server": r"processes/warm_client",
     "Ray worker, unused": r"ray::IDLE|default_worker",
 }
 

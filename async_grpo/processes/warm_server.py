@@ -39,6 +39,11 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.processes.process_tree import die_with
+
+try:
+    import setproctitle
+except ImportError:
+    setproctitle = None  # type: ignore[assignment]  # processes then have the server's name
 from async_grpo.processes.warm_client import ACCEPTED, LENGTH, REFUSED, STATUS
 
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -157,6 +162,9 @@ def serve(stages: Sequence[Stage]) -> None:
     Returns only in a process that was forked for a request, after it has done its work.
     """
     environment = dict(os.environ)
+    if setproctitle is not None:
+        # The first call finds the place of the name in memory, which it cannot once variables have changed
+        setproctitle.getproctitle()
     listeners = [socket.socket(fileno=stage.listener) for stage in stages]
     for stage in stages:
         listener = listeners.pop(0)
@@ -397,11 +405,8 @@ def _set_first_path(folder: str) -> None:
 
 def _name_process(command: Iterable[str]) -> None:
     """Show the command in the list of processes, where otherwise the server's would be."""
-    try:
-        from setproctitle import setproctitle
-    except ImportError:
-        return
-    setproctitle(shlex.join(command))
+    if setproctitle is not None:
+        setproctitle.setproctitle(shlex.join(command))
 
 
 def _seed_and_count_threads() -> None:

@@ -168,6 +168,21 @@ def has_ended(pid: int) -> bool:
     return True
 
 
+def test_the_list_of_processes_shows_what_a_process_runs(servers):
+    with sleeping(servers) as (_, pid):
+        command = " ".join(psutil.Process(pid).cmdline())
+        assert command.startswith(f"{sys.executable} -c") and "warm_server" not in command
+        assert psutil.Process(servers.process.pid).cmdline()[2] == "async_grpo.processes.warm_server"
+
+
+def test_a_process_may_name_itself(servers):
+    code = (
+        "import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); "
+        "print(open('/proc/self/cmdline').read())"
+    )
+    assert servers.run("-c", code).stdout.strip().strip("\0") == "VLLM::EngineCore"
+
+
 def test_signals_reach_the_process(servers):
     with sleeping(servers) as (client, pid):
         client.terminate()
