@@ -28,7 +28,7 @@ from async_grpo.experience.dataset import Question
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.check import read_inputs
-from async_grpo.launch.gpu_software import versions
+from async_grpo.launch.gpu_software import compare_versions
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.launch.reward_trial import TriedReward, try_rewards
@@ -95,7 +95,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     names_run = bool(config.model_name_or_path or config.data_path)
     yield from within(packages)
     yield from within(vllm_version)
-    yield from within(versions)
+    yield from within(compare_versions)
     yield from within(machine)
     if names_run:
         yield from within(output_folder, config)

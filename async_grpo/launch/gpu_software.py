@@ -16,7 +16,7 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 INSTALL = "pip install -r requirements_gpu.lock, in a new environment (docs/first-gpu-run.md)"
 
 
-def versions() -> Iterator[Finding]:
+def compare_versions() -> Iterator[Finding]:
     """Compare driver, CUDA, torch and vLLM."""
     from torch.version import cuda  # None in a build for the CPU
 

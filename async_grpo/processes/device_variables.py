@@ -3,8 +3,6 @@
 A trainer and an engine that share an NCCL communicator hang if their NCCL_* variables differ.
 """
 
-import re
-
 # Beginnings of the names of variables that decide how a program computes and communicates on GPUs
 DEVICE_PREFIXES = (
     "CUDA_",
@@ -37,7 +35,8 @@ NODE_ENDS = (
     "_ROOT",
     "_SO",
 )
-SECRET = re.compile("(^|_)(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+# Words in the names of variables that hold a secret
+SECRET_WORDS = frozenset("KEY KEYS TOKEN SECRET PASSWORD PASSWD CREDENTIAL CREDENTIALS".split())
 
 
 def is_device_variable(name: str) -> bool:
@@ -46,7 +45,7 @@ def is_device_variable(name: str) -> bool:
     >>> [name for name in ("NCCL_ALGO", "VLLM_API_KEY", "CC", "MY_NCCL") if is_device_variable(name)]
     ['NCCL_ALGO', 'CC']
     """
-    return (name in COMPILERS or name.startswith(DEVICE_PREFIXES)) and not SECRET.search(name)
+    return (name in COMPILERS or name.startswith(DEVICE_PREFIXES)) and not _is_secret(name)
 
 
 def is_cluster_variable(name: str) -> bool:
@@ -56,4 +55,8 @@ def is_cluster_variable(name: str) -> bool:
     >>> [name for name in names if is_cluster_variable(name)]
     ['NCCL_ALGO', 'VLLM_ATTENTION_BACKEND']
     """
-    return name.startswith(CLUSTER_PREFIXES) and not name.endswith(NODE_ENDS) and not SECRET.search(name)
+    return name.startswith(CLUSTER_PREFIXES) and not name.endswith(NODE_ENDS) and not _is_secret(name)
+
+
+def _is_secret(name: str) -> bool:
+    return not SECRET_WORDS.isdisjoint(name.split("_"))

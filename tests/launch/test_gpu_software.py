@@ -21,7 +21,7 @@ def finding(
     monkeypatch.setattr(gpu_software, "version", lambda name: torch)
     asked = ("vllm 0.32.0", Requirement(f"torch{vllm}")) if vllm else None
     monkeypatch.setattr(gpu_software, "vllm_torch", lambda: asked)
-    (found,) = gpu_software.versions()
+    (found,) = gpu_software.compare_versions()
     return found
 
 
@@ -58,7 +58,7 @@ def test_gpus_beside_a_torch_for_the_cpu_are_an_error_unless_they_are_hidden(mon
     found = finding(monkeypatch, driver="590.10", cuda=None)
     assert found.level == "error" and "there are GPUs, which this torch cannot use" in found.found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (hidden,) = gpu_software.versions()
+    (hidden,) = gpu_software.compare_versions()
     assert hidden.level == "ok" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -79,7 +79,7 @@ def test_the_driver_is_asked_of_nvidia_smi(monkeypatch, tmp_path):
 
 def test_what_is_installed_here_fits(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (found,) = gpu_software.versions()
+    (found,) = gpu_software.compare_versions()
     assert found.level == "ok", found
 
 
