@@ -42,6 +42,7 @@ from async_grpo.modeling.load import torch_dtype
 from async_grpo.modeling.policy import named_weights
 from async_grpo.options.source_file import absolute, digests
 from async_grpo.processes.end_on_signal import end_in_order
+from async_grpo.processes.process_tree import pid_of_starter
 from async_grpo.training.checkpoint_folder import checkpoints_of, set_aside_newer
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.trainer import Trainer
@@ -188,7 +189,7 @@ def _has_lost_a_rank() -> bool:
     """Return whether another rank on this node has ended, in which case torchrun also sends this rank a signal."""
     if "RANK" not in os.environ:
         return False
-    siblings = psutil.Process(os.getppid()).children()
+    siblings = psutil.Process(pid_of_starter()).children()
     num_alive = sum(process.status() != psutil.STATUS_ZOMBIE for process in siblings)
     return num_alive < int(os.environ["LOCAL_WORLD_SIZE"])
 

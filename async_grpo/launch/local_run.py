@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import re
 import signal
 import sys
@@ -23,9 +24,11 @@ from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import dashed, refuse
 from async_grpo.processes.look import request_look
 from async_grpo.processes.supervisor import Program, Supervisor, handling, log_excerpt
+from async_grpo.processes.warm_client import DIES_WITH_STARTER
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RAY_START_S = 90.0
+TRAINER = "async_grpo.launch.trainer"  # in the command line of every rank
 SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer
 # Matches torchrun's report of a rank that refused an option or an input
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")
@@ -106,7 +109,7 @@ def _run(
     trainer = supervisor.start(
         trainer_name, trainer_command, variables | _trainer_variables(config, early.scratch), console=True
     )
-    with handling(lambda *_: request_look(trainer.process.pid), signal.SIGUSR1):
+    with handling(lambda *_: request_look(os.getpid(), TRAINER), signal.SIGUSR1):
         if early.ray is not None:  # workers and trainer import their libraries while Ray starts
             with show_waiting("waiting for Ray"):
                 supervisor.wait_for_text(early.ray, "Ray runtime started", RAY_START_S)
@@ -122,7 +125,9 @@ def _trainer_variables(config: LocalConfig, scratch: Path) -> dict[str, str]:
         config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
     )
     memory = process_variables.trainer_memory(config.trainer_gpu_share)
-    return process_variables.torchrun_environment(scratch) | memory | threads
+    # torchrun's ranks end with it, and torchrun with this process
+    death = {DIES_WITH_STARTER: "1"}
+    return process_variables.torchrun_environment(scratch) | memory | threads | death
 
 
 def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *, can_save: bool) -> None:

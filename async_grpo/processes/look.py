@@ -17,6 +17,8 @@ from async_grpo.processes.process_tree import descendants
 
 STACK_S = 10.0  # seconds that py-spy may take to read one process
 MAX_COMMAND_CHARACTERS = 60
+RANK_IN_NAME = re.compile(r"RANK=(\d+) ")  # begin of the name that a warm server gives a rank
+WARM_CLIENT = "processes/warm_client.py"  # in the command line of a process that only waits for its fork
 PY_SPY = Path(sys.prefix) / "bin" / "py-spy"
 THREAD = re.compile(r"^(Thread [^\n]*)\n((?:    .*\n?)*)", re.MULTILINE)
 # Part of a process's command line -> role of the process in the run
@@ -84,12 +86,14 @@ def look(roots: Iterable[int]) -> list[ProcessState]:
 
 def _role(process: psutil.Process) -> str:
     """Return the role of a process in the run, or the beginning of its command line."""
+    command = " ".join(process.cmdline()).replace("\n", " ")
+    if named := RANK_IN_NAME.match(command):
+        return f"rank {named[1]}"
     rank = process.environ().get("RANK", "0" if process.pid == os.getpid() else "")
     parent = process.parent()
     # The parent of a rank does not have the variable RANK. The children of a rank inherit it, and are not ranks
-    if rank and parent is not None and "RANK" not in parent.environ():
+    if rank and parent is not None and "RANK" not in parent.environ() and WARM_CLIENT not in command:
         return f"rank {rank}"
-    command = " ".join(process.cmdline()).replace("\n", " ")
     for mark, role in ROLES.items():
         if mark in command:
             return role
@@ -108,10 +112,14 @@ def _stack(process: psutil.Process) -> str:
     return result.stdout or result.stderr
 
 
-def request_look(pid: int) -> bool:
+def request_look(pid: int, program: str = "") -> bool:
     """Send SIGUSR1 to a process or to one of its descendants: the first one that handles the signal.
 
-    Other processes are skipped, because the signal would end them.
+    Other processes are skipped, because the signal would end them. So are clients of a warm server, which pass it on.
+
+    Args:
+        pid: The process.
+        program: Text that the command line must contain.
 
     Returns:
         Whether any of the processes handles the signal.
@@ -120,7 +128,9 @@ def request_look(pid: int) -> bool:
         # Skips processes that have ended
         with suppress(OSError):
             handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{candidate}/status").read_text())
-            if handled and int(handled[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+            command = Path(f"/proc/{candidate}/cmdline").read_text(errors="replace").replace("\0", " ")
+            is_meant = program in command and WARM_CLIENT not in command
+            if is_meant and handled and int(handled[1], 16) >> (signal.SIGUSR1 - 1) & 1:
                 os.kill(candidate, signal.SIGUSR1)
                 return True
     return False

@@ -21,6 +21,9 @@ PR_SET_CHILD_SUBREAPER = 36
 WATCH_S = 0.1  # seconds between two counts of a guardian's processes
 TOO_MANY = 113  # exit code of a guardian whose descendants were more than `max_processes`
 
+# Process that asked a warm server for this process (see `warm_server`); None in a process that was started as usual
+starter_pid: int | None = None
+
 _GUARDED_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -62,6 +65,11 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
     # The parent may have died before the kernel began to watch it
     if os.getppid() != owner_pid:
         sys.exit(f"the parent process {owner_pid} is gone")
+
+
+def pid_of_starter() -> int:
+    """Return the id of the process that started this one. In a fork of a warm server, that is not its parent."""
+    return os.getppid() if starter_pid is None else starter_pid
 
 
 def children(pid: int) -> list[int]:

@@ -9,6 +9,7 @@ This file imports only the standard library, and few modules of it, because each
 """
 
 import array
+import ctypes
 import json
 import os
 import resource
@@ -25,11 +26,16 @@ LENGTH = struct.Struct("!I")  # precedes the JSON of a request
 STATUS = struct.Struct("!i")  # an answer of the server: ACCEPTED, REFUSED, or later the exit code
 ACCEPTED = 1000
 REFUSED = 1001
+# If this variable is set, the kernel kills the client, and the server then its process, as soon as the starter has ended
+DIES_WITH_STARTER = "ASYNC_GRPO_DIES_WITH_STARTER"
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SERVER_IS_GONE = 70  # exit code if the server ended first, which ends its processes, too
 
 
 def main(socket_path: str, python: str, arguments: list[str]) -> None:
     """Have the server run Python with these arguments, and end as that process ends. Otherwise, become Python."""
+    if DIES_WITH_STARTER in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptors = _open_descriptors()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         process = None
@@ -72,6 +78,7 @@ def _request(connection: socket.socket, arguments: list[str], descriptors: list[
     request = {
         "arguments": arguments,
         "folder": os.getcwd(),
+        "starter_pid": os.getppid(),
         "environment": dict(os.environ),
         "descriptors": descriptors,
         "umask": umask,

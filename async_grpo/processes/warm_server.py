@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.processes import process_tree
 from async_grpo.processes.process_tree import die_with
 
 try:
@@ -125,6 +126,7 @@ class Request:
 
     arguments: list[str]
     folder: str
+    starter_pid: int  # the process that started the client
     environment: dict[str, str]
     descriptors: list[int]  # the numbers that the open files have in the client
     umask: int
@@ -361,6 +363,7 @@ def _take_over(request: Request, received: Sequence[int]) -> None:
     _close(moved)
     for number in {0, 1, 2} - set(request.descriptors):
         os.close(number)
+    process_tree.starter_pid = request.starter_pid
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -404,9 +407,13 @@ def _set_first_path(folder: str) -> None:
 
 
 def _name_process(command: Iterable[str]) -> None:
-    """Show the command in the list of processes, where otherwise the server's would be."""
+    """Show the command in the list of processes, where otherwise the server's would be.
+
+    A rank's number precedes it, because the variables that other processes can see are the server's.
+    """
     if setproctitle is not None:
-        setproctitle.setproctitle(shlex.join(command))
+        rank = f"RANK={os.environ['RANK']} " if "RANK" in os.environ else ""
+        setproctitle.setproctitle(rank + shlex.join(command))
 
 
 def _seed_and_count_threads() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_grpo.processes.look import look, request_look
+from async_grpo.processes.warm_client import DIES_WITH_STARTER
 from async_grpo.processes.warm_server import Stage, listen, write_executable
 
 # Prints what a program sees of its surroundings
@@ -173,6 +175,56 @@ def test_the_list_of_processes_shows_what_a_process_runs(servers):
         command = " ".join(psutil.Process(pid).cmdline())
         assert command.startswith(f"{sys.executable} -c") and "warm_server" not in command
         assert psutil.Process(servers.process.pid).cmdline()[2] == "async_grpo.processes.warm_server"
+
+
+def test_the_name_of_a_rank_says_its_number_and_its_stack_is_found(servers):
+    code = "import time\ndef nap():\n    print('up', flush=True)\n    time.sleep(60)\nnap()"
+    with subprocess.Popen(
+        [servers.executables[0], "-c", code], env=os.environ | {"RANK": "3"}, stdout=subprocess.PIPE
+    ) as client:
+        client.stdout.readline()
+        states = {state.role: state for state in look([servers.process.pid, client.pid])}
+        client.kill()
+    assert "nap (" in " ".join(states["rank 3"].frames)
+
+
+def test_a_look_is_asked_of_the_process_and_not_of_its_client(servers):
+    code = (
+        "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))\n"
+        "print('up', flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([servers.executables[0], "-c", code], stdout=subprocess.PIPE) as client:
+        client.stdout.readline()
+        assert not request_look(client.pid)
+        assert not request_look(os.getpid(), "no such program")
+        assert request_look(os.getpid(), "time.sleep(60)")
+        assert client.wait(10) == 9
+
+
+def test_a_process_knows_who_started_it(servers):
+    code = "from async_grpo.processes.process_tree import pid_of_starter; print(pid_of_starter())"
+    assert int(servers.run("-c", code).stdout) == os.getpid()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_process_dies_with_its_starter_if_it_shall(servers, tmp_path, dies):
+    program = tmp_path / "starter.py"
+    program.write_text(
+        "import os, subprocess, sys, time\n"
+        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        f"subprocess.Popen([{servers.executables[0]!r}, '-c', code])\ntime.sleep(60)\n"
+    )
+    variables = os.environ | ({DIES_WITH_STARTER: "1"} if dies else {})
+    with subprocess.Popen(
+        [sys.executable, program], env=variables, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        pid = int(starter.stdout.readline())
+        starter.kill()
+    if dies:
+        assert has_ended(pid)
+    else:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_process_may_name_itself(servers):
