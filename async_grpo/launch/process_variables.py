@@ -51,7 +51,7 @@ def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
     return [
         python,
         "-m",
-        "async_grpo.launch.ray_head",
+        "async_grpo.cluster.ray_head",
         "start",
         "--head",
         "--block",
