@@ -32,6 +32,8 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
+import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +60,10 @@ READ_AT_IMPORT = (
     "PYTHONUNBUFFERED",
     "PYTHONDONTWRITEBYTECODE",
     "LD_LIBRARY_PATH",
+    "HOME",
+    "XDG_",
+    "LANG",
+    "LC_",
     "HF_",
     "TRANSFORMERS_",
     "TORCHINDUCTOR_",
@@ -367,6 +373,8 @@ def _take_over(request: Request, received: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    tempfile.tempdir = None  # the server's, which a library may have asked for; TMPDIR may differ
+    time.tzset()
     os.umask(request.umask)
     os.nice(request.niceness - os.nice(0))
     Path("/proc/self/oom_score_adj").write_text(request.oom_score_adj)

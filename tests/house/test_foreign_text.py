@@ -113,6 +113,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "processes/look.py": {
         r"SigCgt:\s*(\w+)": OURS,
+        r"RANK=(\d+) ": OURS,
         r"^(Thread [^\n]*)\n((?:    .*\n?)*)": "log lines",
     },
     "processes/supervisor.py": {

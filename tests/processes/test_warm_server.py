@@ -115,6 +115,21 @@ def test_a_process_ends_as_python_ends(servers, code, exit_code):
     assert ("ZeroDivisionError" in done.stderr) == (code == "1 / 0")
 
 
+def test_temporary_files_and_times_follow_the_variables_of_the_client(tmp_path):
+    (tmp_path / "asks.py").write_text("import tempfile, time; tempfile.gettempdir(); time.localtime()")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    servers = Servers(tmp_path, (["asks", "decimal"],), PYTHONPATH=path)
+    own = tmp_path / "own"
+    own.mkdir()
+    code = (
+        "import sys, tempfile, time; print('asks' in sys.modules, tempfile.gettempdir(), time.strftime('%Z'))"
+    )
+    variables = os.environ | {"PYTHONPATH": path, "TMPDIR": str(own), "TZ": "Asia/Tokyo"}
+    done = servers.run("-c", code, env=variables)
+    servers.process.kill()
+    assert done.stdout.split() == ["True", str(own), "JST"]
+
+
 def test_random_numbers_of_two_processes_differ(tmp_path):
     servers = Servers(tmp_path, (["numpy", "random"],))
     code = "import random, numpy; print(random.random(), numpy.random.rand())"

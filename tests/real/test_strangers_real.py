@@ -197,12 +197,12 @@ def test_the_run_had_everything_open_that_this_is_about(attacked):
     for part in (
         "gcs_server",
         "raylet",
-        "ray.util.client.server",
         "ray::RunController",
         "launch.trainer",
         "watch",
     ):
         assert part in commands
+    assert "ray.util.client" not in commands  # `cluster/ray_head.py` starts none
     assert "ray::GenerationActor" in commands or "VLLM::EngineCore" in commands
     assert len(attacked.ports) > 10 and any(
         one.address.endswith("plasma_store") for one in attacked.listening
@@ -236,7 +236,11 @@ def test_another_user_s_calls_are_refused_by_every_server_of_ray(attacked):
             assert code in ("UNAUTHENTICATED", "UNIMPLEMENTED"), (attacked.ports[port], method, code)
             if code == "UNAUTHENTICATED":
                 known.add(method.split("/")[1])
-    assert known >= set(RAY_SERVICES) - {"ray.rpc.ReporterService"}  # of a dashboard, which is not started
+    of_a_dashboard = {"ray.rpc.ReporterService"}
+    of_ray_client = {"ray.rpc.RayletDriver", "ray.rpc.RayletDataStreamer", "ray.rpc.RayletLogStreamer"}
+    # Neither is started
+    assert known >= set(RAY_SERVICES) - of_a_dashboard - of_ray_client
+    assert not known & of_ray_client
 
 
 def test_no_server_tells_another_user_anything_over_http_but_metrics(attacked):
