@@ -64,7 +64,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
         try:
             warm = None
             if _may_start_warm(config):
-                warm = warm_pythons(config.model_name_or_path, scratch, config.enforce_eager)
+                warm = warm_pythons(scratch, config.enforce_eager)
                 preloaded = {"LD_PRELOAD": preloaded_libraries()}
                 supervisor.start(
                     "warm servers", warm.command, variables | preloaded, inherited=warm.listeners

@@ -73,11 +73,10 @@ def _folder_of(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def warm_pythons(model: str, scratch: Path, eager: bool) -> WarmPythons:
+def warm_pythons(scratch: Path, eager: bool) -> WarmPythons:
     """Write the files into a private folder.
 
     Args:
-        model: Hugging Face folder of the model, whose classes are imported, too.
         scratch: The folder.
         eager: Whether engines compile nothing.
     """

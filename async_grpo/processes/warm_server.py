@@ -3,17 +3,17 @@
 A run on one machine has about ten Python processes. Importing vLLM takes 9 s of CPU time, and torch with transformers 5.
 On two cores, most of the time until the first step would go into imports. Instead, a server imports them once, and forks.
 
-    server of torch, transformers, Ray  --fork-->  server that also imports vLLM
-          |  fork per request                            |  fork per request
-    trainer ranks, controller, workers             engines and their actors
+    server of torch and transformers  --fork-->  server that also imports vLLM
+          |  fork per request                          |  fork per request
+    trainer ranks, controller, workers           engines and their actors
 
 Programs are started through an executable file that stands in for `python` (`write_executable`). It runs `warm_client.py`,
 which sends the server its arguments, environment and open files. The process that the server forks for it does what
 `python` would do with them. The client stays, passes signals on, and ends with the process, so that whoever started
 `python` watches, signals and kills it as usual. The process dies if the client or the server dies.
 
-multiprocessing's own fork server was tried: it serves only processes that `multiprocessing` starts, thus neither Ray's
-actors nor torchrun's ranks.
+The fork server of `multiprocessing` does not do: it serves only processes that the same program starts by `multiprocessing`,
+and neither Ray's actors nor torchrun's ranks are among them.
 
 Only processes of this user can connect: the socket is in a private folder.
 """
@@ -42,12 +42,12 @@ from typing import Any
 
 from async_grpo.processes import process_tree
 from async_grpo.processes.process_tree import die_with
+from async_grpo.processes.warm_client import ACCEPTED, LENGTH, REFUSED, STATUS
 
 try:
     import setproctitle
 except ImportError:
     setproctitle = None  # type: ignore[assignment]  # processes then have the server's name
-from async_grpo.processes.warm_client import ACCEPTED, LENGTH, REFUSED, STATUS
 
 CLIENT = Path(__file__).with_name("warm_client.py")
 MAX_DESCRIPTORS = 253  # of one message on Linux (SCM_MAX_FD)
