@@ -87,8 +87,8 @@ def look(roots: Iterable[int]) -> list[ProcessState]:
 def _role(process: psutil.Process) -> str:
     """Return the role of a process in the run, or the beginning of its command line."""
     command = " ".join(process.cmdline()).replace("\n", " ")
-    if named := RANK_IN_NAME.match(command):
-        return f"rank {named[1]}"
+    if match := RANK_IN_NAME.match(command):
+        return f"rank {match[1]}"
     rank = process.environ().get("RANK", "0" if process.pid == os.getpid() else "")
     parent = process.parent()
     # The parent of a rank does not have the variable RANK. The children of a rank inherit it, and are not ranks

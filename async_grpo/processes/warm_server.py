@@ -12,46 +12,40 @@ which sends the server its arguments, environment and open files. The process th
 `python` would do with them. The client stays, passes signals on, and ends with the process, so that whoever started
 `python` watches, signals and kills it as usual. The process dies if the client or the server dies.
 
-The fork server of `multiprocessing` does not do: it serves only processes that the same program starts by `multiprocessing`,
-and neither Ray's actors nor torchrun's ranks are among them.
+The fork server of `multiprocessing` does not do: it serves only what the same program starts by `multiprocessing`, and
+neither Ray's actors nor torchrun's ranks are among that.
 
 Only processes of this user can connect: the socket is in a private folder.
 """
 
-import fcntl
 import gc
 import importlib
 import json
 import logging
-import multiprocessing.spawn
 import os
-import resource
-import runpy
 import selectors
 import shlex
 import signal
 import socket
 import sys
-import tempfile
-import time
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.processes import process_tree
 from async_grpo.processes.process_tree import die_with
-from async_grpo.processes.warm_client import ACCEPTED, LENGTH, REFUSED, STATUS
-
-try:
-    import setproctitle
-except ImportError:
-    setproctitle = None  # type: ignore[assignment]  # processes then have the server's name
+from async_grpo.processes.warm_client import ACCEPTED, REFUSED, STATUS
+from async_grpo.processes.warm_process import (
+    Request,
+    close_all,
+    find_place_of_name,
+    is_understood,
+    open_descriptors,
+    run_python,
+    take_over,
+)
 
 CLIENT = Path(__file__).with_name("warm_client.py")
-MAX_DESCRIPTORS = 253  # of one message on Linux (SCM_MAX_FD)
-REQUEST_TIMEOUT_S = 10.0
 # Libraries read variables with these prefixes when they are imported. A request in which they differ from the server's
 # is refused, and the client starts Python as usual
 READ_AT_IMPORT = (
@@ -76,8 +70,6 @@ READ_AT_IMPORT = (
     "MKL_",
     "OPENBLAS_",
 )
-# Options of the interpreter that change nothing in a process that runs already
-IGNORED_OPTIONS = ("-B", "-u")
 
 log = logging.getLogger(__name__)
 
@@ -126,53 +118,13 @@ class Stage:
         }
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a client asks for: a process that runs Python with these arguments in the client's surroundings."""
-
-    arguments: list[str]
-    folder: str
-    starter_pid: int  # the process that started the client
-    environment: dict[str, str]
-    descriptors: list[int]  # the numbers that the open files have in the client
-    umask: int
-    niceness: int
-    oom_score_adj: str
-    cores: list[int]
-    limits: dict[str, tuple[int, int]]
-
-    @classmethod
-    def receive(cls, connection: socket.socket) -> "tuple[Request, list[int]]":
-        """Return the request, and the descriptors of this process for the client's open files.
-
-        Raises:
-            OSError: The client ended or sent nothing in time.
-        """
-        connection.settimeout(REQUEST_TIMEOUT_S)
-        prefix, received, _, _ = socket.recv_fds(connection, LENGTH.size, MAX_DESCRIPTORS)
-        try:
-            if len(prefix) < LENGTH.size:
-                raise ConnectionResetError("the client ended")
-            (length,) = LENGTH.unpack(prefix)
-            message = connection.recv(length, socket.MSG_WAITALL)
-            if len(message) < length:
-                raise ConnectionResetError("the client ended")
-        except OSError:
-            _close(received)
-            raise
-        connection.settimeout(None)
-        return cls(**json.loads(message)), received
-
-
 def serve(stages: Sequence[Stage]) -> None:
     """Import the modules of the first stage, fork a process that goes on with the next one, and serve requests.
 
     Returns only in a process that was forked for a request, after it has done its work.
     """
     environment = dict(os.environ)
-    if setproctitle is not None:
-        # The first call finds the place of the name in memory, which it cannot once variables have changed
-        setproctitle.getproctitle()
+    find_place_of_name()
     listeners = [socket.socket(fileno=stage.listener) for stage in stages]
     for stage in stages:
         listener = listeners.pop(0)
@@ -184,7 +136,7 @@ def serve(stages: Sequence[Stage]) -> None:
             continue
         for later_listener in listeners:
             later_listener.close()
-        Server(stage, listener, environment).run()
+        WarmServer(stage, listener, environment).run()
         return
 
 
@@ -200,7 +152,7 @@ def _import_all(modules: Iterable[str]) -> None:
     del sys.modules["ray"]
 
 
-class Server:
+class WarmServer:
     """Forks a process for each request, and tells each client how its process ended.
 
     Args:
@@ -218,7 +170,7 @@ class Server:
             name: value for name, value in os.environ.items() if environment.get(name) != value
         }
         # Descriptors that belong to the imported libraries. A process must not lose them to a client's open files
-        self._occupied = set(_open_descriptors()) - {0, 1, 2, listener.fileno()}
+        self._occupied = set(open_descriptors()) - {0, 1, 2, listener.fileno()}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._clients: dict[
@@ -261,19 +213,26 @@ class Server:
             log.warning("python %s starts as usual: %s", shlex.join(request.arguments)[:200], reason)
             connection.sendall(STATUS.pack(REFUSED))
             connection.close()
-            _close(received)
+            close_all(received)
             return False
         server_pid = os.getpid()
+        # The new process begins when it reads from this pipe, after its client knows of it. If the server died before, the
+        # client would start Python itself, and the work would be done twice
+        reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             die_with(server_pid)
+            os.close(writing)
+            if not os.read(reading, 1):
+                os._exit(1)
+            os.close(reading)
             connection.close()
             self._close_in_new_process()
-            _take_over(request, received)
+            take_over(request, received)
             os.environ.update(self._set_by_imports)
-            _run(request.arguments, self._stage.executable)
+            run_python(request.arguments, self._stage.executable)
             return True
-        _close(received)
+        close_all([*received, reading])
         process = os.pidfd_open(pid)
         self._pids[process] = pid
         self._clients[process] = connection
@@ -281,9 +240,11 @@ class Server:
         try:
             socket.send_fds(connection, [STATUS.pack(ACCEPTED)], [process])
             self._selector.register(connection, selectors.EVENT_READ, data=process)
+            os.write(writing, b"1")
         except OSError:
             # The client ended in the meantime
             self._kill(process)
+        os.close(writing)
         return False
 
     def _reason_to_refuse(self, request: Request) -> str:
@@ -298,10 +259,10 @@ class Server:
         missing = set(request.environment.get("LD_PRELOAD", "").split(":")) - {*preloaded, ""}
         if missing:
             return f"{sorted(missing)} of LD_PRELOAD are not loaded in the warm server"
-        taken = self._occupied & set(request.descriptors)
-        if taken:
-            return f"the libraries use its descriptors {sorted(taken)}"
-        if not _is_understood(request.arguments):
+        collisions = self._occupied & set(request.descriptors)
+        if collisions:
+            return f"the libraries use its descriptors {sorted(collisions)}"
+        if not is_understood(request.arguments):
             return "it has options of the interpreter"
         return ""
 
@@ -331,7 +292,7 @@ class Server:
         """Close the descriptors of the server."""
         self._selector.close()
         self._listener.close()
-        _close(self._clients)
+        close_all(self._clients)
         for connection in self._clients.values():
             connection.close()
 
@@ -343,105 +304,6 @@ def _problem_with_forking() -> str:
     return (
         f"the libraries started {num_threads - 1} threads when they were imported" if num_threads > 1 else ""
     )
-
-
-def _is_understood(arguments: Sequence[str]) -> bool:
-    rest = _without_ignored(arguments)
-    return bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
-
-
-def _without_ignored(arguments: Sequence[str]) -> list[str]:
-    rest = list(arguments)
-    while rest and rest[0] in IGNORED_OPTIONS:
-        rest.pop(0)
-    return rest
-
-
-def _take_over(request: Request, received: Sequence[int]) -> None:
-    """Give this process the surroundings of the client: open files, folder, variables, limits."""
-    os.setsid()
-    # The received descriptors may have numbers that others of them must get, so all are first moved out of the way
-    first_free = max([*request.descriptors, *received, 2]) + 1
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first_free) for descriptor in received]
-    _close(received)
-    for descriptor, number in zip(moved, request.descriptors, strict=True):
-        os.dup2(descriptor, number, inheritable=True)
-    _close(moved)
-    for number in {0, 1, 2} - set(request.descriptors):
-        os.close(number)
-    process_tree.starter_pid = request.starter_pid
-    os.chdir(request.folder)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    tempfile.tempdir = None  # the server's, which a library may have asked for; TMPDIR may differ
-    time.tzset()
-    os.umask(request.umask)
-    os.nice(request.niceness - os.nice(0))
-    Path("/proc/self/oom_score_adj").write_text(request.oom_score_adj)
-    os.sched_setaffinity(0, request.cores)
-    for name, limits in request.limits.items():
-        resource.setrlimit(getattr(resource, name), limits)
-
-
-def _run(arguments: Sequence[str], executable: Path) -> None:
-    """Do what `python ARGUMENTS` does. Exceptions, SystemExit among them, are left to the interpreter."""
-    _name_process([sys.executable, *arguments])
-    # Processes that multiprocessing starts are forked by the server, too
-    multiprocessing.spawn.set_executable(str(executable))
-    _seed_and_count_threads()
-    first, *rest = _without_ignored(arguments)
-    if first == "-m":
-        module, *further = rest
-        sys.argv = ["-m", *further]
-        _set_first_path(os.getcwd())
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    elif first == "-c":
-        code, *further = rest
-        sys.argv = ["-c", *further]
-        _set_first_path("")
-        main = types.ModuleType("__main__")
-        sys.modules["__main__"] = main
-        exec(compile(code, "<string>", "exec"), vars(main))
-    else:
-        sys.argv = [first, *rest]
-        _set_first_path(os.path.dirname(os.path.realpath(first)))
-        runpy.run_path(first, run_name="__main__")
-
-
-def _set_first_path(folder: str) -> None:
-    """Put the folder of the program first in the search path of modules, unless PYTHONSAFEPATH forbids it."""
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
-
-
-def _name_process(command: Iterable[str]) -> None:
-    """Show the command in the list of processes, where otherwise the server's would be.
-
-    A rank's number precedes it, because the variables that other processes can see are the server's.
-    """
-    if setproctitle is not None:
-        rank = f"RANK={os.environ['RANK']} " if "RANK" in os.environ else ""
-        setproctitle.setproctitle(rank + shlex.join(command))
-
-
-def _seed_and_count_threads() -> None:
-    """Do what libraries do when they are imported, and what must not be the same in all processes."""
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
-    if torch := sys.modules.get("torch"):
-        # The library of OpenMP read the variable when the server imported it
-        num_threads = os.environ.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0)))
-
-
-def _open_descriptors() -> list[int]:
-    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [number for number in numbers if os.path.lexists(f"/proc/self/fd/{number}")]
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in list(descriptors):
-        os.close(descriptor)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -43,9 +43,8 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
 # longer, because an engine holds the logits of all tokens of a text in memory at once
 CANARY_TOKENS = (16, 128, 512)
-# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`). The tolerance is
-# higher if the trainer rounds more coarsely. The lowest one is above the usual rounding of a trainer, so that an engine
-# with quantized weights can pass, too
+# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`); it is higher if the
+# trainer rounds more coarsely. It is above a trainer's usual rounding, so that engines with quantized weights pass, too
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 # Largest difference in nats that the first sync accepts, with a warning, of a bfloat16 engine whose weights were all read
 # back

@@ -13,7 +13,7 @@ import pytest
 
 import async_grpo
 from async_grpo.__main__ import main
-from async_grpo.launch import local_run, process_variables, trainer
+from async_grpo.launch import early_start, local_run, process_variables, trainer
 from async_grpo.launch.commands import COMMANDS
 from async_grpo.metrics.writer import ConsoleHandler
 from async_grpo.options.log_setup import set_up_logging
@@ -141,10 +141,11 @@ def test_an_interrupted_run_says_what_it_does_and_where_its_results_are(tmp_path
         raise KeyboardInterrupt("SIGTERM")
 
     said = []
-    monkeypatch.setattr(local_run, "_run", interrupted)
-    monkeypatch.setattr(local_run.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(local_run, "check", interrupted)
+    monkeypatch.setattr(early_start, "_start_ray", lambda *_: None)
+    monkeypatch.setattr(early_start.log, "warning", lambda text, *values: said.append(text % values))
     settings = {"model_name_or_path": "m", "data_path": "d", "reward_fns": "exact"}
-    config = local_run.LocalConfig(**settings, output_dir=str(tmp_path))
+    config = local_run.LocalConfig(**settings, output_dir=str(tmp_path), warm_start="no")
     with pytest.raises(KeyboardInterrupt):
-        local_run.start(config)
+        local_run.run_locally(config)
     assert "SIGTERM: ending trainer, workers and Ray" in said[0] and str(tmp_path) in said[0]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from early_starts import nothing_early
 
 from async_grpo.__main__ import main
 from async_grpo.config.preflight import prepare
@@ -423,7 +424,8 @@ def test_a_dry_run_shows_a_pace_beyond_all_times_or_none(tmp_path, capsys, pace)
 
 def test_a_run_warns_of_what_a_quick_look_finds(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(local_run, "start", lambda config: told.append("started"))
+    monkeypatch.setattr(local_run, "start", lambda *_: told.append("started"))
+    monkeypatch.setattr(local_run, "early_start", nothing_early)
     monkeypatch.setattr(local_run.log, "warning", lambda text, *values: told.append(text % values))
     monkeypatch.setattr(plan.resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000_000))

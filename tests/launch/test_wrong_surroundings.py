@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from early_starts import nothing_early
 
 from async_grpo.__main__ import main
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
@@ -97,7 +98,8 @@ def refusal(command: str, arguments: list[str], folder: Path, capsys) -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_started(monkeypatch):
     """What should have been refused ends the test, and the doctor's slow look is tried elsewhere."""
-    monkeypatch.setattr(local_run, "start", lambda config: pytest.fail("the run was started"))
+    monkeypatch.setattr(local_run, "start", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setattr(local_run, "early_start", nothing_early)
     monkeypatch.setattr(doctor, "all_reduce", list)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 

@@ -1,0 +1,168 @@
+"""What a fork of a warm server does: it takes the surroundings of its client, and runs what the client asks for."""
+
+import fcntl
+import json
+import multiprocessing.spawn
+import os
+import resource
+import runpy
+import shlex
+import socket
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import setproctitle
+
+from async_grpo.processes import process_tree
+from async_grpo.processes.warm_client import LENGTH
+
+MAX_DESCRIPTORS = 253  # of one message on Linux (SCM_MAX_FD)
+REQUEST_TIMEOUT_S = 10.0
+# Options of the interpreter that change nothing in a process that runs already
+IGNORED_OPTIONS = ("-B", "-u")
+
+
+def find_place_of_name() -> None:
+    """Find where in memory the name of this process is, which cannot be found once variables have changed."""
+    setproctitle.getproctitle()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for: a process that runs Python with these arguments in the client's surroundings."""
+
+    arguments: list[str]
+    folder: str
+    starter_pid: int  # the process that started the client
+    environment: dict[str, str]
+    descriptors: list[int]  # the numbers that the open files have in the client
+    umask: int
+    niceness: int
+    oom_score_adj: str
+    cores: list[int]
+    limits: dict[str, tuple[int, int]]
+
+    @classmethod
+    def receive(cls, connection: socket.socket) -> "tuple[Request, list[int]]":
+        """Return the request, and the descriptors of this process for the client's open files.
+
+        Raises:
+            OSError: The client ended or sent nothing in time.
+        """
+        connection.settimeout(REQUEST_TIMEOUT_S)
+        prefix, received, _, _ = socket.recv_fds(connection, LENGTH.size, MAX_DESCRIPTORS)
+        try:
+            if len(prefix) < LENGTH.size:
+                raise ConnectionResetError("the client ended")
+            (length,) = LENGTH.unpack(prefix)
+            message = connection.recv(length, socket.MSG_WAITALL)
+            if len(message) < length:
+                raise ConnectionResetError("the client ended")
+        except OSError:
+            close_all(received)
+            raise
+        connection.settimeout(None)
+        return cls(**json.loads(message)), received
+
+
+def is_understood(arguments: Sequence[str]) -> bool:
+    rest = _without_ignored(arguments)
+    return bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
+
+
+def _without_ignored(arguments: Sequence[str]) -> list[str]:
+    rest = list(arguments)
+    while rest and rest[0] in IGNORED_OPTIONS:
+        rest.pop(0)
+    return rest
+
+
+def take_over(request: Request, received: Sequence[int]) -> None:
+    """Give this process the surroundings of the client: open files, folder, variables, limits."""
+    os.setsid()
+    # The received descriptors may have numbers that others of them must get, so all are first moved out of the way
+    first_free = max([*request.descriptors, *received, 2]) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first_free) for descriptor in received]
+    close_all(received)
+    for descriptor, number in zip(moved, request.descriptors, strict=True):
+        os.dup2(descriptor, number, inheritable=True)
+    close_all(moved)
+    for number in {0, 1, 2} - set(request.descriptors):
+        os.close(number)
+    process_tree.starter_pid = request.starter_pid
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    tempfile.tempdir = None  # the server's, which a library may have asked for; TMPDIR may differ
+    time.tzset()
+    os.umask(request.umask)
+    os.nice(request.niceness - os.nice(0))
+    Path("/proc/self/oom_score_adj").write_text(request.oom_score_adj)
+    os.sched_setaffinity(0, request.cores)
+    for name, limits in request.limits.items():
+        resource.setrlimit(getattr(resource, name), limits)
+
+
+def run_python(arguments: Sequence[str], executable: Path) -> None:
+    """Do what `python ARGUMENTS` does. Exceptions, SystemExit among them, are left to the interpreter."""
+    _name_process([sys.executable, *arguments])
+    # Processes that multiprocessing starts are forked by the server, too
+    multiprocessing.spawn.set_executable(str(executable))
+    _seed_and_count_threads()
+    first, *rest = _without_ignored(arguments)
+    if first == "-m":
+        module, *further = rest
+        sys.argv = ["-m", *further]
+        _set_first_path(os.getcwd())
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        code, *further = rest
+        sys.argv = ["-c", *further]
+        _set_first_path("")
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(code, "<string>", "exec"), vars(main))
+    else:
+        sys.argv = [first, *rest]
+        _set_first_path(os.path.dirname(os.path.realpath(first)))
+        runpy.run_path(first, run_name="__main__")
+
+
+def _set_first_path(folder: str) -> None:
+    """Put the folder of the program first in the search path of modules, unless PYTHONSAFEPATH forbids it."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _name_process(command: Iterable[str]) -> None:
+    """Show the command in the list of processes, where otherwise the server's would be.
+
+    A rank's number precedes it, because the variables that other processes can see are the server's.
+    """
+    rank = f"RANK={os.environ['RANK']} " if "RANK" in os.environ else ""
+    setproctitle.setproctitle(rank + shlex.join(command))
+
+
+def _seed_and_count_threads() -> None:
+    """Do what libraries do when they are imported, and what must not be the same in all processes."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        # The library of OpenMP read the variable when the server imported it
+        num_threads = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0)))
+
+
+def open_descriptors() -> list[int]:
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [number for number in numbers if os.path.lexists(f"/proc/self/fd/{number}")]
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in list(descriptors):
+        os.close(descriptor)
