@@ -90,9 +90,12 @@ def refuse_without_vllm() -> None:
 def _check_here(config: LocalConfig) -> Checked:
     prepared = read_inputs(config)
     resumed = prepared.resumed
+    trains = (
+        config.nproc_per_node > 0
+    )  # an evaluation has no trainer, whose memory and disk space could be planned
     return Checked(
-        findings=plan.resources(config, prepared),
-        plan=list(plan.plan(config, prepared)),
+        findings=plan.resources(config, prepared) if trains else [],
+        plan=list(plan.plan(config, prepared)) if trains else [],
         resumed_step=resumed.step if resumed else None,
         resumed_samples=resumed.samples if resumed else None,
     )

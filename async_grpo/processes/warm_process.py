@@ -1,6 +1,7 @@
 """What a fork of a warm server does: it takes the surroundings of its client, and runs what the client asks for."""
 
 import fcntl
+import importlib
 import json
 import multiprocessing.spawn
 import os
@@ -15,6 +16,7 @@ import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import setproctitle
 
@@ -23,6 +25,7 @@ from async_grpo.processes.warm_client import LENGTH
 
 MAX_DESCRIPTORS = 253  # of one message on Linux (SCM_MAX_FD)
 REQUEST_TIMEOUT_S = 10.0
+RAY_WORKER = "ray/_private/workers/default_worker.py"
 # Options of the interpreter that change nothing in a process that runs already
 IGNORED_OPTIONS = ("-B", "-u")
 
@@ -111,6 +114,10 @@ def take_over(request: Request, received: Sequence[int]) -> None:
 def run_python(arguments: Sequence[str], executable: Path) -> None:
     """Do what `python ARGUMENTS` does. Exceptions, SystemExit among them, are left to the interpreter."""
     _name_process([sys.executable, *arguments])
+    if any(argument.endswith(RAY_WORKER) for argument in arguments):
+        # Ray names its processes by a copy of the same library, which finds the place of the name no more
+        ray_internals: Any = importlib.import_module("ray._raylet")
+        ray_internals.setproctitle = setproctitle.setproctitle
     # Processes that multiprocessing starts are forked by the server, too
     multiprocessing.spawn.set_executable(str(executable))
     _seed_and_count_threads()
