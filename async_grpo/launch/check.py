@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.config.rewards import ResolvedRewards, check_rewards
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.inference.config import engine_class
@@ -79,6 +80,19 @@ def read_inputs(config: LocalConfig) -> "Prepared":
     if config.ray_address:
         process_variables.check_reachable(config.ray_address)
     return prepared
+
+
+def refuse_at_once(config: LocalConfig) -> None:
+    """Check what needs neither torch nor transformers, before anything is started.
+
+    Raises:
+        ConfigurationError: vLLM is not installed, or a reward is unknown or cannot work.
+    """
+    refuse_without_vllm()
+    if config.reward_fns:
+        rewards = ResolvedRewards.of(config)
+        check_rewards(config, rewards)
+        rewards.secrets()
 
 
 def refuse_without_vllm() -> None:

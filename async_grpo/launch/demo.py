@@ -21,7 +21,7 @@ from async_grpo.data import (
     TINY_MODEL,
     smollm2,
 )
-from async_grpo.launch.check import check, refuse_without_vllm
+from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import start
@@ -161,7 +161,7 @@ def demo(config: DemoConfig) -> None:
     start_time = time.monotonic()
     folder = Path(config.output_dir)
     run = LocalConfig(**run_options(config))
-    refuse_without_vllm()
+    refuse_at_once(run)
     with early_start(run) as early:
         check(run, early)  # a wrong option must be refused before `claim` removes an earlier demo
         claim(folder, mark=MARK)

@@ -18,7 +18,7 @@ from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.inference.config import EngineOptions
-from async_grpo.launch.check import check, refuse_without_vllm
+from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
@@ -197,7 +197,7 @@ def evaluate(config: EvalConfig) -> None:
             f"--evaluated={config.path}",
             f"--step={step}",
         ]
-        refuse_without_vllm()
+        refuse_at_once(run)
         with early_start(run) as early:
             check(run, early)
             claim(run.output_path)

@@ -14,7 +14,7 @@ from async_grpo.config.resume import goes_on
 from async_grpo.config.run import write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
 from async_grpo.launch import plan, process_variables
-from async_grpo.launch.check import check, refuse_without_vllm
+from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import EarlyStart, early_start
 from async_grpo.launch.judge_servers import serving
 from async_grpo.launch.local_config import LocalConfig
@@ -49,7 +49,7 @@ def run_locally(config: LocalConfig) -> None:
         checked = check(config)
         plan.show([*checked.plan, *checked.findings])
         return
-    refuse_without_vllm()
+    refuse_at_once(config)
     with early_start(config) as early:
         checked = check(config, early)
         if checked.resumed_step is not None and checked.resumed_step >= config.num_steps:
