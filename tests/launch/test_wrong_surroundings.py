@@ -15,7 +15,7 @@ from early_starts import nothing_early
 
 from async_grpo.__main__ import main
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
-from async_grpo.launch import doctor, local_run
+from async_grpo.launch import check, doctor, local_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [  # beside a run that could work: what is changed, the reason, the cure
@@ -224,7 +224,7 @@ def few_open_files(monkeypatch):
 
 
 def no_engine(monkeypatch):
-    for module in (local_run.importlib.util, doctor):
+    for module in (check.importlib.util, doctor):
         real = module.find_spec
         monkeypatch.setattr(
             module, "find_spec", lambda name, real=real: None if name == "vllm" else real(name)

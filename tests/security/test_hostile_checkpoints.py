@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from early_starts import nothing_early
 from hostile_folders import Canary, Ended, command, link_to, relisted, replaced, resealed
 from safetensors.torch import load_file, save_file
 
@@ -252,7 +253,8 @@ def test_a_checkpoint_without_sizes_as_an_older_version_wrote_it_is_whole(hostil
 def evaluated(hostile: Hostile, monkeypatch, capfd, *arguments: str | Path) -> tuple[Ended, Any]:
     """Run `async-grpo eval` up to the moment in which it starts Ray; returns the configuration that it would run."""
     runs: list[Any] = []
-    monkeypatch.setattr(evaluate, "start", lambda run, program: runs.append(run))
+    monkeypatch.setattr(evaluate, "early_start", nothing_early)
+    monkeypatch.setattr(evaluate, "start", lambda run, early, arguments: runs.append(run))
     results = hostile.run.parent / "results"
     ended = command(capfd, "eval", *arguments, "--output-dir", results)
     return ended, runs[0] if runs else None
