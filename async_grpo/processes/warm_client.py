@@ -36,7 +36,7 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
     """Have the server run Python with these arguments, and end as that process ends. Otherwise, become Python."""
     if DIES_WITH_STARTER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptors = _open_descriptors()
+    descriptors = open_descriptors()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         process = None
         # Fails if the server is not there, or ends before it answers
@@ -55,7 +55,7 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
         _end_like(_receive_status(connection))
 
 
-def _open_descriptors() -> list[int]:
+def open_descriptors() -> list[int]:
     """Return the descriptors that this program inherited."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):

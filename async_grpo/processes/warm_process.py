@@ -1,4 +1,4 @@
-"""What a fork of a warm server does: it takes the surroundings of its client, and runs what the client asks for."""
+"""Give a fork of a warm server the surroundings of its client, and run what the client asks for."""
 
 import fcntl
 import importlib
@@ -25,6 +25,7 @@ from async_grpo.processes.warm_client import LENGTH
 
 MAX_DESCRIPTORS = 253  # of one message on Linux (SCM_MAX_FD)
 REQUEST_TIMEOUT_S = 10.0
+OOM_SCORE_ADJ = "/proc/self/oom_score_adj"
 RAY_WORKER = "ray/_private/workers/default_worker.py"
 # Options of the interpreter that change nothing in a process that runs already
 IGNORED_OPTIONS = ("-B", "-u")
@@ -37,7 +38,7 @@ def find_place_of_name() -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for: a process that runs Python with these arguments in the client's surroundings."""
+    """A client's request for a process that runs Python with these arguments in the client's surroundings."""
 
     arguments: list[str]
     folder: str
@@ -73,7 +74,22 @@ class Request:
         return cls(**json.loads(message)), received
 
 
+def reason_against_taking_over(request: Request) -> str:
+    """Return the reason why a fork of this process may not get the client's niceness or limits, or ""."""
+    if request.niceness < os.nice(0):
+        return "its niceness is lower than that of the warm server"
+    if int(request.oom_score_adj) < int(Path(OOM_SCORE_ADJ).read_text()):
+        return "its oom_score_adj is lower than that of the warm server"
+    for name, (_, hard_limit) in request.limits.items():
+        _, own_hard_limit = resource.getrlimit(getattr(resource, name))
+        is_higher = hard_limit == resource.RLIM_INFINITY or hard_limit > own_hard_limit
+        if own_hard_limit != resource.RLIM_INFINITY and is_higher:
+            return f"its {name} is higher than that of the warm server"
+    return ""
+
+
 def is_understood(arguments: Sequence[str]) -> bool:
+    """Return whether `run_python` can run these arguments of Python."""
     rest = _without_ignored(arguments)
     return bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
 
@@ -105,7 +121,7 @@ def take_over(request: Request, received: Sequence[int]) -> None:
     time.tzset()
     os.umask(request.umask)
     os.nice(request.niceness - os.nice(0))
-    Path("/proc/self/oom_score_adj").write_text(request.oom_score_adj)
+    Path(OOM_SCORE_ADJ).write_text(request.oom_score_adj)
     os.sched_setaffinity(0, request.cores)
     for name, limits in request.limits.items():
         resource.setrlimit(getattr(resource, name), limits)
@@ -165,11 +181,7 @@ def _seed_and_count_threads() -> None:
         torch.set_num_threads(int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0)))
 
 
-def open_descriptors() -> list[int]:
-    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [number for number in numbers if os.path.lexists(f"/proc/self/fd/{number}")]
-
-
 def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors."""
     for descriptor in list(descriptors):
         os.close(descriptor)

@@ -29,18 +29,19 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_grpo.processes.process_tree import die_with
-from async_grpo.processes.warm_client import ACCEPTED, REFUSED, STATUS
+from async_grpo.processes.warm_client import ACCEPTED, REFUSED, STATUS, open_descriptors
 from async_grpo.processes.warm_process import (
     Request,
     close_all,
     find_place_of_name,
     is_understood,
-    open_descriptors,
+    reason_against_taking_over,
     run_python,
     take_over,
 )
@@ -173,10 +174,9 @@ class WarmServer:
         self._occupied = set(open_descriptors()) - {0, 1, 2, listener.fileno()}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._clients: dict[
-            int, socket.socket
-        ] = {}  # descriptor of a process (pidfd) -> connection to its client
-        self._pids: dict[int, int] = {}  # descriptor of a process (pidfd) -> its process id
+        # The keys are descriptors of processes (pidfd)
+        self._clients: dict[int, socket.socket] = {}  # connections to their clients
+        self._pids: dict[int, int] = {}  # their process ids
 
     def run(self) -> None:
         """Serve until this process is ended. Returns only in a process that was forked for a request."""
@@ -188,7 +188,8 @@ class WarmServer:
             log.warning("processes start as usual, which takes seconds longer: %s", problem)
             return
         while True:
-            for key, _ in self._selector.select():
+            # One at a time, because what one event closes may be another one's, whose number may be in use again
+            for key, _ in self._selector.select()[:1]:
                 if key.fileobj is self._listener:
                     is_in_new_process = self._accept()
                     if is_in_new_process:
@@ -211,7 +212,9 @@ class WarmServer:
         reason = self._reason_to_refuse(request)
         if reason:
             log.warning("python %s starts as usual: %s", shlex.join(request.arguments)[:200], reason)
-            connection.sendall(STATUS.pack(REFUSED))
+            # Fails if the client has ended
+            with suppress(OSError):
+                connection.sendall(STATUS.pack(REFUSED))
             connection.close()
             close_all(received)
             return False
@@ -229,7 +232,7 @@ class WarmServer:
             connection.close()
             self._close_in_new_process()
             take_over(request, received)
-            os.environ.update(self._set_by_imports)
+            self._set_variables_of_imports(request)
             run_python(request.arguments, self._stage.executable)
             return True
         close_all([*received, reading])
@@ -246,6 +249,12 @@ class WarmServer:
             self._kill(process)
         os.close(writing)
         return False
+
+    def _set_variables_of_imports(self, request: Request) -> None:
+        """Set the variables that importing sets, unless the client has another value than the server had before."""
+        for name, value in self._set_by_imports.items():
+            if request.environment.get(name) == self._environment.get(name):
+                os.environ[name] = value
 
     def _reason_to_refuse(self, request: Request) -> str:
         """Return the reason why the client must start Python itself, or "" if a fork does the same."""
@@ -264,7 +273,7 @@ class WarmServer:
             return f"the libraries use its descriptors {sorted(collisions)}"
         if not is_understood(request.arguments):
             return "it has options of the interpreter"
-        return ""
+        return reason_against_taking_over(request)
 
     def _report_end(self, process: int) -> None:
         """Collect a process that has ended, and tell its client the exit code."""
@@ -275,10 +284,8 @@ class WarmServer:
         if connection.fileno() in self._selector.get_map():
             self._selector.unregister(connection)
         # Fails if the client has ended, which ended the process
-        try:
+        with suppress(OSError):
             connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
-        except OSError:
-            log.debug("a client ended before its process")
         connection.close()
 
     def _kill(self, process: int) -> None:
@@ -300,10 +307,14 @@ class WarmServer:
 def _problem_with_forking() -> str:
     """Return the reason why this process cannot be forked safely, or ""."""
     num_threads = len(os.listdir("/proc/self/task"))
-    # A fork has only the thread that forked. What the others held, such as a lock, would stay held
-    return (
-        f"the libraries started {num_threads - 1} threads when they were imported" if num_threads > 1 else ""
-    )
+    if num_threads > 1:
+        # A fork has only the thread that forked. What the others held, such as a lock, would stay held
+        return f"the libraries started {num_threads - 1} threads when they were imported"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"the kernel has no descriptors of processes (pidfd_open: {error.strerror})"
+    return ""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +35,9 @@ IS_WARM = "import sys; print('decimal' in sys.modules, 'colorsys' in sys.modules
 class Servers:
     """Servers of two stages: `decimal`, then also `colorsys`."""
 
-    def __init__(self, folder: Path, modules: tuple[list[str], ...], **variables: str) -> None:
+    def __init__(
+        self, folder: Path, modules: tuple[list[str], ...], preexec_fn: Any = None, **variables: str
+    ) -> None:
         self.log = folder / "server.log"
         self.executables = []
         stages = []
@@ -50,6 +54,7 @@ class Servers:
                 pass_fds=[listener.fileno() for listener in listeners],
                 stderr=log,
                 env=os.environ | variables,
+                preexec_fn=preexec_fn,
             )
         for listener in listeners:
             listener.close()
@@ -287,6 +292,49 @@ def test_a_library_that_is_not_preloaded_in_the_server_starts_python_as_usual(se
     done = servers.run("-c", IS_WARM, env=os.environ | {"LD_PRELOAD": "/nowhere/libx.so"})
     assert done.stdout.split() == ["False", "False"]
     assert "/nowhere/libx.so" in servers.log.read_text()
+
+
+def test_a_client_with_higher_limits_than_the_server_starts_python_as_usual(tmp_path):
+    def lower_limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    servers = Servers(tmp_path, (["decimal"],), preexec_fn=lower_limit)
+    done = servers.run("-c", IS_WARM)
+    servers.process.kill()
+    assert done.stdout.split() == ["False", "False"]
+    assert "its RLIMIT_NOFILE is higher than that of the warm server" in servers.log.read_text()
+
+
+def test_a_lower_limit_of_the_client_is_taken_over(servers):
+    code = "import resource, sys; print(resource.getrlimit(resource.RLIMIT_NOFILE), 'decimal' in sys.modules)"
+    done = servers.run("-c", code, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (99, 100)))
+    assert done.stdout.strip() == "(99, 100) True"
+
+
+def test_a_variable_that_imports_set_keeps_the_value_of_a_client_with_one_of_its_own(tmp_path):
+    (tmp_path / "sets.py").write_text("import os\nos.environ['SET_BY_IMPORT'] = 'by the import'\n")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    servers = Servers(tmp_path, (["sets"],), PYTHONPATH=path)
+    code = "import os; print(os.environ['SET_BY_IMPORT'])"
+    variables = os.environ | {"PYTHONPATH": path}
+    assert servers.run("-c", code, env=variables).stdout == "by the import\n"
+    assert servers.run("-c", code, env=variables | {"SET_BY_IMPORT": "own"}).stdout == "own\n"
+    servers.process.kill()
+
+
+def test_a_client_and_a_process_that_end_at_the_same_time_leave_the_server_alive(servers):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([servers.executables[0], "-c", code], stdout=subprocess.PIPE, text=True) as client:
+        pid = int(client.stdout.readline())
+        # Both have ended when the stopped server looks again
+        servers.process.send_signal(signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        assert has_ended(pid)
+        client.kill()
+        client.wait(10)
+        servers.process.send_signal(signal.SIGCONT)
+    assert servers.run("-c", IS_WARM).stdout.split() == ["True", "False"]
+    assert servers.process.poll() is None
 
 
 def test_options_of_the_interpreter_start_python_as_usual(servers):
