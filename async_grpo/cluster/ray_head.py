@@ -1,8 +1,9 @@
-"""`ray start` without three processes that a run on one machine does not use. They take 2.4 of its 5.5 s of CPU time.
+"""Run `ray start` without three processes that a run on one machine does not use.
 
-They are the server of Ray Client, the web server of the dashboard, which `--include-dashboard=false` starts, too, and the
-monitor of logs. Ray 2.60 has an option only for the monitor (`--include-log-monitor=false`). The other two are methods of a
-private class, so a version of Ray without these methods starts all processes.
+They are the server of Ray Client, the monitor of logs, and the web server of the dashboard, which `ray start` starts even
+with `--include-dashboard=false`. Together they take almost half of its CPU time (docs/log.md, "A warm start"). Ray 2.60 has
+an option only for the monitor (`--include-log-monitor=false`). The other two are methods of a private class, so a version
+of Ray without these methods starts all processes.
 """
 
 import ray._private.node as node

@@ -2,22 +2,23 @@
 
 import importlib.util
 import json
-import logging
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.rewards import ResolvedRewards, check_rewards
 from async_grpo.config.run import write_params
-from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, RunFailed
 from async_grpo.inference.config import engine_class
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.early_start import EarlyStart
-from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_config import LocalConfig, MayHaveNoTrainer
 from async_grpo.launch.plan import Finding
-from async_grpo.options.fields import NOT_NEGATIVE, option, refuse
+from async_grpo.metrics.console import show_waiting
+from async_grpo.options.fields import option, refuse
 from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.source_file import is_file
 from async_grpo.processes.private_folder import compile_cache
@@ -26,27 +27,23 @@ from async_grpo.processes.untrusted_files import read_json
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Checked:
-    """What the check of a run's inputs found.
+    """The result of the check of a run's inputs.
 
     Attributes:
-        findings: What the run needs, and what the machine has.
-        plan: What the run would do; see `plan.plan`.
+        findings: What the run needs, and what the machine has (`plan.resources`).
         resumed_step: Number of finished steps of the checkpoint from which the run continues; None if it starts anew.
         resumed_samples: Number of samples of these steps.
     """
 
     findings: list[Finding]
-    plan: list[Finding]
     resumed_step: int | None
     resumed_samples: int | None
 
 
-def check(config: LocalConfig, early: EarlyStart | None = None) -> Checked:
+def check(config: LocalConfig, early: EarlyStart) -> Checked:
     """Check the run's options and inputs without writing to the output folder.
 
     Args:
@@ -56,11 +53,13 @@ def check(config: LocalConfig, early: EarlyStart | None = None) -> Checked:
     Raises:
         ConfigurationError: An option or an input cannot work.
         RunFailed: The process that checks ended unexpectedly.
+        WorkerLost: Ray or the warm servers ended first.
+        DeadlineExceeded: The check took longer than `--start-timeout-s`.
     """
-    log.info("checking model, data and rewards")
-    if early is not None and early.warm is not None:
-        return _check_in_warm_process(config, early)
-    return _check_here(config)
+    with show_waiting("checking model, data and rewards"):
+        if early.warm is not None:
+            return _check_in_warm_process(config, early)
+        return _check_here(config)
 
 
 def read_inputs(config: LocalConfig) -> "Prepared":
@@ -104,12 +103,10 @@ def refuse_without_vllm() -> None:
 def _check_here(config: LocalConfig) -> Checked:
     prepared = read_inputs(config)
     resumed = prepared.resumed
-    trains = (
-        config.nproc_per_node > 0
-    )  # an evaluation has no trainer, whose memory and disk space could be planned
+    # An evaluation has no trainer whose memory and disk space could be planned
+    trains = config.nproc_per_node > 0
     return Checked(
         findings=plan.resources(config, prepared) if trains else [],
-        plan=list(plan.plan(config, prepared)) if trains else [],
         resumed_step=resumed.step if resumed else None,
         resumed_samples=resumed.samples if resumed else None,
     )
@@ -127,8 +124,16 @@ def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
         f"--config={options}",
         f"--result-file={result}",
     ]
-    # In its own session, so that Ctrl-C reaches only this process, which then ends it
-    process = subprocess.run(command, env=early.variables, start_new_session=True)
+    deadline = time.monotonic() + config.start_timeout_s
+    # In its own session, so that Ctrl-C reaches only this process. The end of the early start ends it
+    process = subprocess.Popen(command, env=early.variables, start_new_session=True)
+    while process.poll() is None:
+        early.supervisor.check()
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"the inputs were not checked within {config.start_timeout_s:.0f} s (--start-timeout-s)"
+            )
+        time.sleep(0.02)
     if not result.exists():
         raise RunFailed(f"the check of the inputs ended with exit code {process.returncode}")
     answer = read_json(result)
@@ -136,18 +141,16 @@ def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
         raise ConfigurationError(answer["refused"])
     return Checked(
         findings=[Finding(*finding) for finding in answer["findings"]],
-        plan=[Finding(*finding) for finding in answer["plan"]],
         resumed_step=answer["resumed_step"],
         resumed_samples=answer["resumed_samples"],
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(LocalConfig):
-    """Options of the program that checks: those of a run, and where its answer goes."""
+class CheckConfig(MayHaveNoTrainer):
+    """Options of the program that checks: those of a run or an evaluation, and where its answer goes."""
 
     result_file: str = option("", "File for the result, as JSON.")
-    nproc_per_node: int = option(1, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)
 
 
 def check_for_launcher(config: CheckConfig) -> None:

@@ -1,7 +1,7 @@
 """Start what every run on this machine needs, while its inputs are still being checked.
 
-Ray takes about 5 s until it is up, and the warm servers about 10 s until they have imported all libraries. Neither depends
-on the run's inputs, and neither writes to the output folder.
+Ray and the warm servers take longest until they are up (`benchmarks/start_up.py`). Neither depends on the run's inputs, and
+neither writes to the output folder.
 """
 
 import logging
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import ConfigurationError
 from async_grpo.launch import process_variables
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
@@ -32,7 +31,7 @@ class EarlyStart:
         supervisor: Watches and ends all programs of the run.
         variables: Environment variables of every program of the run.
         ray: Ray's head node; None if the run joins a cluster.
-        ray_is_up: A file. The run's programs wait until it exists before they connect to Ray.
+        ray_is_up: A file. The run's programs wait until it exists before they connect to a Ray of their own.
         warm: The files that start processes with imported libraries; None if all processes start as usual.
     """
 
@@ -55,7 +54,6 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
     with handling(_interrupt, signal.SIGTERM, signal.SIGHUP), private_folder() as scratch:
         process_variables.check_socket_names(scratch)
         supervisor = Supervisor(scratch / "logs")
-        is_refused = False
         logs = config.output_path / "logs"
         ray_is_up = scratch / "ray-is-up"
         variables = process_variables.run_environment(
@@ -81,11 +79,9 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
                 config.output_path,
             )
             raise
-        except ConfigurationError:
-            is_refused = True
-            raise
         finally:
-            supervisor.stop(at_once=is_refused)
+            # Before Ray is up, no program of the run has begun anything that it would have to end in order
+            supervisor.stop(at_once=not ray_is_up.exists())
 
 
 def _may_start_warm(config: LocalConfig) -> bool:

@@ -22,13 +22,12 @@ from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
 from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
-from async_grpo.launch.local_config import LocalConfig
+from async_grpo.launch.local_config import LocalConfig, MayHaveNoTrainer
 from async_grpo.launch.local_run import parameters, start
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.fields import (
-    NOT_NEGATIVE,
     POSITIVE,
     choices_of,
     dashed,
@@ -162,14 +161,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
             "eval_pinned": True,
             "resume": "never",
         }
-        return Untrained(**options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Untrained(LocalConfig):
-    """Options of a run without trainer ranks: the engines get all GPUs."""
-
-    nproc_per_node: int = option(0, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)
+        return MayHaveNoTrainer(**options, nproc_per_node=0)  # the engines get all GPUs
 
 
 def evaluate(config: EvalConfig) -> None:

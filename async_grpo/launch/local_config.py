@@ -7,7 +7,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge
 from async_grpo.launch.process_variables import gpus
-from async_grpo.options.fields import POSITIVE, option, refuse
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, refuse
 
 # Share of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
 CONTEXTS_SHARE = 0.03
@@ -100,3 +100,10 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
                 "colocate gpu_memory_utilization",
                 "leave the trainer nothing of its GPU: give the engine a smaller share, such as 0.4",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MayHaveNoTrainer(LocalConfig):
+    """Options of a run that may have no trainer ranks, because it evaluates."""
+
+    nproc_per_node: int = option(1, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)

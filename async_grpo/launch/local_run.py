@@ -14,7 +14,7 @@ from async_grpo.config.resume import goes_on
 from async_grpo.config.run import write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
 from async_grpo.launch import plan, process_variables
-from async_grpo.launch.check import check, refuse_at_once
+from async_grpo.launch.check import check, read_inputs, refuse_at_once
 from async_grpo.launch.early_start import EarlyStart, early_start
 from async_grpo.launch.judge_servers import serving
 from async_grpo.launch.local_config import LocalConfig
@@ -46,8 +46,8 @@ def run_locally(config: LocalConfig) -> None:
         KeyboardInterrupt: The run was interrupted, and no checkpoint was saved.
     """
     if config.dry_run:
-        checked = check(config)
-        plan.show([*checked.plan, *checked.findings])
+        prepared = read_inputs(config)
+        plan.show([*plan.plan(config, prepared), *plan.resources(config, prepared)])
         return
     refuse_at_once(config)
     with early_start(config) as early:
@@ -113,7 +113,7 @@ def _run(
         if early.ray is not None:  # workers and trainer import their libraries while Ray starts
             with show_waiting("waiting for Ray"):
                 supervisor.wait_for_text(early.ray, "Ray runtime started", RAY_START_S)
-            early.ray_is_up.touch()
+        early.ray_is_up.touch()
         _await_end(config, supervisor, trainer, can_save=not evaluator)
         log.info("done; waiting for the workers to end")
         supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
