@@ -126,7 +126,10 @@ def end_descendants(
 
 
 def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
-    """Add the exit codes of ended children to `codes`, and return whether children are left that must be ended.
+    """Add the exit codes of ended children to `codes`, and return whether the caller must look again.
+
+    It must if this process had children that must be ended, even if all of them have ended: their own children became
+    this process's after its children were listed.
 
     Raises:
         ChildProcessError: This process has no children any more.
@@ -138,18 +141,14 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
                 return True
             codes[pid] = os.waitstatus_to_exitcode(status)
     # One by one, because the exit code of a spared child must be left for the code that started it
-    are_left = False
-    for child in children(os.getpid()):
-        if child in spared:
-            continue
+    to_end = [child for child in children(os.getpid()) if child not in spared]
+    for child in to_end:
         # The code that started the child may already have collected its exit code
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(child, os.WNOHANG)
-            if pid == 0:
-                are_left = True
-            else:
+            if pid != 0:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-    return are_left
+    return bool(to_end)
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:

@@ -134,6 +134,34 @@ def test_children_that_were_there_before_are_left_alone():
             earlier.kill()
 
 
+def test_an_orphan_that_is_adopted_after_children_were_listed_is_ended_too(monkeypatch, tmp_path):
+    """Its parent ends between the list of children and the collection of their exit codes."""
+    list_children = process_tree.children
+    with subprocess.Popen(python("import time; time.sleep(600)")) as earlier:
+        supervisor = Supervisor(tmp_path)
+        start_another = f"import subprocess; print(subprocess.Popen({SLEEP!r}).pid, flush=True)"
+        parent = supervisor.start(
+            "parent", python(start_another + "; import time; time.sleep(600)"), os.environ
+        )
+        supervisor.wait_for_text(parent, "\n", 30)
+        orphan = psutil.Process(int(parent.output.read_text()))
+
+        def list_before_the_parent_dies(pid: int) -> list[int]:
+            listed = list_children(pid)
+            if pid == os.getpid() and parent.process.pid in listed:
+                parent.process.kill()
+                while orphan.ppid() != os.getpid():
+                    time.sleep(0.01)
+            return listed
+
+        monkeypatch.setattr(process_tree, "children", list_before_the_parent_dies)
+        try:
+            supervisor.stop(at_once=True)
+            assert orphan.pid not in list_children(os.getpid())
+        finally:
+            earlier.kill()
+
+
 def test_a_supervisor_ends_what_it_started_and_spares_what_was_there_before(tmp_path):
     with subprocess.Popen(python("import time; time.sleep(600)")) as earlier:
         supervisor = Supervisor(tmp_path)
