@@ -19,7 +19,7 @@ from async_grpo.options.fields import (
     parse_assignments,
     refuse,
 )
-from async_grpo.options.source_file import absolute, find_entry
+from async_grpo.options.source_file import absolute, find_entry, is_file
 
 if TYPE_CHECKING:
     from async_grpo.algorithm.advantages import Estimator
@@ -34,6 +34,10 @@ RANGES = {
         **dict.fromkeys(("clip_high", "eps_low", "eps_high", "coef"), NOT_NEGATIVE),
     },
 }
+
+# The library's losses with `PolicyLoss.needs_proximal`. They are named here, too, because the launcher needs to know
+# without importing torch, which takes seconds
+PROXIMAL_LOSSES = frozenset({"decoupled"})
 
 _algorithm = partial(option, panel="Algorithm", portable=True)
 _registered = partial(_algorithm, takes_file=True, everyday=True)
@@ -233,7 +237,11 @@ class AlgorithmConfig(Section):
     @property
     def needs_proximal(self) -> bool:
         """Return whether the loss needs log-probs of the proximal policy."""
-        return self.old_policy == "proximal" or self.loss.needs_proximal
+        if self.old_policy == "proximal":
+            return True
+        if is_file(self.policy_loss):
+            return self.loss.needs_proximal
+        return self.policy_loss in PROXIMAL_LOSSES
 
     @property
     def loss_kl_coef(self) -> float:

@@ -26,7 +26,6 @@ from async_grpo.types import GENERATION
 ENGINE_ENVIRONMENT = {
     # By default, every engine would pin itself to the same core
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

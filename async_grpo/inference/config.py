@@ -4,6 +4,7 @@ Settings that all workers of a run must share are in `SharedRunSettings`.
 """
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,12 @@ HARMLESS_ENGINE_OPTIONS = {
     "config_format": "auto",
 }
 MAX_CPU_SEQUENCES = 1024
+# Tokens of a block of the KV cache on the CPU, the fewest that vLLM's kernels take. Sequences share only whole blocks, so
+# that with vLLM's default, 128, short prompts are never shared
+CPU_BLOCK_SIZE = 32
+SMALLEST_CPU_CACHE = GIB // 8
+# vLLM's variable for the size of the KV cache of an engine on the CPU, in GiB
+CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 # vLLM's default for max_num_seqs on GPUs of at least LARGE_GPU_BYTES, and on smaller ones
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
@@ -117,9 +124,31 @@ def kv_cache_bytes(model: Any, itemsize: int) -> int:
     return int(2 * model.num_hidden_layers * heads * width * itemsize)
 
 
-def cpu_kv_cache() -> int:
-    """Return the size of the KV cache of an engine on the CPU, in bytes."""
-    return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
+def largest_cpu_kv_cache() -> int:
+    """Return the largest size of the KV cache of an engine on the CPU, in bytes: by default 1 GiB."""
+    return int(os.environ.get(CPU_CACHE_VARIABLE) or 1) * GIB
+
+
+def cpu_kv_cache(num_sequences: int, max_total_tokens: int, token_bytes: int) -> int:
+    """Return the size of the KV cache of an engine on the CPU, in bytes.
+
+    vLLM fills the whole cache with zeros when it starts, so it gets no more than its sequences can use. If the user has set
+    vLLM's variable, its value is the size.
+
+    Args:
+        num_sequences: Number of sequences that the engine decodes at once.
+        max_total_tokens: Maximum number of tokens of a sequence.
+        token_bytes: Bytes of one token in the cache (`kv_cache_bytes`).
+
+    >>> cpu_kv_cache(num_sequences=1024, max_total_tokens=100, token_bytes=2048) // (CPU_BLOCK_SIZE * 2048)
+    5120
+    """
+    if os.environ.get(CPU_CACHE_VARIABLE):
+        return largest_cpu_kv_cache()
+    # The prompts of groups that wait may take further blocks, one for each sequence
+    blocks_per_sequence = math.ceil(max_total_tokens / CPU_BLOCK_SIZE) + 1
+    needed_bytes = num_sequences * blocks_per_sequence * CPU_BLOCK_SIZE * token_bytes
+    return min(max(SMALLEST_CPU_CACHE, needed_bytes), largest_cpu_kv_cache())
 
 
 def colocated_kv_cache_bytes(weight_bytes: int, share_bytes: int) -> int:
@@ -260,5 +289,5 @@ class EngineConfig(EngineOptions):
             return MAX_SEQUENCES_ON_LARGE_GPU if is_large else MAX_SEQUENCES_ON_GPU
         text_config = load_config(self.model_path).get_text_config()
         bytes_per_token = kv_cache_bytes(text_config, torch_dtype(settings.dtype).itemsize)
-        num_in_cache = 2 * cpu_kv_cache() // (bytes_per_token * settings.max_total_tokens)
+        num_in_cache = 2 * largest_cpu_kv_cache() // (bytes_per_token * settings.max_total_tokens)
         return min(MAX_CPU_SEQUENCES, num_in_cache)

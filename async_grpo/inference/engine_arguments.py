@@ -11,10 +11,18 @@ from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig, colocated_kv_cache_bytes
+from async_grpo.inference.config import (
+    CPU_BLOCK_SIZE,
+    MAX_CPU_SEQUENCES,
+    REFUSED_ENGINE_OPTIONS,
+    EngineConfig,
+    colocated_kv_cache_bytes,
+    cpu_kv_cache,
+    kv_cache_bytes,
+)
 from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
 from async_grpo.messages import SharedRunSettings
-from async_grpo.modeling.load import torch_dtype
+from async_grpo.modeling.load import load_config, torch_dtype
 from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
@@ -55,8 +63,15 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         # Always set, because without a value a library may ask on the terminal
         "trust_remote_code": False,
     }
-    if options.colocate and torch.cuda.is_available() and not SETS_CACHE & options.further_options.keys():
-        arguments["kv_cache_memory_bytes"] = _colocated_cache_bytes(options, settings)
+    has_cache_size = bool(SETS_CACHE & options.further_options.keys())
+    if torch.cuda.is_available():
+        if options.colocate and not has_cache_size:
+            arguments["kv_cache_memory_bytes"] = _colocated_cache_bytes(options, settings)
+    else:
+        if "block_size" not in options.further_options:
+            arguments["block_size"] = CPU_BLOCK_SIZE
+        if not has_cache_size:
+            arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(options, settings)
     for name, value in options.further_options.items():
         problem = _problem_with(name, arguments, settings)
         if problem:
@@ -72,6 +87,13 @@ def _colocated_cache_bytes(options: EngineConfig, settings: SharedRunSettings) -
     weight_bytes = num_parameters * torch_dtype(settings.dtype).itemsize // options.tensor_parallel_size
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     return colocated_kv_cache_bytes(weight_bytes, int(options.gpu_memory_utilization * gpu_bytes))
+
+
+def _cpu_cache_bytes(options: EngineConfig, settings: SharedRunSettings) -> int:
+    """Return the size of the KV cache of an engine on the CPU, in bytes."""
+    model = load_config(options.model_path).get_text_config()
+    token_bytes = kv_cache_bytes(model, torch_dtype(settings.dtype).itemsize)
+    return cpu_kv_cache(options.max_num_seqs or MAX_CPU_SEQUENCES, settings.max_total_tokens, token_bytes)
 
 
 def _problem_with(name: str, arguments: Mapping[str, Any], settings: SharedRunSettings) -> str:

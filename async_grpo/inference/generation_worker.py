@@ -33,6 +33,7 @@ from async_grpo.inference.requests import (
     tokens_of,
 )
 from async_grpo.inference.vllm_edges.continued_draws import model_runner
+from async_grpo.inference.vllm_edges.model_inspection import inspect_models_here
 from async_grpo.inference.vllm_edges.one_process import run_model_in_engine_process
 from async_grpo.inference.vllm_edges.receive_weights import shared_bytes
 from async_grpo.inference.vllm_edges.stop_texts import use_tokenizer
@@ -89,6 +90,7 @@ class GenerationWorker:
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
         """Load the model and start the engine, which takes tens of seconds. Must run inside an event loop."""
         run_model_in_engine_process()
+        inspect_models_here()
         timeline = TokenTimeline()
         engine = AsyncLLM.from_engine_args(
             engine_arguments(options, settings, cls.worker_extension),

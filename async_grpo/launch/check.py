@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.rewards import ResolvedRewards, check_rewards
+from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, RunFailed
 from async_grpo.inference.config import engine_class
@@ -23,6 +23,7 @@ from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.source_file import is_file
 from async_grpo.processes.private_folder import compile_cache
 from async_grpo.processes.untrusted_files import read_json
+from async_grpo.rewards.adapter.decorators import check_options
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
@@ -85,12 +86,12 @@ def refuse_at_once(config: LocalConfig) -> None:
     """Check what needs neither torch nor transformers, before anything is started.
 
     Raises:
-        ConfigurationError: vLLM is not installed, or a reward is unknown or cannot work.
+        ConfigurationError: vLLM is not installed, a reward is unknown or has no such option, or a judge's key is missing.
     """
     refuse_without_vllm()
     if config.reward_fns:
         rewards = ResolvedRewards.of(config)
-        check_rewards(config, rewards)
+        check_options(rewards.everyone, config.options_by_name)
         rewards.secrets()
 
 

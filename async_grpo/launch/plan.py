@@ -196,7 +196,9 @@ def roles(
     sequences_per_engine = math.ceil(settings.samples_in_flight / config.generation_workers)
     num_sequences = min(config.max_num_seqs or 1024, sequences_per_engine)
     cache_bytes = num_sequences * settings.max_total_tokens * token_cache_bytes
-    engine_bytes = dtype_bytes * num_parameters + (cache_bytes if gpus() else cpu_kv_cache())
+    if not gpus():
+        cache_bytes = cpu_kv_cache(num_sequences, settings.max_total_tokens, token_cache_bytes)
+    engine_bytes = dtype_bytes * num_parameters + cache_bytes
 
     # The computation of log-probs: three float32 tensors as large as a chunk's logits, and the gradient of the head
     chunk_tokens = min(config.logprob_chunk_size, config.max_tokens_per_gpu)

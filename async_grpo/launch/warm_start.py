@@ -10,11 +10,14 @@ from pathlib import Path
 
 from async_grpo.processes.warm_server import Stage, listen, write_executable
 
-# Imported by trainer ranks, controller, workers and logprob workers. Modules that run as programs are left out, because
-# Python warns when such a module is imported already. So are those that import Ray (see `warm_server`)
+# Imported by all processes. Modules that run as programs are left out, because Python warns when such a module is
+# imported already. So are those that import Ray (see `warm_server`)
+SHARED_MODULES = """
+    torch torch.distributed.tensor torch.distributed.fsdp transformers async_grpo.modeling.policy
+""".split()
+# Imported by trainer ranks, controller, workers and logprob workers, in addition
 TORCH_MODULES = """
-    torch torch.distributed.tensor torch.distributed.fsdp torch.distributed.elastic.multiprocessing
-    torch.distributed.launcher.api torch.optim.adamw transformers
+    torch.distributed.elastic.multiprocessing torch.distributed.launcher.api torch.optim.adamw
     async_grpo.cluster.make_trainer async_grpo.inference.logprob_worker async_grpo.config.preflight
     async_grpo.launch.plan
 """.split()
@@ -82,14 +85,17 @@ def warm_pythons(scratch: Path, eager: bool) -> WarmPythons:
     """
     stages = []
     listeners = []
-    for name, modules in (("torch", TORCH_MODULES), ("vllm", VLLM_MODULES)):
+    for name, modules, own_modules in (
+        ("torch", SHARED_MODULES, TORCH_MODULES),
+        ("vllm", VLLM_MODULES, []),
+    ):
         socket_path = scratch / f"warm-{name}.socket"
         executable = write_executable(scratch / f"warm-{name}", socket_path)
         # vLLM sets variables for torch's compiler before it starts an engine
         ignored = ["TORCHINDUCTOR_"] if eager and name == "vllm" else []
         listener = listen(socket_path)
         listeners.append(listener)
-        stages.append(Stage(listener.fileno(), executable, modules, ignored))
+        stages.append(Stage(listener.fileno(), executable, modules, own_modules, ignored))
     arguments = json.dumps([stage.as_json() for stage in stages])
     command = [sys.executable, "-m", "async_grpo.processes.warm_server", arguments]
     return WarmPythons(stages[0].executable, stages[1].executable, command, listeners)

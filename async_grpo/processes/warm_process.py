@@ -1,5 +1,6 @@
 """Give a fork of a warm server the surroundings of its client, and run what the client asks for."""
 
+import atexit
 import fcntl
 import importlib
 import json
@@ -11,12 +12,14 @@ import shlex
 import socket
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import setproctitle
 
@@ -127,8 +130,32 @@ def take_over(request: Request, received: Sequence[int]) -> None:
         resource.setrlimit(getattr(resource, name), limits)
 
 
+def run_and_exit(arguments: Sequence[str], executable: Path) -> NoReturn:
+    """Do what `python ARGUMENTS` does, and end this process. Exceptions are left to the interpreter.
+
+    The process ends without freeing its objects one by one, which takes half a second of CPU time after `import torch`.
+    """
+    exit_code = 0
+    try:
+        run_python(arguments, executable)
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            exit_code = error.code
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            exit_code = 1
+    # As Python does at its end, and as `multiprocessing` does in its processes
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        # Fails if nobody reads any more. A program may have set a stream to None
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(exit_code & 0xFF)
+
+
 def run_python(arguments: Sequence[str], executable: Path) -> None:
-    """Do what `python ARGUMENTS` does. Exceptions, SystemExit among them, are left to the interpreter."""
+    """Do what `python ARGUMENTS` does, but for the end of the process."""
     _name_process([sys.executable, *arguments])
     if any(argument.endswith(RAY_WORKER) for argument in arguments):
         # Ray names its processes by a copy of the same library, which finds the place of the name no more

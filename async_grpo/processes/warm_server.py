@@ -3,9 +3,11 @@
 A run on one machine has about ten Python processes. Importing vLLM takes 9 s of CPU time, and torch with transformers 5.
 On two cores, most of the time until the first step would go into imports. Instead, a server imports them once, and forks.
 
-    server of torch and transformers  --fork-->  server that also imports vLLM
+    server of torch and transformers  --fork-->  server that goes on with vLLM
           |  fork per request                          |  fork per request
     trainer ranks, controller, workers           engines and their actors
+
+While the second server imports vLLM, the first one imports what only its own processes need.
 
 Programs are started through an executable file that stands in for `python` (`write_executable`). It runs `warm_client.py`,
 which sends the server its arguments, environment and open files. The process that the server forks for it does what
@@ -42,7 +44,7 @@ from async_grpo.processes.warm_process import (
     find_place_of_name,
     is_understood,
     reason_against_taking_over,
-    run_python,
+    run_and_exit,
     take_over,
 )
 
@@ -100,13 +102,15 @@ class Stage:
     Attributes:
         listener: Descriptor of the socket to which clients connect (`listen`). It is inherited.
         executable: The file that is called instead of `python`; see `write_executable`.
-        modules: The modules that the server imports.
+        modules: The modules that the server imports before the next one is forked from it.
+        own_modules: The modules that it imports afterwards, beside the next server.
         ignored: Beginnings of the names of variables that may differ in a request, because its processes do not use them.
     """
 
     listener: int
     executable: Path
     modules: Sequence[str]
+    own_modules: Sequence[str] = ()
     ignored: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -115,6 +119,7 @@ class Stage:
             "listener": self.listener,
             "executable": str(self.executable),
             "modules": list(self.modules),
+            "own_modules": list(self.own_modules),
             "ignored": list(self.ignored),
         }
 
@@ -122,7 +127,7 @@ class Stage:
 def serve(stages: Sequence[Stage]) -> None:
     """Import the modules of the first stage, fork a process that goes on with the next one, and serve requests.
 
-    Returns only in a process that was forked for a request, after it has done its work.
+    Returns only if this process cannot be forked safely.
     """
     environment = dict(os.environ)
     find_place_of_name()
@@ -137,6 +142,7 @@ def serve(stages: Sequence[Stage]) -> None:
             continue
         for later_listener in listeners:
             later_listener.close()
+        _import_all(stage.own_modules)
         WarmServer(stage, listener, environment).run()
         return
 
@@ -179,7 +185,7 @@ class WarmServer:
         self._pids: dict[int, int] = {}  # their process ids
 
     def run(self) -> None:
-        """Serve until this process is ended. Returns only in a process that was forked for a request."""
+        """Serve until this process is ended. Returns only if it cannot be forked safely."""
         # A forked process shares the memory of objects that the garbage collector never visits
         gc.collect()
         gc.freeze()
@@ -191,24 +197,22 @@ class WarmServer:
             # One at a time, because what one event closes may be another one's, whose number may be in use again
             for key, _ in self._selector.select()[:1]:
                 if key.fileobj is self._listener:
-                    is_in_new_process = self._accept()
-                    if is_in_new_process:
-                        return
+                    self._accept()
                 elif key.data is None:
                     self._report_end(key.fd)
                 else:
                     # A client sends nothing after its request. It has ended, and so its process has to
                     self._kill(key.data)
 
-    def _accept(self) -> bool:
-        """Serve one request. Return True in the new process, after it has done its work."""
+    def _accept(self) -> None:
+        """Serve one request. The new process never returns from this call."""
         connection, _ = self._listener.accept()
         try:
             request, received = Request.receive(connection)
         except OSError as error:
             log.warning("a request was not completed: %s", error)
             connection.close()
-            return False
+            return
         reason = self._reason_to_refuse(request)
         if reason:
             log.warning("python %s starts as usual: %s", shlex.join(request.arguments)[:200], reason)
@@ -217,7 +221,7 @@ class WarmServer:
                 connection.sendall(STATUS.pack(REFUSED))
             connection.close()
             close_all(received)
-            return False
+            return
         server_pid = os.getpid()
         # The new process begins when it reads from this pipe, after its client knows of it. If the server died before, the
         # client would start Python itself, and the work would be done twice
@@ -233,8 +237,7 @@ class WarmServer:
             self._close_in_new_process()
             take_over(request, received)
             self._set_variables_of_imports(request)
-            run_python(request.arguments, self._stage.executable)
-            return True
+            run_and_exit(request.arguments, self._stage.executable)
         close_all([*received, reading])
         process = os.pidfd_open(pid)
         self._pids[process] = pid
@@ -248,7 +251,6 @@ class WarmServer:
             # The client ended in the meantime
             self._kill(process)
         os.close(writing)
-        return False
 
     def _set_variables_of_imports(self, request: Request) -> None:
         """Set the variables that importing sets, unless the client has another value than the server had before."""

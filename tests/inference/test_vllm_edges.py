@@ -34,6 +34,8 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.platforms import current_platform
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
@@ -48,6 +50,7 @@ from async_grpo.inference.vllm_edges import (
     weights_in_use,
 )
 from async_grpo.inference.vllm_edges.tied_heads import repack_tied_heads
+from async_grpo.inference.vllm_edges.uncompiled_ranks import install_uncompiled_ranks
 from async_grpo.inference.vllm_edges.worker_extension import WORKER_EXTENSION
 
 EDGES = Path(vllm_edges.__file__).parent
@@ -365,6 +368,16 @@ def test_this_vllm_still_takes_draws_back_by_an_offset_that_generators_of_the_cp
     runner = source_of("vllm.v1.worker.gpu_model_runner")
     line = "gen.set_offset(gen.get_offset() - 4)"
     assert_needed(line in runner, f"takes draws back without `{line}`", "cpu_generators.py")
+
+
+@on_the_cpu
+def test_this_vllm_still_compiles_the_count_of_more_probable_tokens():
+    is_needed = inspect.unwrap(batched_count_greater_than) is not batched_count_greater_than
+    assert_needed(is_needed, "does not compile the function", "uncompiled_ranks.py")
+    install_uncompiled_ranks()
+    assert sampler.batched_count_greater_than is not batched_count_greater_than
+    logprobs = torch.tensor([[-1.0, -3.0, -2.0], [-1.0, -3.0, -2.0]])
+    assert sampler.batched_count_greater_than(logprobs, torch.tensor([[-1.0], [-3.0]])).tolist() == [1, 3]
 
 
 # -- transports

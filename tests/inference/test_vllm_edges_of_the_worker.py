@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 import vllm
 from vllm import SamplingParams, envs
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,6 +26,7 @@ from vllm_edge import OLDEST_KNOWN, assert_needed, source_of
 
 from async_grpo.cluster import ray_session, worker_actors
 from async_grpo.inference.vllm_edges import (
+    model_inspection,
     one_process,
     stop_texts,
     transfer_group,
@@ -186,6 +188,19 @@ def test_this_vllm_still_gives_the_model_a_process_of_its_own_on_the_cpu_unless_
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     one_process.run_model_in_engine_process()
     assert one_process.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="an edge of the CPU alone")
+def test_this_vllm_still_looks_at_a_model_in_a_process_of_its_own(monkeypatch):
+    is_needed = inspect.getsource(registry._LazyRegisteredModel).count("_run_in_subprocess(") == 1
+    assert_needed(is_needed, "does not start a process to look at a model", "model_inspection.py")
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
+    monkeypatch.setattr("subprocess.run", None)
+    model = registry._LazyRegisteredModel("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM")
+    monkeypatch.setattr(type(model), "_load_modelinfo_from_cache", lambda self, module_hash: None)
+    monkeypatch.setattr(type(model), "_save_modelinfo_to_cache", lambda self, info, module_hash: None)
+    model_inspection.inspect_models_here()
+    assert model.inspect_model_cls().architecture == "Qwen2ForCausalLM"
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="of the CPU's kernels alone")

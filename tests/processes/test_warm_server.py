@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,12 @@ class Servers:
     """Servers of two stages: `decimal`, then also `colorsys`."""
 
     def __init__(
-        self, folder: Path, modules: tuple[list[str], ...], preexec_fn: Any = None, **variables: str
+        self,
+        folder: Path,
+        modules: tuple[list[str], ...],
+        preexec_fn: Any = None,
+        own_modules: Sequence[str] = (),
+        **variables: str,
     ) -> None:
         self.log = folder / "server.log"
         self.executables = []
@@ -47,7 +53,9 @@ class Servers:
             executable = write_executable(folder / str(number), folder / f"{number}.socket")
             listeners.append(listener)
             self.executables.append(str(executable))
-            stages.append(Stage(listener.fileno(), executable, names).as_json())
+            # Only the first stage has modules of its own
+            own_names = [] if number else own_modules
+            stages.append(Stage(listener.fileno(), executable, names, own_names).as_json())
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "async_grpo.processes.warm_server", json.dumps(stages)],
@@ -109,6 +117,9 @@ def test_each_stage_has_imported_its_modules_and_those_before(servers):
     [
         ("pass", 0),
         ("raise SystemExit(7)", 7),
+        ("raise SystemExit", 0),
+        ("raise SystemExit('out of luck')", 1),
+        ("raise SystemExit(258)", 2),
         ("1 / 0", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", -signal.SIGABRT),
@@ -118,6 +129,29 @@ def test_a_process_ends_as_python_ends(servers, code, exit_code):
     done = servers.run("-c", code)
     assert done.returncode == exit_code
     assert ("ZeroDivisionError" in done.stderr) == (code == "1 / 0")
+    assert ("out of luck" in done.stderr) == ("out of luck" in code)
+
+
+def test_a_process_waits_for_its_threads_and_does_what_it_registered_for_its_end(servers):
+    code = """
+import atexit, concurrent.futures, threading, time
+def later(text, seconds):
+    time.sleep(seconds)
+    print(text)
+threading.Thread(target=later, args=("thread", 0.3)).start()
+concurrent.futures.ThreadPoolExecutor().submit(later, "pool", 0.6)
+threading.Thread(target=later, args=("daemon", 20), daemon=True).start()
+atexit.register(print, "end")
+print("main", end=" ")
+"""
+    assert servers.run("-c", code).stdout.split() == ["main", "thread", "pool", "end"]
+
+
+def test_a_server_imports_modules_of_its_own_after_the_next_one_was_forked(tmp_path):
+    servers = Servers(tmp_path, (["decimal"], []), own_modules=["colorsys"])
+    assert servers.run("-c", IS_WARM, stage=0).stdout.split() == ["True", "True"]
+    assert servers.run("-c", IS_WARM, stage=1).stdout.split() == ["True", "False"]
+    servers.process.kill()
 
 
 def test_temporary_files_and_times_follow_the_variables_of_the_client(tmp_path):

@@ -13,12 +13,14 @@ In the processes that compute the model (vLLM imports `worker_extension` there, 
     `weights_in_use`     fingerprint the weights that the layers compute with, even if they are packed copies
     `continued_draws`    continue a seeded request in another engine with its next random draws
     `cpu_generators`     undo a random draw of a seeded request on the CPU
+    `uncompiled_ranks`   count the ranks of sampled tokens on the CPU without compiling
 
 In the process of the generation worker:
     `weight_versions`    which policy version sampled each token
     `unfinished_tokens`  the tokens of an unfinished request
     `stop_texts`         texts that end a completion, in an engine without a tokenizer
     `one_process`        run the model in the engine's own process on the CPU
+    `model_inspection`   look at a model's class in this process on the CPU
     `transfer_group`     leave a group of the NCCL transport
     `cpu_drafts`         refuse speculative decoding on the CPU, where drafted tokens are wrong
 

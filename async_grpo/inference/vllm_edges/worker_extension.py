@@ -15,6 +15,7 @@ from async_grpo.inference.vllm_edges.continued_draws import install_continued_dr
 from async_grpo.inference.vllm_edges.cpu_generators import install_cpu_generators
 from async_grpo.inference.vllm_edges.experts import install_packing_of_experts
 from async_grpo.inference.vllm_edges.receive_weights import register_transports
+from async_grpo.inference.vllm_edges.uncompiled_ranks import install_uncompiled_ranks
 from async_grpo.inference.vllm_edges.weights_in_use import fingerprints_in_use
 from async_grpo.weights.read_back import place_of
 
@@ -52,3 +53,4 @@ register_transports()
 install_continued_draws()
 install_cpu_generators()
 install_packing_of_experts()
+install_uncompiled_ranks()
