@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl import report
-from benchmarks.against_trl.cases import CASES, DATA, ROOT, Case
+from benchmarks.against_trl import report, rewards
+from benchmarks.against_trl.cases import CASES, ROOT, Case
 from benchmarks.against_trl.models import model_folder
 from benchmarks.against_trl.sides import Place, measure
 
-HELDOUT_COMPLETIONS = 2  # of each task
+HELDOUT_BATCH = 256  # completions
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -81,22 +81,35 @@ def plan(options: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tu
                     yield name, case, arm, repetition
 
 
-def accuracies(checkpoints: dict[int, str]) -> dict[int, float]:
+def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
     """Step -> share of held-out tasks solved at temperature 1, by transformers' sampling: the same for both sides."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from examples.plain_grpo import heldout_scores
+    from examples.plain_grpo import sample
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "tiny-model")
-    rows = [json.loads(line) for line in (DATA / "countdown_heldout.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(next(iter(checkpoints.values())))
+    rows = [json.loads(line) for line in case.heldout.read_text().splitlines()]
+    for row in rows:
+        if "messages" in row:
+            row["input_token_ids"] = tokenizer.apply_chat_template(
+                row["messages"], add_generation_prompt=True, return_dict=False
+            )
+    score = {"countdown": rewards.countdown, "capitals": rewards.named}[case.task]
     found = {}
     for step, folder in sorted(checkpoints.items()):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        found[step] = heldout_scores(model, tokenizer, rows, HELDOUT_COMPLETIONS, 24)[0]
+        texts = []
+        repeated = rows * case.heldout_completions
+        for start in range(0, len(repeated), HELDOUT_BATCH):
+            texts += sample(model, tokenizer, repeated[start : start + HELDOUT_BATCH], case.max_tokens).texts
+        scores = [score(row | {"completion": text}) for row, text in zip(repeated, texts, strict=True)]
+        found[step] = sum(scores) / len(scores)
+        if case.gain is not None and found[step] >= found[0] + case.gain:
+            break
     return found
 
 
@@ -127,7 +140,7 @@ def main() -> None:
         load, begun = os.getloadavg()[0], time.time()
         found = measure(arm, case, options.seed + repetition, place, further)
         if case.checkpoint_every:
-            found["accuracy"] = accuracies(found.pop("checkpoints"))
+            found["accuracy"] = accuracies(case, {0: str(place.model)} | found.pop("checkpoints"))
         row = {
             "label": options.label,
             "case": name,

@@ -16,6 +16,10 @@ class Case:
     runs of ours, (--max-staleness, --groups-alive in steps' worth): their mean staleness is one less than the latter.
     `steps`: measured; a multiple of what is alive, as asynchronous steps end in bursts of so many.
 
+    `task`: of the data in sample-data; its prompts are texts with token ids, or chats. A case with checkpoints says when
+    `accuracy` of the held-out tasks are solved, or `gain` more than before training, by `heldout_completions` of each.
+    With a gain, checkpoints after the first that has it are not evaluated.
+
     `tokens_per_call`: ours, --max-tokens-per-gpu. `samples_per_call`: TRL's per_device_train_batch_size, the fastest of
     those tried. `staleness`: one run of ours for each. `minutes`: what one repetition takes, on 2 cores.
     """
@@ -25,6 +29,7 @@ class Case:
     warm_up: int
     minutes: float
     model: str = "tiny"
+    task: str = "countdown"
     reward: str = "shipped"
     prompts: int = 32
     group: int = 8
@@ -39,6 +44,9 @@ class Case:
         True  # the library's default; where every completion is truncated nothing would be trained
     )
     checkpoint_every: int = 0  # steps; the checkpoints are evaluated after the run
+    accuracy: float | None = None
+    gain: float | None = None
+    heldout_completions: int = 2
     repetitions: int = 0  # 0: as many as asked for
     trl: dict[str, Any] = field(default_factory=dict)  # further settings of TRL
 
@@ -46,6 +54,16 @@ class Case:
     def samples(self) -> int:
         """Of one optimizer step."""
         return self.prompts * self.group
+
+    @property
+    def train(self) -> Path:
+        """File of the tasks to train on."""
+        return DATA / f"{self.task}_train.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        """File of the held-out tasks."""
+        return DATA / f"{self.task}_heldout.jsonl"
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -121,6 +139,26 @@ CASES = {
         warm_up=5,
         minutes=4.5,
         checkpoint_every=5,
+        accuracy=0.4,
+        repetitions=3,
+    ),
+    "smollm2": Case(
+        "capitals by SmolLM2-135M-Instruct, a real chat model, learning until 0.2 more of the held-out ones are named",
+        model="smollm2",
+        task="capitals",
+        reward="named",
+        prompts=8,
+        max_tokens=12,
+        learning_rate=2e-5,
+        steps=5,
+        warm_up=1,
+        minutes=9.0,
+        tokens_per_call=2048,
+        samples_per_call=64,
+        mask_truncated=False,  # a completion that names the capital may well be cut off
+        checkpoint_every=1,
+        gain=0.2,
+        heldout_completions=8,
         repetitions=3,
     ),
 }

@@ -19,6 +19,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from async_grpo.data.smollm2 import cached_smollm2
 from benchmarks.against_trl.cases import DATA
 
 MEDIAN, SIGMA = 64.0, 1.0
@@ -34,6 +35,8 @@ def model_folder(name: str, cache: Path) -> Path:
     """The folder of the model `name`; made in `cache` if it is not there."""
     if name == "tiny":
         return DATA / "tiny-model"
+    if name == "smollm2":
+        return cached_smollm2()
     folder = cache / name
     if not (folder / "model.safetensors").exists():
         transformers_logging.disable_progress_bar()

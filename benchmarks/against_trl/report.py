@@ -12,7 +12,6 @@ from benchmarks.against_trl.cases import CASES, ROOT
 PAGE = ROOT / "docs" / "benchmarks.md"
 DATA, PICTURE = ROOT / "docs" / "data" / "against-trl.jsonl", ROOT / "docs" / "data" / "against-trl.svg"
 BEGIN, END = "<!-- against-trl: made by scripts/bench --report -->", "<!-- against-trl: end -->"
-ACCURACY = 0.4
 Row = dict[str, Any]
 
 
@@ -46,11 +45,30 @@ def ratios(rows: list[Row], case: str, arm: str) -> list[float]:
     ]
 
 
-def seconds_to(row: Row, accuracy: float = ACCURACY) -> float | None:
-    """From the start of the process to the first checkpoint that solves so many of the held-out tasks."""
+def goal(row: Row) -> float:
+    """The share of the held-out tasks at which the case is won."""
+    case = CASES[row["case"]]
+    if case.gain is not None:
+        return float(row["accuracy"]["0"] + case.gain)
+    assert case.accuracy is not None
+    return case.accuracy
+
+
+def seconds_to(row: Row, accuracy: float) -> float | None:
+    """From the command to this share of the held-out tasks; between two checkpoints the accuracy is taken as linear.
+
+    >>> row = {"accuracy": {"0": 0.2, "2": 0.3, "4": 0.5}, "ends_s": [7.0, 8.0, 9.0, 10.0]}
+    >>> seconds_to(row, 0.4), seconds_to(row, 0.6)
+    (9.0, None)
+    """
+    before_s = 0.0
+    before = 0.0
     for step, solved in sorted((int(step), solved) for step, solved in row["accuracy"].items()):
+        now_s = float(row["ends_s"][step - 1]) if step else 0.0
         if solved >= accuracy:
-            return float(row["ends_s"][step - 1])
+            return before_s + (now_s - before_s) * (accuracy - before) / (solved - before)
+        before_s = now_s
+        before = solved
     return None
 
 
@@ -96,7 +114,7 @@ def table(rows: list[Row]) -> str:
     for (name, arm), of in grouped(rows).items():
         cells = " | ".join(column(of) for column in columns.values())
         lines.append(f"| {name} | {arm} | {cells} | {len(of)} |")
-    return "\n".join([*lines, "", cpu_table(rows), "", *learning(rows)]).rstrip()
+    return "\n".join([*learning(rows), "", *lines, "", cpu_table(rows)]).strip()
 
 
 def cpu_table(rows: list[Row]) -> str:
@@ -113,28 +131,52 @@ def cpu_table(rows: list[Row]) -> str:
 
 
 def learning(rows: list[Row]) -> list[str]:
-    """Held-out accuracy at equal samples, and the seconds to `ACCURACY`, by seed."""
-    of_arm = {arm: of for (_, arm), of in grouped([row for row in rows if "accuracy" in row]).items()}
-    if not of_arm:
-        return []
-    steps = sorted({int(step) for of in of_arm.values() for row in of for step in row["accuracy"]})
+    """For each case that learns: seconds from the command to its goal, by seed, and accuracy at equal samples."""
+    cases = dict.fromkeys(row["case"] for row in rows if "accuracy" in row)
+    tables = [_learning([row for row in rows if row["case"] == name]) for name in cases]
+    return "\n\n".join("\n".join(table) for table in tables).split("\n")
+
+
+def _learning(rows: list[Row]) -> list[str]:
+    name = rows[0]["case"]
+    of_arm = {arm: of for (_, arm), of in grouped(rows).items()}
+    case = CASES[name]
+    what = f"{case.gain:.2f} more" if case.gain is not None else f"{case.accuracy:.2f}"
     lines = [
-        "| accuracy after samples | " + " | ".join(of_arm) + " |",
+        f"| {name} | " + " | ".join(of_arm) + " |",
         "|---|" + "---|" * len(of_arm),
+        f"| **seconds from the command to {what}, by seed** | "
+        + " | ".join(_seconds_by_seed(of) for of in of_arm.values())
+        + " |",
+        "| times TRL's, median | "
+        + " | ".join(_times_trl(of, of_arm.get("TRL", [])) for of in of_arm.values())
+        + " |",
     ]
-    for step in steps:
+    for step in sorted({int(step) for of in of_arm.values() for row in of for step in row["accuracy"]}):
         found = [
             spread([solved for row in of for at, solved in row["accuracy"].items() if int(at) == step], 3)
             for of in of_arm.values()
         ]
         lines.append(
-            f"| {step * next(iter(of_arm.values()))[0]['samples_per_step']} | " + " | ".join(found) + " |"
+            f"| accuracy after {step * rows[0]['samples_per_step']} samples | " + " | ".join(found) + " |"
         )
-    reached = [
-        ", ".join("never" if (s := seconds_to(row)) is None else f"{s:.0f}" for row in of)
-        for of in of_arm.values()
-    ]
-    return [*lines, f"| seconds to {ACCURACY:.2f}, by seed | " + " | ".join(reached) + " |"]
+    return lines
+
+
+def _seconds_by_seed(rows: list[Row]) -> str:
+    reached = [seconds_to(row, goal(row)) for row in rows]
+    return ", ".join("never" if seconds is None else f"{seconds:.0f}" for seconds in reached)
+
+
+def _times_trl(rows: list[Row], trl: list[Row]) -> str:
+    """The median over the seeds of the seconds to the goal, divided by TRL's of the same seed."""
+    seconds = {row["repetition"]: seconds_to(row, goal(row)) for row in trl}
+    found = []
+    for row in rows:
+        ours, theirs = seconds_to(row, goal(row)), seconds.get(row["repetition"])
+        if ours is not None and theirs is not None:
+            found.append(ours / theirs)
+    return spread(found)
 
 
 def write(rows: list[Row]) -> None:

@@ -6,6 +6,7 @@ What a sample's reward takes is drawn by a hash of the sample, so that both side
 import asyncio
 import hashlib
 import math
+import re
 from statistics import NormalDist
 from typing import Any
 
@@ -24,6 +25,11 @@ def drawn(sample: dict[str, Any]) -> float:
 def countdown(sample: dict[str, Any]) -> float:
     """The shipped reward, as a function of a user's own file."""
     return float(rules.score(sample)["reward"])
+
+
+def named(sample: dict[str, Any]) -> float:
+    """1 if the completion names the capital."""
+    return float(re.search(sample["pattern"], sample["completion"]) is not None)
 
 
 def hashed(sample: dict[str, Any]) -> float:

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl.cases import DATA, REWARDS, ROOT, Case
+from benchmarks.against_trl.cases import REWARDS, ROOT, Case
 from benchmarks.control_plane import MARK, cpu_seconds, lines
 
-TRAIN = DATA / "countdown_train.jsonl"
 TIMEOUT_S = 1800.0
 
 
@@ -76,7 +75,11 @@ def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str
     alive = (steps_alive or staleness + 1) * case.samples
     return [
         *[str(place.ours), "-m", "async_grpo", "run", f"--output-dir={place.folder / 'run'}"],
-        *[f"--run-name={place.folder.name}", f"--model-name-or-path={place.model}", f"--data-path={TRAIN}"],
+        *[
+            f"--run-name={place.folder.name}",
+            f"--model-name-or-path={place.model}",
+            f"--data-path={case.train}",
+        ],
         *[f"--reward-fns={reward}", f"--batch-size={case.prompts}", f"--samples-per-question={case.group}"],
         *[f"--num-training-batches={total}", f"--max-generation-tokens={case.max_tokens}"],
         *[f"--max-tokens-per-gpu={case.tokens_per_call}", f"--max-staleness={staleness}", "--enforce-eager"],
@@ -155,7 +158,7 @@ def trl_command(case: Case, seed: int, place: Place) -> list[str]:
         **asdict(case),
         "steps": case.warm_up + case.steps,
         "model": str(place.model),
-        "data": str(TRAIN),
+        "data": str(case.train),
         "seed": seed,
         "cores": place.cores,
     }

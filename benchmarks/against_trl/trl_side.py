@@ -28,7 +28,8 @@ class Rewards:
 
     __name__ = "reward"
 
-    def __init__(self, name: str, calls: int, tokenizer: Any, ends: list[int]) -> None:
+    def __init__(self, name: str, calls: int, tokenizer: Any, ends: list[int], columns: list[str]) -> None:
+        self._columns = columns
         self._function = getattr(rewards, "countdown" if name == "shipped" else name)
         self._calls, self._tokenizer, self._ends = calls, tokenizer, set(ends)
         self.lengths_by_step: list[list[int]] = []
@@ -39,7 +40,7 @@ class Rewards:
         self.lengths_by_step.append([len(ids) for ids in completion_ids])
         kept = [[token for token in ids if token not in self._ends] for ids in completion_ids]
         texts = self._tokenizer.batch_decode(kept, skip_special_tokens=False)
-        names = ("input", "nums", "target", "answer")
+        names = [name for name in columns if name in self._columns]
         rows = [
             dict(zip(names, row, strict=True)) for row in zip(*(columns[name] for name in names), strict=True)
         ]
@@ -92,10 +93,18 @@ def main() -> None:
     torch.set_num_threads(settings["cores"])
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
-    if tokenizer(rows[0]["input"])["input_ids"] != rows[0]["input_token_ids"]:
-        raise SystemExit("TRL would read other prompts than ours")
+    for row in rows:
+        if "messages" in row:
+            messages = row.pop("messages")
+            row["input"] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            row["input_token_ids"] = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        if tokenizer(row["input"])["input_ids"] != row["input_token_ids"]:
+            raise SystemExit("TRL would read other prompts than ours")
     ends = json.loads((Path(settings["model"]) / "generation_config.json").read_text())["eos_token_id"]
-    reward = Rewards(settings["reward"], settings["calls"], tokenizer, ends)
+    ends = ends if isinstance(ends, list) else [ends]
+    reward = Rewards(settings["reward"], settings["calls"], tokenizer, ends, list(rows[0]))
     clock = Clock(answer.parent, settings["checkpoint_every"])
     trainer = GRPOTrainer(
         model=settings["model"],

@@ -84,12 +84,25 @@ def test_the_report_replaces_what_stood_between_its_marks_and_leaves_measurement
     assert len(report.DATA.read_text().splitlines()) == 2 and "<svg" in report.PICTURE.read_text()
 
 
-def test_seconds_to_an_accuracy_are_those_of_the_first_checkpoint_that_has_it():
+def test_seconds_to_an_accuracy_lie_between_the_checkpoints_before_and_after_it():
     ends = [10.0 + step for step in range(1, 21)]
-    learned = row("TRL", 0, 1, case="learning", accuracy={"5": 0.2, "10": 0.41, "15": 0.39}, ends_s=ends)
+    learned = row("TRL", 0, 1, case="learning", accuracy={"5": 0.2, "10": 0.45, "15": 0.39}, ends_s=ends)
     learned = json.loads(json.dumps(learned))
-    assert report.seconds_to(learned) == 20.0 and report.seconds_to(learned, 0.9) is None
-    assert "| 2560 | 0.410 |" in report.table([learned])
+    assert report.seconds_to(learned, 0.4) == pytest.approx(
+        19.0
+    )  # four fifths from 0.2 to 0.45, so from 15 to 20 s
+    assert report.seconds_to(learned, 0.9) is None
+    ours = learned | {"arm": "ours S=1", "ends_s": [end / 2 for end in ends]}
+    table = report.table([ours, learned])
+    assert "| accuracy after 2560 samples | 0.450 | 0.450 |" in table
+    assert "| **seconds from the command to 0.40, by seed** | 10 | 19 |" in table
+    assert "| times TRL's, median | 0.50 | 1.00 |" in table
+
+
+def test_a_gain_is_counted_from_what_the_model_solves_before_it_learns():
+    measured = {"case": "smollm2", "accuracy": {"0": 0.3, "1": 0.35, "2": 0.6}, "ends_s": [9.0, 10.0]}
+    assert report.goal(measured) == pytest.approx(0.5)
+    assert report.seconds_to(measured, report.goal(measured)) == pytest.approx(9.6)
 
 
 def test_the_model_made_for_its_lengths_has_log_normal_ones():
