@@ -210,8 +210,10 @@ class EngineOptions(Section):
     enable_prefix_caching: bool = _engine(
         True, "Compute the prompt of a group once, and share its KV cache among the completions."
     )
-    enforce_eager: bool = _engine(
-        False, "Do not compile the engine's model. The engine starts faster and generates more slowly."
+    enforce_eager: bool | None = _engine(
+        None,
+        "Do not compile the engine's model. The engine starts faster and generates more slowly. By default engines compile "
+        "on GPUs only.",
     )
     engine_stall_s: float = _engine(
         120.0, "Seconds without progress after which an engine that has work is ended.", range=POSITIVE
@@ -251,6 +253,15 @@ class EngineOptions(Section):
         if self.max_num_seqs is None:
             return UNLIMITED
         return self.max_num_seqs + self.overhead_seqs
+
+
+def is_eager(options: EngineOptions, has_gpu: bool) -> bool:
+    """Return whether engines compile nothing.
+
+    By default they compile on GPUs only. On the CPU, compiling a model of 135 million parameters takes a minute of CPU time
+    and makes generation 13 % faster, which pays after about 130,000 tokens; that of a tiny model never pays.
+    """
+    return not has_gpu if options.enforce_eager is None else options.enforce_eager
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from async_grpo.inference.config import (
     EngineConfig,
     colocated_kv_cache_bytes,
     cpu_kv_cache,
+    is_eager,
     kv_cache_bytes,
 )
 from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
@@ -52,7 +53,7 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         "tensor_parallel_size": options.tensor_parallel_size,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enable_prefix_caching": options.enable_prefix_caching,
-        "enforce_eager": options.enforce_eager,
+        "enforce_eager": is_eager(options, has_gpu=torch.cuda.is_available()),
         # Log-probs at the sampling temperature, like those that the trainer computes
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,

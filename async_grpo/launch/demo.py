@@ -81,8 +81,6 @@ TASKS: dict[str, dict[str, Any]] = {
         "zero_variance": "filter",
         "learning_rate": 2e-5,
         "num_warmup_steps": 0,
-        # Engines reuse whole blocks of a prompt. By default a block on a CPU has more tokens than a prompt of this task
-        "engine_options": "block_size=32",
     },
 }
 # The results that the demo shows: their keys in the lines of the evaluations

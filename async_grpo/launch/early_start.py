@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.inference.config import is_eager
 from async_grpo.launch import process_variables
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
@@ -62,7 +63,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
         try:
             warm = None
             if _may_start_warm(config):
-                warm = warm_pythons(scratch, config.enforce_eager)
+                warm = warm_pythons(scratch, is_eager(config, bool(gpus())))
                 preloaded = {"LD_PRELOAD": preloaded_libraries()}
                 supervisor.start(
                     "warm servers", warm.command, variables | preloaded, inherited=warm.listeners

@@ -13,6 +13,7 @@ from pathlib import Path
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
+from async_grpo.inference.config import is_eager
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.check import check, read_inputs, refuse_at_once
 from async_grpo.launch.early_start import EarlyStart, early_start
@@ -87,7 +88,7 @@ def start(config: LocalConfig, early: EarlyStart, evaluator: Sequence[str] = ())
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
     early.supervisor.move_outputs(logs)
-    with serving(config, gpus(), logs, config.enforce_eager) as judge_options:
+    with serving(config, gpus(), logs, is_eager(config, bool(gpus()))) as judge_options:
         _run(config, early, judge_options, evaluator)
 
 

@@ -24,6 +24,7 @@ from async_grpo.options.fields import (
     field_name,
     fields_in_order,
     help_of,
+    is_flag,
     nearest,
     panel_of,
     spellings_of,
@@ -170,7 +171,7 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
         info = typer.Option(
             *spellings_of(field),
             parser=_number_parser(field),
-            metavar=None if field.type is bool else _value_type(field).__name__.upper(),
+            metavar=None if is_flag(field) else _value_type(field).__name__.upper(),
             help=escape(help_of(field)),
             rich_help_panel=panel_of(field),
             show_default=field.default not in (None, ""),
@@ -279,7 +280,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
     Raises:
         ConfigurationError: An option is unknown, or its value is missing.
     """
-    flags = {field.name for field in fields if field.type is bool}
+    flags = {field.name for field in fields if is_flag(field)}
     remaining = list(arguments)
     result = []
     if remaining and _is_config_file(remaining[0], fields):
@@ -365,7 +366,7 @@ def _refuse_unknown(spelling: str, name: str, fields: Fields) -> None:
         if field.metadata["argument"]:
             continue
         names.add(field.name)
-        if field.type is bool:
+        if is_flag(field):
             names.add(f"no_{field.name}")
     if name not in names:
         known_spellings = {f"--{dashed(known_name)}" for known_name in names}

@@ -183,13 +183,18 @@ def help_of(option_field: "dataclasses.Field[Any]") -> str:
     return option_field.metadata["help"] + names
 
 
+def is_flag(option_field: "dataclasses.Field[Any]") -> bool:
+    """Return whether an option is given as --x or --no-x, without a value."""
+    return option_field.type in (bool, bool | None)
+
+
 def spellings_of(option_field: "dataclasses.Field[Any]") -> list[str]:
     """Return the option's names as written on a command line: the field's name first, then the aliases."""
     spellings = []
     for name in (option_field.name, *option_field.metadata["aliases"]):
         if len(name) == 1:
             spellings.append(f"-{name}")
-        elif option_field.type is bool:
+        elif is_flag(option_field):
             spellings.append(f"--{dashed(name)}/--no-{dashed(name)}")
         else:
             spellings.append(f"--{dashed(name)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import field_name, nearest, refuse
+from async_grpo.options.fields import field_name, is_flag, nearest, refuse
 from async_grpo.processes.untrusted_files import parse_json, read_text
 
 PACKAGES = {path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__init__.py")}
@@ -37,6 +37,7 @@ def read_options(
     fields = dataclasses.fields(config_class)
     package_by_field = packages_of_fields(config_class)
     type_by_field = {field.name: field.type for field in fields}
+    flags = {field.name for field in fields if is_flag(field)}
     values: dict[str, bool | str | None] = {}
     for table, key, value in _entries(path, {*package_by_field, *foreign()}):
         name = field_name(key, fields)
@@ -54,8 +55,8 @@ def read_options(
                 values[name] = None
             continue
         # Only flags stay booleans: for a numeric option, Python would accept True as 1
-        is_flag = isinstance(value, bool) and type_by_field[name] is bool
-        setting = value if is_flag else option_text(value)
+        is_flag_value = isinstance(value, bool) and name in flags
+        setting = value if is_flag_value else option_text(value)
         is_set_twice = values.get(name, setting) != setting
         refuse(is_set_twice, f"{path}: {name} has two values, {values.get(name)} and {setting} (as {key})")
         values[name] = setting

@@ -18,7 +18,7 @@ from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.run import RunConfig, WorkerConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.inference.config import EngineOptions
+from async_grpo.inference.config import EngineOptions, is_eager
 from async_grpo.launch.commands import foreign_keys
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import trainer_arguments, worker_arguments
@@ -53,6 +53,28 @@ def test_dashes_and_underscores_are_one_and_flags_take_the_prior_spelling_with_a
     given = ["--max_num_seqs=8", "--enable_prefix_caching", "false"]
     assert normalized(given, WORKER, {}) == ["--max-num-seqs=8", "--no-enable-prefix-caching"]
     assert normalized(["--enable-prefix-caching=True"], WORKER, {}) == ["--enable-prefix-caching"]
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ([], None),
+        (["--enforce-eager"], True),
+        (["--no-enforce-eager"], False),
+        (["--enforce-eager=false"], False),
+        (["--config", "enforce_eager = true"], True),
+        (["--config", "enforce_eager = false"], False),
+        (["--config", "enforce_eager = false", "--enforce-eager"], True),
+    ],
+)
+def test_a_flag_without_a_default_is_on_off_or_left_to_the_library(tmp_path, given, value):
+    arguments = [written(tmp_path, text) if " = " in text else text for text in given]
+    config, code = parse(
+        f"--model-path={tmp_path}", "--mode=generation", *arguments, config_class=WorkerConfig
+    )
+    assert code == 0 and config.enforce_eager is value
+    assert is_eager(config, has_gpu=False) is (True if value is None else value)
+    assert is_eager(config, has_gpu=True) is bool(value)
 
 
 @pytest.mark.parametrize(

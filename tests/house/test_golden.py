@@ -34,6 +34,9 @@ NEW_DEFAULTS: dict[tuple[str, str], object] = {  # (command, option) -> the defa
     # 64, whatever the run had in flight; now chosen from that and from the memory
     ("worker", "max_num_seqs"): None,
     ("run", "max_num_seqs"): None,
+    # Engines on the CPU compiled: a minute that only long runs get back
+    ("worker", "enforce_eager"): None,
+    ("run", "enforce_eager"): None,
     # 90, as it is for the tiny model; fewer for SmolLM2
     ("demo", "steps"): None,
 }

@@ -13,6 +13,7 @@ import pytest
 
 import async_grpo
 from async_grpo.__main__ import main
+from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch import early_start, local_run, process_variables, trainer
 from async_grpo.launch.commands import COMMANDS
 from async_grpo.metrics.writer import ConsoleHandler
@@ -149,3 +150,24 @@ def test_an_interrupted_run_says_what_it_does_and_where_its_results_are(tmp_path
     with pytest.raises(KeyboardInterrupt):
         local_run.run_locally(config)
     assert "SIGTERM: ending trainer, workers and Ray" in said[0] and str(tmp_path) in said[0]
+
+
+def test_a_run_starts_its_programs_before_anything_imports_torch(tmp_path):
+    """Importing torch takes seconds, for which everything else would wait."""
+    code = f"""
+import sys
+from async_grpo.__main__ import main
+from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
+from async_grpo.launch import local_run
+def early_start(config):
+    sys.exit(3 if "torch" in sys.modules else 4)
+local_run.early_start = early_start
+main([
+    "run", "--model-name-or-path={TINY_MODEL}", "--data-path={COUNTDOWN_TRAIN}", "--output-dir={tmp_path}",
+    "--reward-fns=countdown,format", "--kl-coef=0.001",
+])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 4, done.stderr
