@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import async_grpo
 from async_grpo.__main__ import main
@@ -135,6 +138,32 @@ def test_the_lock_for_gpus_holds_every_pin():
     for name in ("requirements_base.txt", "requirements_fsdp.txt"):
         pins = {line for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#"}
         assert pins <= locked
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_lock_for_gpus_holds_all_that_its_packages_want_of_this_python(python):
+    """As far as these packages are installed here, in the locked versions; vLLM's other build stands for it nowhere."""
+    lock = (ROOT / "requirements_gpu.lock").read_text()
+    assert "Python 3.11 or 3.12" in lock.split("accelerate")[0]
+    pins = dict(line.split("==") for line in lock.splitlines() if line[0] != "#")
+    environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
+    num_packages = 0
+    for name, pin in pins.items():
+        try:
+            is_same = metadata.version(name) == pin
+        except metadata.PackageNotFoundError:
+            continue
+        if not is_same:
+            continue
+        num_packages += 1
+        for requirement in map(Requirement, metadata.requires(name) or []):
+            if requirement.marker is None or requirement.marker.evaluate(environment):
+                wanted = canonicalize_name(requirement.name)
+                assert wanted in pins, (name, requirement)
+                assert requirement.specifier.contains(pins[wanted], prereleases=True), (name, requirement)
+    assert num_packages > 80
+    # vLLM asks for these from Python 3.12 on
+    assert "six" in pins and int(pins["setuptools"].split(".")[0]) < 81
 
 
 def test_an_interrupted_run_says_what_it_does_and_where_its_results_are(tmp_path, monkeypatch):
