@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    AuthenticationError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+    UnserializableException,
+)
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.device_variables import is_cluster_variable
@@ -112,6 +118,10 @@ def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
 def cause_of(error: Exception) -> str:
     """Return an actor's error or cause of death as one line, without Ray's wrapping and colors."""
     cause = getattr(error, "cause", None) or error
+    if isinstance(cause, UnserializableException):
+        # The error's class is one of a package that only the actor's environment has. The traceback ends with the error
+        *_, last_line = str(cause).strip().splitlines()
+        return last_line[:300]
     text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
     return f"{type(cause).__name__}: {text[:300]}"
 

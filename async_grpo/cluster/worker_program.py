@@ -27,6 +27,7 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.cluster.worker_actors import ENGINE_ENVIRONMENT, GenerationActor, LogprobActor
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.inference.engine_python import check_environment, engine_executable, engine_variables
 from async_grpo.messages import SharedRunSettings, WorkerInfo
 from async_grpo.processes.supervisor import handling
 from async_grpo.types import GENERATION
@@ -48,10 +49,14 @@ def dispatch(config: WorkerConfig) -> None:
     waits `--rejoin-s` seconds for it to be restarted.
 
     Raises:
-        ConfigurationError: The worker's model differs from the trainer's, or there is no cluster.
+        ConfigurationError: The worker's model differs from the trainer's, there is no cluster, or the engine's Python
+            does not fit this process.
         DeadlineExceeded: No trainer opened the run.
         WorkerLost: The worker died too often, or the trainer died.
     """
+    if config.mode == GENERATION and config.engine_python:
+        engines = check_environment(config.engine_python)
+        log.info("the engine runs in another environment: %s, %s", config.engine_python, engines)
     connect(config.run_name, config.logging_level)
     config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
     worker = Worker(config)
@@ -201,13 +206,17 @@ def _make_actor(config: WorkerConfig) -> Any:
     is_generation = config.mode == GENERATION
     must_be_here = config.node == "here"
     num_gpus = config.tensor_parallel_size if is_generation else 1
+    variables = {**ENGINE_ENVIRONMENT, **forwarded_environment()}
     python = warm_python("vllm" if is_generation else "torch") if must_be_here else {}
+    if is_generation and config.engine_python:
+        variables |= engine_variables(config.engine_python)
+        python = {"py_executable": engine_executable(config.engine_python)}
     actor = zero_cpu_actor(
         GenerationActor if is_generation else LogprobActor,
         num_gpus=num_gpus if _may_get_gpus(config) else 0,
         # On this node, the actor can read the model and the engine's file from the local disk
         **(on_this_node() if must_be_here else {}),
-        runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}, **python},
+        runtime_env={"env_vars": variables, **python},
     ).remote()
     # An error of this call is ignored, because `start` does the same imports and raises it again
     actor.warm_up.remote(config)

@@ -185,6 +185,12 @@ class EngineOptions(Section):
         choices="async_grpo.inference.config:ENGINES",
         takes_file=True,
     )
+    engine_python: str = _engine(
+        "",
+        "Python of another environment in which the engines run, where vLLM needs another torch than the trainer: "
+        "/opt/engines/bin/python. It must have the run's Ray and minor version of Python. By default engines run in the "
+        "run's environment.",
+    )
     max_num_seqs: int | None = _engine(
         None,
         "Maximum number of sequences that each engine decodes at once. By default as many as the run has in flight, "
@@ -231,6 +237,9 @@ class EngineOptions(Section):
         super().__post_init__()
         # The Ray actor that reads the user's file has another working directory, so the path must be absolute
         object.__setattr__(self, "engine", absolute(self.engine))
+        if self.engine_python:
+            # A link is not followed: the Python of a virtual environment is a link to the one outside of it
+            object.__setattr__(self, "engine_python", os.path.abspath(self.engine_python))
         for name, value in self.further_options.items():
             reason = REFUSED_ENGINE_OPTIONS.get(name)
             is_default = str(value).lower() == HARMLESS_ENGINE_OPTIONS.get(name)

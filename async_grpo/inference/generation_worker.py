@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
+import vllm
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensInput, tokens_input
@@ -103,7 +105,9 @@ class GenerationWorker:
         use_tokenizer(engine, tokenizer)
         note_versions(engine)
         log.info(
-            "vLLM's engine is up: model runner %s, %s",
+            "vLLM's engine is up: vLLM %s, torch %s, model runner %s, %s",
+            vllm.__version__,
+            torch.__version__,
             model_runner(engine.vllm_config),
             engine.vllm_config.device_config.device_type,
         )

@@ -13,6 +13,7 @@ from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, RunFailed
 from async_grpo.inference.config import engine_class
+from async_grpo.inference.engine_python import check_environment, own_vllm_version
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.early_start import EarlyStart
 from async_grpo.launch.local_config import LocalConfig, MayHaveNoTrainer
@@ -69,12 +70,13 @@ def read_inputs(config: LocalConfig) -> "Prepared":
     Raises:
         ConfigurationError: An option or an input cannot work.
     """
-    refuse_without_vllm()
+    refuse_without_engines(config)
     # Set before torch is imported, because torch would choose a folder in /tmp
     os.environ.update(compile_cache())
     from async_grpo.config.preflight import prepare
 
-    if is_file(config.engine):
+    # With --engine-python, the file may import packages that only the engines' environment has
+    if is_file(config.engine) and not config.engine_python:
         engine_class(config.engine)
     prepared = prepare(config)
     if config.ray_address:
@@ -86,19 +88,36 @@ def refuse_at_once(config: LocalConfig) -> None:
     """Check what needs neither torch nor transformers, before anything is started.
 
     Raises:
-        ConfigurationError: vLLM is not installed, a reward is unknown or has no such option, or a judge's key is missing.
+        ConfigurationError: vLLM is not installed, the environment of --engine-python cannot be used, a reward is unknown or
+            has no such option, or a judge's key is missing.
     """
-    refuse_without_vllm()
+    refuse_without_engines(config)
     if config.reward_fns:
         rewards = ResolvedRewards.of(config)
         check_options(rewards.everyone, config.options_by_name)
         rewards.secrets()
 
 
-def refuse_without_vllm() -> None:
-    """Raise ConfigurationError if vLLM is not installed."""
-    cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
-    refuse(importlib.util.find_spec("vllm") is None, f"vLLM is not installed here: {cure}")
+def refuse_without_engines(config: LocalConfig) -> None:
+    """Raise ConfigurationError if vLLM is not installed, or the environment of `--engine-python` cannot be used."""
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if not config.engine_python:
+        cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
+        refuse(not has_vllm, f"vLLM is not installed here: {cure}")
+        return
+    engines = check_environment(config.engine_python)
+    vllm_here = own_vllm_version() if has_vllm else ""
+    refuse(
+        config.weight_transport == "nccl" and vllm_here != engines.vllm_version,
+        f"--weight-transport nccl --engine-python {config.engine_python} do not fit: the trainer sends weights by its "
+        f"vLLM, {vllm_here or 'which it lacks'}, to engines of {engines.vllm_version}: install the same release here, or "
+        "use object_store or shared_files",
+    )
+    refuse(
+        config.judge_model is not None and not has_vllm,
+        f"--judge-model {config.judge_model} is served by vLLM in the run's own environment, which has none: install it, "
+        "or serve the judge yourself and give --judge-urls",
+    )
 
 
 def _check_here(config: LocalConfig) -> Checked:

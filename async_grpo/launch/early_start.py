@@ -63,8 +63,9 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
         try:
             warm = None
             if _may_start_warm(config):
-                warm = warm_pythons(scratch, is_eager(config, bool(gpus())))
-                preloaded = {"LD_PRELOAD": preloaded_libraries()}
+                forks_engines = not config.engine_python
+                warm = warm_pythons(scratch, is_eager(config, bool(gpus())), forks_engines)
+                preloaded = {"LD_PRELOAD": preloaded_libraries()} if forks_engines else {}
                 supervisor.start(
                     "warm servers", warm.command, variables | preloaded, inherited=warm.listeners
                 )

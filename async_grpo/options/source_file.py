@@ -5,6 +5,7 @@ Sources of rewards and environments travel as text; other files are read once pe
 
 import hashlib
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -129,6 +130,18 @@ def library_version() -> str:
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     text = "".join(read_source(path) for path in paths)
     return f"{VERSION} ({text_digest(text)[:8]})"
+
+
+def checkout_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variable with which another process imports the library from this process's checkout.
+
+    The result is {} if the library was installed as a package. Its folder then also holds all other packages, which
+    another environment must not import.
+    """
+    if not (PACKAGE_ROOT / "pyproject.toml").exists():
+        return {}
+    paths = [str(PACKAGE_ROOT.resolve()), environment.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def is_file(name: str) -> bool:

@@ -2,10 +2,10 @@
 
 import pytest
 import ray
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, UnserializableException
 
 from async_grpo.cluster import ray_session
-from async_grpo.cluster.ray_session import RAY_IS_UP, connect
+from async_grpo.cluster.ray_session import RAY_IS_UP, cause_of, connect
 from async_grpo.errors import ConfigurationError
 
 
@@ -35,3 +35,10 @@ def test_a_program_that_was_started_beside_ray_knocks_once_ray_is_up(monkeypatch
     monkeypatch.setattr(ray_session.time, "sleep", lambda _: ray_is_up.touch())
     connect("run")
     assert joined == [True]
+
+
+def test_an_error_of_a_class_that_only_the_actor_knows_is_told_without_it():
+    """As with --engine-python, where this process has no vLLM."""
+    trace = "Traceback (most recent call last):\n  File ...\nvllm.exceptions.Refused: no such option\n"
+    assert cause_of(UnserializableException(trace)) == "vllm.exceptions.Refused: no such option"
+    assert cause_of(ValueError("two\nlines")) == "ValueError: two lines"

@@ -280,7 +280,7 @@ def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
     chosen = {
         "max_num_seqs": 7, "overhead_seqs": 3, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": False, "enforce_eager": True, "engine_options": "block_size=32", "engine": "fake",
-        "engine_stall_s": 33.0, "engine_restarts": 1, "colocate": True,
+        "engine_stall_s": 33.0, "engine_restarts": 1, "colocate": True, "engine_python": "/opt/engines/bin/python",
     }  # fmt: skip
     assert set(chosen) == {field.name for field in dataclasses.fields(EngineOptions)}
     needed = {"model_name_or_path": str(tmp_path), "data_path": "d", "reward_fns": "a"}

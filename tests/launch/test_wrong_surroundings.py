@@ -40,6 +40,7 @@ SETTINGS = [  # beside a run that could work: what is changed, the reason, the c
     ({"loss-options": "cap=1,cap=2"}, "cap is given twice", "--loss-options"),
     ({"weight-transport": "nccl"}, "--weight-transport nccl needs GPUs", "everywhere works object_store, shared_files"),
     ({"engine": "tgi"}, "--engine 'tgi' is unknown", "known: vllm, fake"),
+    ({"engine-python": "/no/python"}, "--engine-python /no/python: there is no such file", "of the engines' environment"),
     ({"engine-options": "block_size"}, "'block_size' is not name=value", "--engine-options"),
     ({"max-tokens-per-gpu": 30}, "cannot fit --max-tokens-per-gpu 30", "lower --max-generation-tokens"),
     ({"overlong-buffer": 0.01}, "is less than one token", "give a larger share"),
