@@ -84,8 +84,8 @@ class Engines:
         from async_grpo.modeling.policy import PolicyModel, named_weights
         from async_grpo.options.source_file import library_version
         from async_grpo.training.sharding import canary_logprobs
+        from async_grpo.weights.canary import Canary
         from async_grpo.weights.config import WeightConfig, get_transport
-        from async_grpo.weights.publisher import Canary
 
         fingerprint = model_fingerprint(folder)
         settings = SharedRunSettings(

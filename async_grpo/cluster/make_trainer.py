@@ -33,8 +33,8 @@ from async_grpo.training.sharding import (
     weight_names,
 )
 from async_grpo.training.trainer import AfterStep, Trainer
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import get_transport
-from async_grpo.weights.publisher import Canary
 
 log = logging.getLogger(__name__)
 

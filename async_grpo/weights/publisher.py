@@ -2,19 +2,17 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-All steps after the packing run in a thread, while the ranks may accumulate gradients for the next step. Only the
-rounds of a self-test run entirely in `publish`, before it returns. The engines pause only while they load. No optimizer
-step is taken before the weights are proven.
-
-The canary is a set of fixed texts. The proof compares the engine's log-probs of these texts with the trainer's.
+All steps after the packing run in a thread, while the ranks may accumulate gradients for the next step. `publish` returns
+after the rounds of a self-test. The engines pause only while they load. No optimizer step is taken before the weights are
+proven.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from torch import nn
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.in_thread import in_thread
 from async_grpo.weights.package import SELF_TEST, canary_miss, pack_weights, prove_landed, record
@@ -40,9 +39,6 @@ from async_grpo.weights.self_test import (
 Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
 # Delivers weights; returns their package, and the workers' receipts by worker id
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-# Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
-# longer, because an engine holds the logits of all tokens of a text in memory at once
-CANARY_TOKENS = (16, 128, 512)
 # Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`); it is higher if the
 # trainer rounds more coarsely. It is above a trainer's usual rounding, so that engines with quantized weights pass, too
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
@@ -50,37 +46,6 @@ UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 # back
 LARGEST_ROUNDING = 1.0
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Canary:
-    """Fixed texts whose log-probs show which policy computed them."""
-
-    texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
-    # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
-    logprobs: Callable[..., np.ndarray]
-    # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines. The
-    # default, `list`, is for a single rank: it returns the same numbers
-    max_over_ranks: Callable[[list[float]], list[float]] = list
-
-    @staticmethod
-    def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
-        """Return random tokens (L,) int32. They use many rows of the embedding, and every weight of the layers."""
-        return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
-
-    @classmethod
-    def random(
-        cls,
-        logprobs: Callable[..., np.ndarray],
-        vocab_size: int,
-        longest: int,
-        seed: int,
-        max_over_ranks: Callable[[list[float]], list[float]] = list,
-    ) -> Self:
-        """Return a canary with one random text for each length in CANARY_TOKENS. Lengths above `longest` are cut to it."""
-        lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
-        texts = [cls.text(vocab_size, length, seed) for length in lengths]
-        return cls(texts, logprobs, max_over_ranks)
 
 
 @dataclass
@@ -137,9 +102,9 @@ class Publisher:
         self._proof()
         started = time.monotonic()
         self._for_late = self_test and self._rounding is not None
-        if self_test:
-            self._run_self_test(model)
+        wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
         draft = self._draft(model, version)
+        wait_for_self_test()
         prove = self._transact(draft, dict(self.named_weights(model)))
 
         def finish() -> dict[str, float]:
@@ -151,10 +116,15 @@ class Publisher:
                 "canary_error": max(canary_errors, default=0.0),
             }
 
+        self._proof = self._in_thread(finish, version)
+        return self._proof
+
+    def _in_thread(self, call: Callable[[], Any], version: int) -> Callable[[], Any]:
+        """Finish a sync in a thread, and return a function that waits for its result."""
         # Three times the option, because the sync waits for three things: its begin, the engines, and the commit
         limit_s = 3 * self.config.sync_timeout_s
-        self._proof = in_thread(
-            finish,
+        return in_thread(
+            call,
             name=f"sync-{version}",
             limit_s=limit_s,
             timeout_message=(
@@ -162,10 +132,11 @@ class Publisher:
                 "weight transport does not answer"
             ),
         )
-        return self._proof
 
-    def _run_self_test(self, model: nn.Module) -> None:
-        """Send the weights unchanged, then with all tensors changed, and prove both.
+    def _run_self_test(self, model: nn.Module) -> Callable[[], Any]:
+        """Send the weights unchanged, then with all tensors changed, and prove both. Return what waits for the last proof.
+
+        While the engines load the weights of a round, this rank computes what the next round needs.
 
         The difference between engine and trainer in the first, unchanged round is the basis of all later tolerances. All
         tensors are then changed, in several rounds if their originals do not fit into `originals_bytes`. In these
@@ -178,19 +149,24 @@ class Publisher:
         """
         weights = dict(self.named_weights(model))
         unchanged = self._draft(model, SELF_TEST)
-        self._remember(self._transact(unchanged, weights)())
+        prove_unchanged = self._transact(unchanged, weights)
+        wait_for_proof = self._in_thread(lambda: self._remember(prove_unchanged()), SELF_TEST)
+        if self.wire_dtype is not torch.float32:
+            # The rounds depend on which tensors the engines can read back
+            wait_for_proof()
         restored = frozenset[str]()
         for group in self._rounds(weights):
             # In the order of `weights`, not of the set: the noise depends on the order, and must be equal on every rank
             changed_weights = {name: weight for name, weight in weights.items() if name in group}
             with perturbed(changed_weights):
                 # Each round also sends back the originals of the round before
-                changed = self._draft_of_round(model, weights)
+                changed = self._draft_of_round(model, weights, wait_for_proof)
                 names_to_send = restored | group
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
                 prove = self._transact(changed, weights_to_send)
-                prove()
+                wait_for_proof = self._in_thread(prove, SELF_TEST)
             restored = group
+        return wait_for_proof
 
     def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
         """Return the names of the tensors to change in each round of the self-test. They are the same on every rank."""
@@ -203,13 +179,24 @@ class Publisher:
         unread = [group for group, is_unread in zip(groups, flags, strict=True) if is_unread]
         return [*unread, *all_groups]
 
-    def _draft_of_round(self, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> WeightPackage:
-        """Return the package, still without tensors, of a round of the self-test. A collective."""
+    def _draft_of_round(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, torch.Tensor],
+        wait_for_last_round: Callable[[], Any],
+    ) -> WeightPackage:
+        """Return the package, still without tensors, of a round of the self-test. A collective.
+
+        The tolerance depends on the result of the first round, so the call waits for the last one.
+        """
         expected = self._canary_logprobs(model)
         tolerance = self.config.canary_tolerance
         if tolerance is None:
+            sensitivity = self._sensitivity(model, expected, weights)
+        wait_for_last_round()
+        if tolerance is None:
             tolerance = round_tolerance(
-                sensitivity=self._sensitivity(model, expected, weights),
+                sensitivity=sensitivity,
                 unchanged_sensitivity=self._unchanged_sensitivity,
                 unchanged_difference=self._rounding or 0.0,
                 wire_dtype=self.wire_dtype,

@@ -22,8 +22,9 @@ from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.testing import FakeVerification
 from async_grpo.training.sharding import canary_logprobs
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster import trainer_rank, weight_sync, worker_actors, worker_program  # noqa: E402 - after the check that ray is there

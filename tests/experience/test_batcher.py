@@ -244,11 +244,26 @@ async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
 async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
     stuck = engine(delay=lambda ordinal, member: 3600)
     batcher = batcher_of(stuck, experience_timeout_s=0.2)
-    said = r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"
+    said = r"rank 0 waited 0 s .* for step 0: 8 sequences are generating"
     with pytest.raises(DeadlineExceeded, match=said):
         await train(batcher)
     await batcher.close()
-    assert stuck.cancelled == 16  # requests are aborted, not left to decode
+    assert stuck.cancelled == 8  # requests are aborted, not left to decode
+
+
+async def test_until_a_step_is_trained_no_more_than_its_samples_are_generated_at_once():
+    seconds = {0: 0.1, 1: 0.4}  # by group; all later ones never end
+    generation = engine(delay=lambda ordinal, member: seconds.get(ordinal, 3600.0))
+    batcher = batcher_of(generation, max_staleness=1)
+    training = asyncio.create_task(train(batcher))
+    await asyncio.sleep(0.05)
+    assert generation.asked == [0, 1]
+    await asyncio.sleep(0.2)
+    assert generation.asked == [0, 1, 2]  # in the place of group 0
+    await training
+    await asyncio.sleep(0.05)
+    assert generation.asked == [0, 1, 2, 3, 4, 5]  # whatever staleness allows, beside groups 2 and 3
+    await batcher.close()
 
 
 async def test_evaluation_runs_beside_training_and_touches_no_budget():

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import context_length, model_fingerprint, stop_token_ids
 from async_grpo.protocols import Manifest
-from async_grpo.weights.publisher import Canary
+from async_grpo.weights.canary import Canary
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "sample-data" / "tiny-model"

@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import unpack
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 
 
 class TwoLayers(nn.Module):

@@ -222,8 +222,9 @@ class Proof:
         """Run the self-test, and the sync at start: with fresh weights; of the real model with fresh canary texts."""
         from async_grpo.modeling.policy import named_weights
         from async_grpo.training.sharding import canary_logprobs
+        from async_grpo.weights.canary import Canary
         from async_grpo.weights.config import WeightConfig
-        from async_grpo.weights.publisher import Canary, Publisher
+        from async_grpo.weights.publisher import Publisher
 
         begun = time.process_time()
         if self.model != REAL:

@@ -25,9 +25,10 @@ from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, answer_canary
 from async_grpo.training.sharding import canary_logprobs
 from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, Tokens
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 from async_grpo.weights.self_test import MIN_TOLERANCE
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("engine_environment")]

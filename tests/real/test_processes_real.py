@@ -14,8 +14,9 @@ from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import library_version
 from async_grpo.training.sharding import canary_logprobs
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("engine_environment")]
 

@@ -25,8 +25,9 @@ from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 
 NUM_BATCHES = 16
 CANARY = np.arange(1, 40, dtype=np.int32)

@@ -17,9 +17,10 @@ from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest
 from async_grpo.training.sharding import canary_logprobs
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import record
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 
 VOCAB, TOKENS = 256, 128
 

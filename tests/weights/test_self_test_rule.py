@@ -13,9 +13,10 @@ from async_grpo.errors import WeightsDidNotLand
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights import publisher as publisher_module
 from async_grpo.weights import self_test
+from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST, prove_landed, trimmed_rms, unpack
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Publisher
 from async_grpo.weights.self_test import last_bits_flipped, perturbed
 
 LAYERS, WIDTH, VOCABULARY = 24, 48, 40

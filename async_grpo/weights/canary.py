@@ -1,0 +1,42 @@
+"""The canary: fixed texts. The proof of a sync compares the engine's log-probs of these texts with the trainer's."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+# Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
+# longer, because an engine holds the logits of all tokens of a text in memory at once
+CANARY_TOKENS = (16, 128, 512)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Fixed texts whose log-probs show which policy computed them."""
+
+    texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
+    # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
+    logprobs: Callable[..., np.ndarray]
+    # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines. The
+    # default, `list`, is for a single rank: it returns the same numbers
+    max_over_ranks: Callable[[list[float]], list[float]] = list
+
+    @staticmethod
+    def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
+        """Return random tokens (L,) int32. They use many rows of the embedding, and every weight of the layers."""
+        return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
+
+    @classmethod
+    def random(
+        cls,
+        logprobs: Callable[..., np.ndarray],
+        vocab_size: int,
+        longest: int,
+        seed: int,
+        max_over_ranks: Callable[[list[float]], list[float]] = list,
+    ) -> Self:
+        """Return a canary with one random text for each length in CANARY_TOKENS. Lengths above `longest` are cut to it."""
+        lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
+        texts = [cls.text(vocab_size, length, seed) for length in lengths]
+        return cls(texts, logprobs, max_over_ranks)
