@@ -154,8 +154,11 @@ def main() -> None:
             "samples_per_step": case.samples,
             **found,
         }
+        line = json.dumps(row)
         with options.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(line + "\n")
+        # As a later call reads it: steps, which are keys, become texts
+        row = json.loads(line)
         rows.append(row)
         print(report.one_line(row), flush=True)
     print(report.table([row for row in rows if row["label"] == options.label]))
