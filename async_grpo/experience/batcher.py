@@ -18,7 +18,7 @@ from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.rollouts import Rollouts
-from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
+from async_grpo.experience.staleness import FirstStepPace, StalenessBudget, StepAssembler, StepComplete
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.experience.step_metrics import (
     EngineUtilization,
@@ -103,11 +103,7 @@ class ExperienceBatcher:
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
         self._sequences = 0  # number of sequences that are requested and not completely generated
-        self._is_first_step_trained = False  # since this batcher was started
-        self._to_generate = 0  # number of sequences of admitted groups that are not completely generated
-        self._has_generated = (
-            asyncio.Event()
-        )  # set when a sequence was generated, or the first step was trained
+        self._first_step = FirstStepPace(config.samples_per_step)
         self._admitted = 0  # number of groups admitted since the start of the run
         # Admitted groups for which the weights trained on them are not live yet, by sequence number. Checkpoints save
         # them
@@ -170,8 +166,7 @@ class ExperienceBatcher:
         await self.budget.weights_live(version, groups=len(sequence_numbers))
         # At the start of a run, weights become live that no step was trained on
         if sequence_numbers:
-            self._is_first_step_trained = True
-            self._has_generated.set()
+            self._first_step.end()
         self._note_utilization()
 
     def workers_joined(self) -> None:
@@ -215,25 +210,15 @@ class ExperienceBatcher:
         """Admit all groups of the run one by one, each as soon as the staleness budget has a free slot."""
         num_groups = self.config.num_steps * self.config.groups_per_step
         while self._admitted < num_groups:
-            await self._leave_engines_to_first_step()
+            with waiting("slot", "the rollout loop", "the first step's completions"):
+                await self._first_step.wait_for_room()
             with waiting("slot", "the rollout loop", "a slot of the staleness budget"):
                 await self.budget.admit()
             number = self._admitted
             self._admitted += 1
             self._alive[number] = UnfinishedGroup(next(self.cursor))
-            self._to_generate += self.config.samples_per_question
+            self._first_step.admitted(self.config.samples_per_question)
             self._supervise(self.rollout(number), f"the rollout of group {number}")
-
-    async def _leave_engines_to_first_step(self) -> None:
-        """Wait until fewer sequences than a step has are being generated. Once a step is trained, return at once.
-
-        An engine that computes the next step's completions beside the first step's takes longer for these. On a CPU it
-        takes twice as long, during which the trainer has nothing to do.
-        """
-        while self._to_generate >= self.config.samples_per_step and not self._is_first_step_trained:
-            self._has_generated.clear()
-            with waiting("slot", "the rollout loop", "the first step's completions"):
-                await self._has_generated.wait()
 
     async def rollout(self, number: int) -> None:
         """Generate, score and pack one group. If it is unfit for training, replace it by a group of the next prompt."""
@@ -386,9 +371,8 @@ class ExperienceBatcher:
         """Add to the number of sequences that are being generated."""
         self._sequences += change
         if change < 0:
-            # Evaluations and replaced groups count here, too. Then more groups are admitted, which is only less useful
-            self._to_generate = max(0, self._to_generate + change)
-            self._has_generated.set()
+            # Evaluations and replaced groups count here, too. Then more groups are admitted, which does no harm
+            self._first_step.generated(-change)
         self._note_utilization()
 
     def _note_utilization(self) -> None:

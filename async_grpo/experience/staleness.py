@@ -81,6 +81,43 @@ class StalenessBudget:
             self._slots_freed.notify_all()
 
 
+class FirstStepPace:
+    """Lets no more completions than one step needs be generated at once, until the first step is trained.
+
+    An engine that computes the next step's completions beside the first step's takes longer for these. On a CPU it takes
+    twice as long, during which the trainer has nothing to do.
+
+    Args:
+        samples_per_step: Number of completions that one optimizer step trains.
+    """
+
+    def __init__(self, samples_per_step: int) -> None:
+        self._samples_per_step = samples_per_step
+        self._unfinished = 0  # number of admitted completions that are not generated yet
+        self._is_over = False  # whether the first step is trained
+        self._changed = asyncio.Event()
+
+    async def wait_for_room(self) -> None:
+        """Wait until fewer completions than a step needs are being generated, or the first step is trained."""
+        while self._unfinished >= self._samples_per_step and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def admitted(self, count: int) -> None:
+        """Note that this number of completions will be generated."""
+        self._unfinished += count
+
+    def generated(self, count: int) -> None:
+        """Note that this number of completions was generated."""
+        self._unfinished = max(0, self._unfinished - count)
+        self._changed.set()
+
+    def end(self) -> None:
+        """Note that the first step is trained."""
+        self._is_over = True
+        self._changed.set()
+
+
 @dataclass(frozen=True)
 class StepComplete:
     """The end of a step: all of its micro-batches have been returned."""
