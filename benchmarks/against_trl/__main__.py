@@ -87,18 +87,17 @@ def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from examples.plain_grpo import sample
+    from examples.plain_grpo import sample, score
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(next(iter(checkpoints.values())))
     rows = [json.loads(line) for line in case.heldout.read_text().splitlines()]
     for row in rows:
-        if "messages" in row:
+        if "input_token_ids" not in row:
             row["input_token_ids"] = tokenizer.apply_chat_template(
                 row["messages"], add_generation_prompt=True, return_dict=False
             )
-    score = {"countdown": rewards.countdown, "capitals": rewards.named}[case.task]
     found = {}
     for step, folder in sorted(checkpoints.items()):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -106,8 +105,13 @@ def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
         repeated = rows * case.heldout_completions
         for start in range(0, len(repeated), HELDOUT_BATCH):
             texts += sample(model, tokenizer, repeated[start : start + HELDOUT_BATCH], case.max_tokens).texts
-        scores = [score(row | {"completion": text}) for row, text in zip(repeated, texts, strict=True)]
-        found[step] = sum(scores) / len(scores)
+        if case.task == "countdown":
+            solved = [score(text, row)[0] for row, text in zip(repeated, texts, strict=True)]
+        else:
+            solved = [
+                rewards.named(row | {"completion": text}) for row, text in zip(repeated, texts, strict=True)
+            ]
+        found[step] = sum(solved) / len(solved)
         if case.gain is not None and found[step] >= found[0] + case.gain:
             break
     return found

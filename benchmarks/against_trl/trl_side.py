@@ -94,7 +94,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
     for row in rows:
-        if "messages" in row:
+        if "input_token_ids" not in row:
             messages = row.pop("messages")
             row["input"] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             row["input_token_ids"] = tokenizer.apply_chat_template(
