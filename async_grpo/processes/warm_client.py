@@ -37,6 +37,8 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
     if DIES_WITH_STARTER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptors = open_descriptors()
+    # Signals wait until they can be passed on. The new process may be known to others before
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         process = None
         # Fails if the server is not there, or ends before it answers
@@ -45,9 +47,11 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
             process = _request(connection, arguments, descriptors)
         if process is None:
             connection.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.execv(python, [python, *arguments])
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: _pass_on(process, number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # Only the new process may hold these, so that other processes notice when it closes its own
         for descriptor in descriptors:
             if descriptor > 2:

@@ -1,6 +1,7 @@
 """Processes that are forked from a warm server behave as `python` does, and end with their client."""
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -179,12 +180,13 @@ def test_random_numbers_of_two_processes_differ(tmp_path):
 
 def test_open_files_keep_their_numbers(servers):
     reading, writing = os.pipe()
-    moved = os.dup2(writing, 77)
-    code = "import os; os.write(77, b'through 77'); print(os.path.lexists('/proc/self/fd/78'))"
+    # The lowest free number from 300. A number that this process uses, for Ray's library perhaps, would be taken from it
+    moved = fcntl.fcntl(writing, fcntl.F_DUPFD, 300)
+    code = f"import os; os.write({moved}, b'through'); print(os.path.lexists('/proc/self/fd/{moved + 1}'))"
     done = servers.run("-c", code, pass_fds=[moved])
     os.close(writing)
     os.close(moved)
-    assert done.stdout.split() == ["False"] and os.read(reading, 100) == b"through 77"
+    assert done.stdout.split() == ["False"] and os.read(reading, 100) == b"through"
     # The client has closed its copies, or this would wait for it
     assert os.read(reading, 100) == b""
     os.close(reading)
@@ -293,6 +295,20 @@ def test_signals_reach_the_process(servers):
     with sleeping(servers) as (client, pid):
         client.terminate()
         assert client.wait(10) == 5 and has_ended(pid)
+
+
+def test_a_signal_that_comes_before_the_server_has_answered_waits_and_reaches_the_process(servers):
+    servers.run("-c", "pass")  # the server is up
+    servers.process.send_signal(signal.SIGSTOP)
+    with subprocess.Popen([servers.executables[0], "-c", "import time; time.sleep(60)"]) as client:
+        # The client reads from its socket, so it has sent its request
+        while "unix_stream" not in Path(f"/proc/{client.pid}/wchan").read_text():
+            time.sleep(0.01)
+        client.terminate()
+        time.sleep(0.2)
+        assert client.poll() is None
+        servers.process.send_signal(signal.SIGCONT)
+        assert client.wait(10) == -signal.SIGTERM
 
 
 def test_the_process_of_a_killed_client_is_killed_even_if_it_is_stopped(servers):
