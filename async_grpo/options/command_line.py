@@ -171,7 +171,7 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
         info = typer.Option(
             *spellings_of(field),
             parser=_number_parser(field),
-            metavar=None if is_flag(field) else _value_type(field).__name__.upper(),
+            metavar="" if is_flag(field) else _value_type(field).__name__.upper(),
             help=escape(help_of(field)),
             rich_help_panel=panel_of(field),
             show_default=field.default not in (None, ""),
