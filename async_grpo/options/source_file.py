@@ -127,9 +127,16 @@ def library_version() -> str:
 
     The digest distinguishes edited checkouts of the same version.
     """
-    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
-    text = "".join(read_source(path) for path in paths)
-    return f"{VERSION} ({text_digest(text)[:8]})"
+    return f"{VERSION} ({sources_digest(Path(__file__).parents[1])[:8]})"
+
+
+def sources_digest(package: Path) -> str:
+    """Return the SHA-256 of the sources of a copy of the library, in hexadecimal.
+
+    Its folder `data` does not count: it is a link in a checkout, and holds the user's own rewards.
+    """
+    paths = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "data"]
+    return text_digest("".join(read_source(path) for path in sorted(paths)))
 
 
 def checkout_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 from engine_environments import fitting_versions, stand_in
 
+import async_grpo
 from async_grpo.data import TINY_MODEL
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference import engine_python
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_python import check_environment, engine_executable, engine_variables
 from async_grpo.options import source_file
-from async_grpo.options.source_file import library_version
+from async_grpo.options.source_file import library_version, sources_digest
 
 OWN_MINOR = ".".join(platform.python_version().split(".")[:2])
 
@@ -123,3 +125,15 @@ def test_the_path_is_absolute_and_a_link_stays_one(tmp_path, monkeypatch):
     config = EngineConfig(model_path=str(TINY_MODEL), engine_python="python")
     assert config.engine_python == os.path.join(os.getcwd(), "python")
     assert EngineConfig(model_path=str(TINY_MODEL)).engine_python == ""
+
+
+def test_a_checkout_and_the_package_made_of_it_are_the_same_library(tmp_path):
+    """A checkout has a link to the folder of data, and a package a copy of it. The user's rewards are in there."""
+    package = Path(async_grpo.__file__).parent
+    copy = tmp_path / "async_grpo"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert (copy / "data" / "reward_registry.py").is_file() and not (copy / "data").is_symlink()
+    (copy / "data" / "reward_registry.py").write_text("MINE = 1\n")
+    assert sources_digest(copy) == sources_digest(package)
+    (copy / "errors.py").write_text("MINE = 1\n")
+    assert sources_digest(copy) != sources_digest(package)
