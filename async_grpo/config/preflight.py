@@ -83,6 +83,7 @@ def prepare(config: RunConfig) -> Prepared:
     vocab_size = load_config(model).get_text_config().vocab_size
     context_tokens = context_length(model)
     tokenizer = load_tokenizer(model)
+    end_token_ids = stop_token_ids(model)
 
     def read_questions(path: str, is_training: bool) -> list[Question]:
         rows = _rows(config, path, is_training)
@@ -108,7 +109,7 @@ def prepare(config: RunConfig) -> Prepared:
         vocab_size=vocab_size,
         dtype=_dtype(config),
         temperature=config.temperature,
-        stop_token_ids=stop_token_ids(model),
+        stop_token_ids=end_token_ids,
         max_total_tokens=max(max_sample_tokens, max_eval_tokens),
         max_completion_tokens=config.max_generation_tokens,
         transport=absolute(config.weight_transport),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.model_files import check_model_folder, refuse_more_parameters, refuse_pickles
+from async_grpo.modeling.incomplete_folders import problem_without_config
+from async_grpo.modeling.model_files import (
+    TOKENIZER_CONFIG_FILE,
+    check_model_folder,
+    refuse_more_parameters,
+    refuse_pickles,
+)
 from async_grpo.processes.untrusted_files import read_json
 
 disable_progress_bar()  # the bars would appear between the run's own lines in logs and on the console
@@ -34,7 +41,8 @@ ARCHITECTURE_FIELDS = (
     "mlp_bias",
     "tie_word_embeddings",
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (*VOCABULARY_FILES, TOKENIZER_CONFIG_FILE)
 MAX_TOKENIZER_BYTES = 256 << 20
 # Passed to every call of transformers. Without trust_remote_code=False, transformers asks on the terminal whether to
 # run the code of a folder
@@ -46,11 +54,7 @@ def model_folder(path: str | Path) -> Path:
     """Return the folder as a Path, or raise ConfigurationError if it has no config.json."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        missing = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise ConfigurationError(
-            f"the model path {str(path)!r} {missing}; give a local folder in the Hugging Face format "
-            "(`hf download NAME --local-dir FOLDER` fetches one)"
-        )
+        raise ConfigurationError(f"the model path {str(path)!r} {problem_without_config(folder)}")
     return folder
 
 
@@ -69,14 +73,24 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Return the folder's tokenizer, or raise ConfigurationError if it cannot be read."""
-    check_model_folder(model_folder(path))
+    """Return the folder's tokenizer, or raise ConfigurationError if there is none, or it cannot be read."""
+    folder = model_folder(path)
+    check_model_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(model_folder(path), **LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     except Exception as error:  # transformers raises any exception for a truncated file
         raise ConfigurationError(
             f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
         ) from error
+    # Tokenizers of bytes have no such files. For all others, transformers would make an empty tokenizer, which decodes
+    # every completion to ""
+    names = sorted({*getattr(tokenizer, "vocab_files_names", {}).values()})
+    if names and not any((folder / name).is_file() for name in {*names, *VOCABULARY_FILES}):
+        raise ConfigurationError(
+            f"{path} has no tokenizer ({' or '.join(names)}): put the model's tokenizer files (tokenizer.json, "
+            f"{TOKENIZER_CONFIG_FILE}) into its folder"
+        )
+    return tokenizer
 
 
 def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedModel:
@@ -182,29 +196,38 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     truncated.
 
     Raises:
-        ConfigurationError: No file of the folder names an end token.
+        ConfigurationError: No file of the folder names an end token, or one names an id that is not in the vocabulary.
     """
     folder = model_folder(path)
-    candidates: list[int | list[int] | None] = [load_config(folder).get_text_config().eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        settings = read_json(folder / "generation_config.json", follow_links=True)
-        candidates.append(settings.get("eos_token_id"))
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        candidates.append(load_tokenizer(folder).eos_token_id)
+    vocab_size = load_config(folder).get_text_config().vocab_size
     ids: set[int] = set()
-    for candidate in candidates:
+    for source, candidate in _end_tokens(folder):
         token_ids = candidate if isinstance(candidate, list) else [candidate]
         for token_id in token_ids:
             if token_id is None:
                 continue
-            if type(token_id) is not int:
+            if not 0 <= token_id < vocab_size:
                 raise ConfigurationError(
-                    f"{folder}: the end token {token_id!r:.50} is no token id (eos_token_id)"
+                    f"{folder}: the end token {token_id} is outside the model's vocabulary of {vocab_size} tokens "
+                    f"(eos_token_id in {source}), so no completion would end with it: correct the number, or remove it"
                 )
             ids.add(token_id)
     if not ids:
         raise ConfigurationError(f"{folder} has no end token; add eos_token_id to generation_config.json")
     return tuple(sorted(ids))
+
+
+def _end_tokens(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the end tokens that the folder's files name, as pairs of the file and the value of its eos_token_id.
+
+    `check_model_folder` has checked that each value is None, a token id, or a list of token ids.
+    """
+    yield "config.json", load_config(folder).get_text_config().eos_token_id
+    if (folder / "generation_config.json").is_file():
+        settings = read_json(folder / "generation_config.json", follow_links=True)
+        yield "generation_config.json", settings.get("eos_token_id")
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield TOKENIZER_CONFIG_FILE, load_tokenizer(folder).eos_token_id
 
 
 def context_length(path: str | Path) -> int:

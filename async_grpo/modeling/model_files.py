@@ -15,9 +15,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.incomplete_folders import (
+    INDEX_FILE,
+    content_instead_of_weights,
+    problem_without_weights,
+    refuse_adapter,
+    refuse_incomplete_shards,
+    refuse_lfs_pointer,
+)
 from async_grpo.processes.untrusted_files import plain_parts, read_json
 
-INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Files that transformers and vLLM open if they exist, in addition to the weights
@@ -75,15 +82,14 @@ def check_model_folder(folder: Path) -> None:
     needed_names = {*NEEDED_FILES, *(file.name for file in folder.glob("*.safetensors"))}
     for entry in sorted(folder.iterdir()):
         _refuse_special(entry, is_needed=entry.name in needed_names)
-    if (folder / "adapter_config.json").exists():
-        raise ConfigurationError(
-            f"{folder} holds an adapter (adapter_config.json) of another model: merge the adapter into that model "
-            "(peft's merge_and_unload), and give the folder of the merged model"
-        )
+        if entry.name in needed_names:
+            refuse_lfs_pointer(entry)
+    refuse_adapter(folder)
     for name in ("config.json", TOKENIZER_CONFIG_FILE, "generation_config.json"):
         if (folder / name).exists():
             content = _table(folder / name)
             _refuse_code(folder / name, content)
+            _refuse_wrong_end_tokens(folder / name, content)
             if name == "config.json":
                 _refuse_implausible(folder / name, content)
 
@@ -177,6 +183,18 @@ def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
                 )
 
 
+def _refuse_wrong_end_tokens(path: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigurationError if `eos_token_id` is anything but null, a whole number, or a list of such values."""
+    for table in _tables(content):
+        value = table.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None and type(token_id) is not int:
+                raise ConfigurationError(
+                    f"{path}: the end token {token_id!r:.50} is no token id (eos_token_id): write the number of the "
+                    "token, such as 2, or a list of numbers"
+                )
+
+
 def _refuse_quantised(folder: Path) -> None:
     """Raise ConfigurationError if the configuration says that the weights are quantised.
 
@@ -223,7 +241,10 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
                     _refuse_codes(file, name, weight.get_dtype())
                     shapes[name] = weight.get_shape()
         except (OSError, SafetensorError) as error:
-            raise ConfigurationError(f"the weights {file} cannot be read ({error}): {FETCH}") from error
+            content = content_instead_of_weights(file)
+            raise ConfigurationError(
+                f"the weights {file} cannot be read ({error}{content}): {FETCH}"
+            ) from error
     return shapes
 
 
@@ -253,16 +274,19 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise ConfigurationError if a folder has no weights, or only pickled weights, which could run any code."""
+    """Raise ConfigurationError if a folder lacks weights, or has only pickled weights, which could run any code."""
     if weight_shapes(folder):
+        refuse_incomplete_shards(folder)
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ConfigurationError(
             f"the weights of {folder} are pickles ({pickles[0]}), which are not read: {CONVERT}"
         )
+    other_weights = problem_without_weights(folder)
     raise ConfigurationError(
-        f"no causal language model can be loaded from {folder}: it holds no weights (*.safetensors): {FETCH}"
+        f"no causal language model can be loaded from {folder}: it holds no weights (*.safetensors): "
+        f"{other_weights or FETCH}"
     )
 
 

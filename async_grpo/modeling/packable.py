@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
 
@@ -24,6 +24,7 @@ SCALED_HEAD = (
 # because a causal language model does not have these heads
 RANDOMNESS = re.compile(r"drop|jitter|stochastic|noise")
 OTHER_HEADS = re.compile(r"classif|summary|seq_pair")
+WINDOWED_LAYER = "sliding_attention"  # name among `layer_types` of a layer with a sliding window
 
 
 def check_packable(model: PreTrainedModel) -> None:
@@ -32,28 +33,70 @@ def check_packable(model: PreTrainedModel) -> None:
     Raises:
         ConfigurationError: A property is not supported. The message names it, its value, and a way out.
     """
-    config = model.config.get_text_config()
-    if not model._supports_attention_backend:
+    _check_class(type(model))
+    _check_values(model.config.get_text_config())
+    dropout_rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    rate = max(dropout_rates, default=0.0)
+    if rate:
         raise ConfigurationError(
-            f"{type(model).__name__} does not use transformers' attention interface, so it cannot be packed; use a "
+            f"the model has dropout {rate}: its log-probs would be random in training; set it to 0 in config.json"
+        )
+
+
+def check_packable_configuration(config: PreTrainedConfig) -> None:
+    """Check what `check_packable` reads off a configuration, before the model is made.
+
+    Raises:
+        ConfigurationError: transformers has no causal language model of this kind, or a property is not supported.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigurationError(
+            f"transformers has no causal language model of the model_type {config.model_type!r}: give a text model of "
+            "a family in docs/models.md"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # For a few configurations, transformers chooses among several classes
+    if not isinstance(model_class, tuple):
+        _check_class(model_class)
+    _check_values(config.get_text_config())
+
+
+def _check_class(model_class: type[PreTrainedModel]) -> None:
+    """Raise ConfigurationError if a model's attention is not called through transformers' attention interface."""
+    if not model_class._supports_attention_backend:
+        raise ConfigurationError(
+            f"{model_class.__name__} does not use transformers' attention interface, so it cannot be packed; use a "
             "model of another family (docs/models.md lists them)"
         )
+
+
+def _check_values(config: PreTrainedConfig) -> None:
     _check_layers(config)
     _check_rope(config)
     _check_head(config)
-    _check_deterministic(model, config)
+    _check_deterministic(config)
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
     """Raise ConfigurationError if a layer does not attend to all earlier tokens, for example with a sliding window."""
     window = getattr(config, "sliding_window", None)
-    implied_layers = ["full_attention" if window is None else "sliding"]
+    implied_layers = ["full_attention" if window is None else WINDOWED_LAYER]
     layers = set(getattr(config, "layer_types", None) or implied_layers)
-    if layers != {"full_attention"}:
-        raise ConfigurationError(
-            "packed attention sees a whole sequence, but the model has layers "
-            f"{sorted(layers)} and sliding_window {window}; use a model with full attention"
+    if layers == {"full_attention"}:
+        return
+    way_out = "use a model with full attention"
+    # With other positions in layers of each type, a changed type of layer would also change the positions
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    has_rope_by_layer = any(isinstance(value, Mapping) for value in rope_parameters.values())
+    if type(window) is int and layers <= {"full_attention", WINDOWED_LAYER} and not has_rope_by_layer:
+        way_out += (
+            f", or, if no sample of the run is longer than {window} tokens, set sliding_window to null and all "
+            "layer_types to full_attention in config.json"
         )
+    raise ConfigurationError(
+        f"packed attention sees a whole sequence, but the model has layers {sorted(layers)} and sliding_window "
+        f"{window}; {way_out}"
+    )
 
 
 def _check_rope(config: PreTrainedConfig) -> None:
@@ -107,19 +150,13 @@ def _check_head(config: PreTrainedConfig) -> None:
         )
 
 
-def _check_deterministic(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+def _check_deterministic(config: PreTrainedConfig) -> None:
     """Raise ConfigurationError for dropout and similar settings: each forward would compute a different policy."""
     random_values = dict(random_settings(config))
     if random_values:
         settings = ", ".join(f"{name} {value}" for name, value in random_values.items())
         raise ConfigurationError(
             f"the model has {settings}: its log-probs would be random in training; set it to 0 in config.json"
-        )
-    dropout_rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    rate = max(dropout_rates, default=0.0)
-    if rate:
-        raise ConfigurationError(
-            f"the model has dropout {rate}: its log-probs would be random in training; set it to 0 in config.json"
         )
 
 

@@ -52,7 +52,7 @@ def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path):
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_token_ids": [5, 6, 7], "answer": 1}) + "\n")
-    with pytest.raises(ConfigurationError, match="decodes the prompt to no text"):
+    with pytest.raises(ConfigurationError, match="has no tokenizer"):
         prepare(config(tmp_path, model_name_or_path=str(folder), data_path=str(data)))
 
 

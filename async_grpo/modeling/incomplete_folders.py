@@ -1,0 +1,172 @@
+"""Recognize folders that are not a whole model: adapters, other formats of weights, and downloads that did not finish.
+
+Such folders are common, and the error messages of transformers, vLLM and safetensors do not say what they are.
+"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.processes.untrusted_files import is_regular, open_regular, read_json
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_WEIGHTS_FILE = "model.safetensors"
+# Patterns of files with weights in formats that are not read, and the names of the formats
+OTHER_FORMATS = {
+    "*.gguf": "GGUF, the format of llama.cpp",
+    "*.h5": "the format of TensorFlow",
+    "*.msgpack": "the format of Flax",
+    "*.onnx": "ONNX",
+    "*.mlmodel": "Core ML",
+}
+GGUF_WAY_OUT = (
+    "fetch the model in safetensors (hf download NAME --local-dir FOLDER), or convert it "
+    "(async-grpo data model --gguf FILE)"
+)
+LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
+LFS_WAY_OUT = "fetch its content (`git lfs pull` in the folder, or hf download NAME --local-dir FOLDER)"
+SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
+NUM_BEGINNING_BYTES = 60  # number of bytes of a file that are looked at, and shown if they are text
+NUM_HINTED_FOLDERS = 3
+MERGE = "merge the adapter into that model (peft's merge_and_unload), and give the folder of the merged model"
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ConfigurationError if a folder holds the files of an adapter, such as LoRA, alone or beside a model.
+
+    transformers would load the base model that the adapter names, and engines would read the adapter's weights as the
+    model's.
+    """
+    if (folder / ADAPTER_CONFIG_FILE).exists():
+        has_model = (folder / "config.json").exists()
+        remove = ""
+        if has_model:
+            remove = (
+                f"; if the model beside it is complete without the adapter, remove {ADAPTER_CONFIG_FILE} and "
+                f"{ADAPTER_WEIGHTS_FILE}"
+            )
+        raise ConfigurationError(
+            f"{folder} holds an adapter ({ADAPTER_CONFIG_FILE}) of another model; its base is {_base_model(folder)}: "
+            f"{MERGE}{remove}"
+        )
+    if (folder / ADAPTER_WEIGHTS_FILE).exists():
+        raise ConfigurationError(
+            f"{folder} holds the weights of an adapter ({ADAPTER_WEIGHTS_FILE}), which the engines would read as the "
+            "model's: remove the file, or merge the adapter into its model (peft's merge_and_unload) and give the "
+            "folder of the merged model"
+        )
+
+
+def _base_model(folder: Path) -> str:
+    """Return the name of the model for which an adapter was trained, for an error message."""
+    try:
+        content = read_json(folder / ADAPTER_CONFIG_FILE, follow_links=True)
+        name = content.get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    return f"{name!r:.120}" if name else "not named in it"
+
+
+def problem_without_config(path: Path) -> str:
+    """Return what a path without a `config.json` is instead of a model's folder, with a way out.
+
+    The text continues a sentence that begins with the path.
+    """
+    fetch = (
+        "give a local folder in the Hugging Face format (`hf download NAME --local-dir FOLDER` fetches one)"
+    )
+    if path.suffix == ".gguf" and path.is_file():
+        return f"is a file in {OTHER_FORMATS['*.gguf']}: {GGUF_WAY_OUT}"
+    if path.is_file() and (path.parent / "config.json").is_file():
+        return f"is a file: give its folder, {path.parent}"
+    if not path.is_dir():
+        return f"is not a folder; {fetch}"
+    refuse_adapter(path)
+    ggufs = _names(path, "*.gguf")
+    if ggufs:
+        return f"has no config.json, but {ggufs[0]}, in {OTHER_FORMATS['*.gguf']}: {GGUF_WAY_OUT}"
+    models = [file.parent for file in _configs_below(path)[:NUM_HINTED_FOLDERS]]
+    if models:
+        names = ", ".join(map(str, models))
+        return f"has no config.json; models lie in {names}: give one of these folders"
+    return f"has no config.json; {fetch}"
+
+
+def _configs_below(folder: Path) -> list[Path]:
+    """Return the `config.json` files one or two folders below, such as those of checkpoints or of a cache of the hub."""
+    return [*sorted(folder.glob("*/config.json")), *sorted(folder.glob("*/*/config.json"))]
+
+
+def problem_without_weights(folder: Path) -> str:
+    """Return which other weights a folder without safetensors has, with a way out; "" if there are none that are known."""
+    for pattern, name in OTHER_FORMATS.items():
+        files = _names(folder, pattern)
+        if files:
+            way_out = GGUF_WAY_OUT if pattern == "*.gguf" else "fetch the model in safetensors"
+            return f"its weights ({files[0]}) are in {name}, which is not read: {way_out}"
+    return ""
+
+
+def _names(folder: Path, pattern: str) -> list[str]:
+    return sorted(file.name for file in folder.glob(pattern))
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise ConfigurationError if a file is the pointer that git leaves where git-lfs did not fetch the content."""
+    if _beginning(path).startswith(LFS_BEGINNING):
+        raise ConfigurationError(f"{path} is a pointer of git-lfs, and not the file itself: {LFS_WAY_OUT}")
+
+
+def content_instead_of_weights(path: Path) -> str:
+    """Return what an unreadable file of weights holds, such as an error message of a server; "" if that is unknown."""
+    if not is_regular(path, follow_links=True):
+        return ""
+    beginning = _beginning(path)
+    if not beginning:
+        return "; the file is empty"
+    try:
+        text = beginning.decode("ascii")
+    except UnicodeDecodeError:
+        return ""
+    is_readable = all(character.isprintable() or character.isspace() for character in text)
+    return f"; the file is a text that begins with {json.dumps(text)}" if is_readable else ""
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with open_regular(path, follow_links=True) as file:
+            return file.read(NUM_BEGINNING_BYTES)
+    except OSError:
+        return b""
+
+
+def refuse_incomplete_shards(folder: Path) -> None:
+    """Raise ConfigurationError if a model in several files lacks one of them, or its index.
+
+    With an index, `model_files.weight_shapes` compares the files with it.
+    """
+    if (folder / INDEX_FILE).exists() or (folder / SINGLE_WEIGHTS_FILE).exists():
+        return
+    numbers_by_model: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for file in folder.glob("*.safetensors"):
+        match = SHARD_NAME.fullmatch(file.name)
+        if match:
+            numbers_by_model[match["stem"], int(match["total"])].add(int(match["number"]))
+    fetch = "fetch the whole model (hf download NAME --local-dir FOLDER)"
+    for (stem, total), numbers in sorted(numbers_by_model.items()):
+        missing = sorted({*range(1, total + 1)} - numbers)
+        if missing:
+            raise ConfigurationError(
+                f"{folder} has {len(numbers)} of the {total} files of its weights, and lacks "
+                f"{stem}-{missing[0]:05}-of-{total:05}.safetensors: {fetch}"
+            )
+    names = _names(folder, "*.safetensors")
+    if names:
+        raise ConfigurationError(
+            f"{folder} has weights ({names[0]}), but neither {SINGLE_WEIGHTS_FILE} nor {INDEX_FILE}, which names the "
+            f"files of larger models: {fetch}; a single file must be named {SINGLE_WEIGHTS_FILE}"
+        )
