@@ -34,6 +34,7 @@ from async_grpo.launch.gpu_software import compare_versions
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.launch.reward_trial import TriedReward, try_rewards
+from async_grpo.launch.temporary_directory import temporary_directory
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option
 from async_grpo.processes.private_folder import private_folder
@@ -99,6 +100,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield from within(vllm_version, config.engine_python)
     yield from within(compare_versions, config.engine_python)
     yield from within(machine)
+    yield from within(temporary_directory)
     if names_run:
         yield from within(output_folder, config)
         yield from within(inputs, config, prepared)

@@ -16,6 +16,7 @@ from async_grpo.inference.config import is_eager
 from async_grpo.launch import process_variables
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
+from async_grpo.launch.temporary_directory import short_temporary_directory
 from async_grpo.launch.warm_start import WarmPythons, preloaded_libraries, warm_pythons
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.supervisor import Program, Supervisor, handling
@@ -49,10 +50,14 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
     """Start Ray and the warm servers. At the end of the block, end all programs of the run.
 
     Raises:
-        ConfigurationError: Ray's sockets would have too long names.
+        ConfigurationError: Sockets would have too long names in every directory for temporary files.
         KeyboardInterrupt: In the block, SIGTERM or SIGHUP arrived.
     """
-    with handling(_interrupt, signal.SIGTERM, signal.SIGHUP), private_folder() as scratch:
+    with (
+        handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
+        short_temporary_directory(),
+        private_folder() as scratch,
+    ):
         process_variables.check_socket_names(scratch)
         supervisor = Supervisor(scratch / "logs")
         logs = config.output_path / "logs"
