@@ -88,7 +88,7 @@ def prepare(config: RunConfig) -> Prepared:
     def read_questions(path: str, is_training: bool) -> list[Question]:
         rows = _rows(config, path, is_training)
         # The prompt must leave at least one token of the context for the completion
-        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size)
+        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, config)
 
     questions = read_questions(config.data_path, is_training=True)
     eval_questions = {}

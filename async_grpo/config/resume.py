@@ -18,10 +18,14 @@ from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, name
 
 # Options that must stay the same, with the reasons. All other options may change, and the changes are logged
 _BOUND = "the groups alive were admitted under the earlier bound"
+_RENDERED = "the prompts of the finished groups were rendered with the earlier value"
 FIXED = {
     "model_name_or_path": "the checkpoint has weights of the earlier model, which also stays the KL reference",
     "data_path": "the saved position in the data would belong to other questions",
     "environment": "the finished groups are trajectories of the earlier environment",
+    "chat_template": _RENDERED,
+    "chat_template_kwargs": _RENDERED,
+    "system_prompt": _RENDERED,
     "curriculum": "the levels that the run has reached are those of the earlier column",
     "infinite_sampler_seed": "the order of the questions and all random draws depend on it",
     "samples_per_question": "the finished groups have the earlier size",
@@ -174,9 +178,21 @@ def as_options(config: RunConfig) -> dict[str, Any]:
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the data file, by option. A resumed run compares it to check that the data are the same."""
+    """Return the SHA-256 of the data and of a chat template in a file, by option.
+
+    A resumed run compares them to check that its prompts are the same.
+    """
+    digests = {}
     if config.data_path == ROWS:
         # The rows that an environment makes are determined by its name and its options
-        return {"data_path": f"{config.environment} {config.environment_options}"}
-    with open_regular(Path(config.data_path), follow_links=True) as file:
-        return {"data_path": hashlib.file_digest(file, "sha256").hexdigest()}
+        digests["data_path"] = f"{config.environment} {config.environment_options}"
+    else:
+        digests["data_path"] = _file_digest(config.data_path)
+    if config.chat_template is not None:
+        digests["chat_template"] = _file_digest(config.chat_template)
+    return digests
+
+
+def _file_digest(path: str) -> str:
+    with open_regular(Path(path), follow_links=True) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

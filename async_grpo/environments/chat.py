@@ -6,18 +6,16 @@ the template gets the originally sampled text, so the output shows whether it ke
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import refuse
+from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
+from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.experience.row_messages import Message, template_message
 from async_grpo.processes.untrusted_files import parse_json
-
-Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
 
 # Tags around a tool call, as Hermes, Qwen and other models write them
 BEGIN_CALL = "<tool_call>"
@@ -43,13 +41,20 @@ class Chat:
             tokenization, because tokenizing it would delay the run.
         split_control_tokens: Whether control tokens that are spelled in foreign text stay plain text (see
             `control_tokens`).
+        options: Options of the chat template.
     """
 
-    def __init__(self, tokenizer: Any, longest: int = 1 << 31, split_control_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        longest: int = 1 << 31,
+        split_control_tokens: bool = True,
+        options: PromptOptions = MODEL_DEFAULTS,
+    ) -> None:
         self.control_tokens = ControlTokens(tokenizer) if split_control_tokens else None
         self._tokenizer = tokenizer
         self._longest = longest
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.prompts = PromptRenderer(tokenizer, options)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if hasattr(backend, "encode_batch_fast") else None
 
@@ -57,24 +62,9 @@ class Chat:
         """Return the text that the policy continues.
 
         Raises:
-            ConfigurationError: There is no template, or it refuses the messages.
+            ConfigurationError: There is no template, or it refuses the messages, or a message has no text.
         """
-        refuse(
-            not self._has_template,
-            "the tokenizer has no chat template: give tokens, or another model",
-        )
-        # If the conversation ends with a message of the policy, the policy continues that message
-        begins_turn = not messages or messages[-1].get("role") != "assistant"
-        try:
-            return self._tokenizer.apply_chat_template(
-                [_with_parsed_arguments(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False,
-                add_generation_prompt=begins_turn,
-                continue_final_message=not begins_turn,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
-            raise ConfigurationError(f"the chat template refuses these messages: {error}") from error
+        return self.prompts.render(messages, tools)
 
     def render_foreign(
         self,
@@ -102,7 +92,7 @@ class Chat:
                 if index < len(is_trusted) and is_trusted[index]:
                     marked_messages.append(message)
                 else:
-                    parsed = _with_parsed_arguments(message)
+                    parsed = template_message(message)
                     marked_messages.append(self.control_tokens.marked(parsed, marker))
             marked_tools = self.control_tokens.marked(tools, marker) if tools else None
         except RecursionError as error:
@@ -134,25 +124,21 @@ class Chat:
             raise TrajectoryOver(too_long(self._longest))
         # Text from JSON may contain a lone surrogate, which tokenizers refuse; it is replaced by a question mark
         text = text.encode(errors="replace").decode()
-        begin_token = getattr(self._tokenizer, "bos_token", None)
-        has_begin_token = begin_token is not None and begin_token != "" and text.startswith(begin_token)
-        first_piece, *other_pieces = cut(text, breaks)
-        ids = self._encoded([first_piece], special_tokens=begins and not has_begin_token)
-        if other_pieces:
-            ids += self._encoded(other_pieces, special_tokens=False)
+        ids = self.prompts.beginning_tokens(text) if begins else []
+        ids += self._encoded(cut(text, breaks))
         return np.asarray(ids, np.int32)
 
-    def _encoded(self, texts: list[str], special_tokens: bool) -> list[int]:
+    def _encoded(self, texts: list[str]) -> list[int]:
         """Return the token ids of all texts, concatenated."""
         token_ids: list[int] = []
         if self._backend is None:
             for text in texts:
-                token_ids += self._tokenizer.encode(text, add_special_tokens=special_tokens)
+                token_ids += self._tokenizer.encode(text, add_special_tokens=False)
             return token_ids
         for first in range(0, len(texts), PIECES_PER_CALL):
             # In batches, because the backend encodes a batch without Python's lock, but converts it with the lock held
             encodings = self._backend.encode_batch_fast(
-                texts[first : first + PIECES_PER_CALL], add_special_tokens=special_tokens
+                texts[first : first + PIECES_PER_CALL], add_special_tokens=False
             )
             num_new_tokens = sum(len(encoding) for encoding in encodings)
             if len(token_ids) + num_new_tokens > self._longest:
@@ -173,25 +159,6 @@ class Chat:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
         return text
-
-
-def _with_parsed_arguments(message: Message) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as objects.
-
-    Chat templates expect objects, and OpenAI's API has JSON strings.
-    """
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = dict(call.get("function") or {})
-        arguments = function.get("arguments")
-        if isinstance(arguments, str | bytes):
-            # A string that is not JSON, or is nested too deeply, stays a string
-            with suppress(ValueError):
-                function["arguments"] = parse_json(arguments)
-        calls.append({**call, "function": function})
-    if not calls:
-        return dict(message)
-    return {**message, "tool_calls": calls}
 
 
 def too_long(tokens: int) -> str:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, parse_assignments
+from async_grpo.experience.prompt_options import PromptOptions
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, parse_assignments
 
 ROWS = "environment"  # value of --data-path with which the environment makes the rows itself
 
@@ -12,8 +13,11 @@ _environment = partial(option, panel="Environment")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig(Section):
-    """Options of the environment that plays with the policy. Without an environment, a rollout is one completion."""
+class EnvironmentConfig(PromptOptions):
+    """Options of the environment that plays with the policy. Without an environment, a rollout is one completion.
+
+    They include the options of the chat template, because the endpoint and environments render messages, too.
+    """
 
     environment: str | None = _environment(
         None,

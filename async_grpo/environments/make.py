@@ -134,7 +134,7 @@ def make_played(
         vocabulary=settings.vocab_size,
         new_tokens=settings.max_completion_tokens,
     )
-    chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens)
+    chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens, config)
     if source is None:
         return _played_by_agents(config, chat, limits, generation, folder, variables)
     kind = kind_of(source.object())

@@ -8,9 +8,9 @@ from async_grpo.environments.trajectory_client import (
     Context,
     Foreign,
     TrajectoryClient,
-    messages_of,
     row_of,
 )
+from async_grpo.experience.row_messages import messages_of, row_tools
 from async_grpo.types import Completion, Prompt
 
 
@@ -48,10 +48,12 @@ class Play:
                 )
 
             policy.at_limit = trajectory_so_far
+            plays_the_row = answer["observation"] is None and bool(messages_of(prompt.row))
+            tools = row_tools(prompt.row) if plays_the_row else None
             while not answer.get("done"):
                 states.append(answer["state"])
                 context = _context(prompt, messages, answer["observation"], is_first=not rewards)
-                reply = await policy.complete(context)
+                reply = await policy.complete(context, tools=tools)
                 messages.append(reply.message)
                 answer = await place.call("step", reply.text)
                 rewards.append(answer["reward"])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from async_grpo.environments.chat import Chat, Message, before_any, message_key, message_of
+from async_grpo.environments.chat import Chat, before_any, message_key, message_of
 from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.sequence import (
     EngineInput,
@@ -22,6 +22,7 @@ from async_grpo.environments.sequence import (
     TurnEnd,
     text_after,
 )
+from async_grpo.experience.row_messages import Message
 from async_grpo.processes.offload import offloaded
 from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.environments.chat import Message, TrajectoryOver, too_long
+from async_grpo.environments.chat import TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.sequence import EngineInput
 from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryRecorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.experience.row_messages import Message, messages_of
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted
 from async_grpo.processes.offload import offloaded
@@ -33,13 +34,6 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as in OpenAI's API
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """Return the part of a prompt's row that an environment receives: all columns except the prompt's token ids."""
     return {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
-
-
-def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of the row's prompt, or [] if the prompt is not a conversation."""
-    prompt = row.get("messages", row.get("prompt"))
-    is_conversation = isinstance(prompt, list) and "input_token_ids" not in row
-    return list(prompt) if is_conversation else []
 
 
 def trusted_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

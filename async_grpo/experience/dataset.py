@@ -10,22 +10,17 @@ import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
+from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
+from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.options.fields import refuse
-from async_grpo.processes.deadline import interrupted_after
 from async_grpo.processes.untrusted_files import (
     MAX_ROW_BYTES,
-    all_is_text,
     bounded_lines,
     open_regular,
     parse_json,
 )
 from async_grpo.types import Prompt
 
-TEMPLATE_S = 30.0  # maximum number of seconds that a chat template may take for one row
-PROMPT_COLUMNS = ("input", "prompt", "messages")
-# A prompt with more characters per allowed token than this is refused, because tokenizing it would take minutes and
-# gigabytes of memory
-MAX_CHARACTERS_PER_TOKEN = 256
 log = logging.getLogger(__name__)
 
 
@@ -66,28 +61,31 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def questions_of(
-    rows: Iterable[tuple[str, Any]], tokenizer: Any, max_prompt_tokens: int, vocab_size: int
+    rows: Iterable[tuple[str, Any]],
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    vocab_size: int,
+    options: PromptOptions = MODEL_DEFAULTS,
 ) -> list[Question]:
-    """Check rows and tokenize their prompts.
+    """Check rows and tokenize their prompts (`PromptRenderer.prompt_tokens`).
 
-    The prompt is `input_token_ids` if the row has that column. Else it is `messages`, or `prompt` if that is a list,
-    after the chat template. Else it is the text in `input` or `prompt`. Rows without a text in `input` get the prompt's
-    text there.
+    Rows without a text in `input` get the prompt's text there.
 
     Args:
         rows: (file and line number as text, row) for each row.
         tokenizer: The model's tokenizer.
         max_prompt_tokens: Maximum length of a prompt, which leaves room for a completion.
         vocab_size: Size of the model's vocabulary.
+        options: Options of the chat template.
 
     Raises:
         ConfigurationError: A row cannot be trained on. The message names its file and line.
     """
+    renderer = PromptRenderer(tokenizer, options)
     questions = []
     for place, row in rows:
         try:
-            _check_prompt_text(row, max_prompt_tokens)
-            token_ids = _prompt_tokens(row, tokenizer)
+            token_ids = renderer.prompt_tokens(row, max_prompt_tokens, place)
             refuse(
                 not 0 < len(token_ids) <= max_prompt_tokens,
                 f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
@@ -104,78 +102,8 @@ def questions_of(
         if not isinstance(row.get("input"), str):
             row["input"] = tokenizer.decode(token_ids)
         questions.append(Question(np.asarray(token_ids, np.int32), row, place))
+    renderer.warn_if_unused()
     return questions
-
-
-def _check_prompt_text(row: Any, max_prompt_tokens: int) -> None:
-    """Raise ConfigurationError for a prompt that is not valid text, or too long to be worth tokenizing."""
-    if not isinstance(row, dict):
-        return
-    for name in PROMPT_COLUMNS:
-        refuse(
-            not all_is_text(row.get(name)),
-            f"{name} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: correct the row",
-        )
-    num_characters = 0
-    for name in PROMPT_COLUMNS:
-        value = row.get(name)
-        parts = value if isinstance(value, list) else [{"content": value}]
-        contents = [part.get("content") for part in parts if isinstance(part, dict)]
-        texts = [content for content in contents if isinstance(content, str)]
-        num_characters = max(num_characters, sum(map(len, texts)))
-    refuse(
-        row.get("input_token_ids") is None and num_characters > MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens,
-        f"a prompt of {num_characters} characters; at most {max_prompt_tokens} tokens fit this model and "
-        "--max-generation-tokens. Shorten or drop the row",
-    )
-
-
-def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
-    """Return the token ids of a row's prompt.
-
-    Raises:
-        ConfigurationError: The row has no prompt, or its prompt cannot be tokenized.
-    """
-    if not isinstance(row, dict):
-        raise ConfigurationError(f"a row must be an object, not {type(row).__name__}")
-    token_ids = row.get("input_token_ids")
-    if token_ids is not None:
-        if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
-            raise ConfigurationError("input_token_ids must be a list of integers")
-        return token_ids
-    messages = row.get("messages", row.get("prompt"))
-    if isinstance(messages, list):
-        return _chat_tokens(messages, tokenizer)
-    text = row.get("input", row.get("prompt"))
-    if isinstance(text, str):
-        return tokenizer.encode(text)
-    raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")
-
-
-def _chat_tokens(messages: list[Any], tokenizer: Any) -> list[int]:
-    """Apply the chat template to messages, and return the token ids.
-
-    Raises:
-        ConfigurationError: The messages are not objects with contents, or the template is missing or fails.
-    """
-    has_template = getattr(tokenizer, "chat_template", None)
-    refuse(not has_template, "a row of messages, but the model's tokenizer has no chat template")
-    are_messages = all(isinstance(message, dict) and "content" in message for message in messages)
-    refuse(
-        not messages or not are_messages,
-        "messages must be a list of objects with role and content",
-    )
-    try:
-        with interrupted_after(TEMPLATE_S, "the model's chat template"):
-            return tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-    # A template is a program from the model's folder, which may raise any exception
-    except Exception as error:
-        raise ConfigurationError(f"the model's chat template cannot be applied: {error}") from error
 
 
 class PromptCursor:

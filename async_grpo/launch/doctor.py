@@ -26,6 +26,7 @@ from packaging.version import Version
 from async_grpo.config.resume import goes_on
 from async_grpo.errors import EXIT_USAGE, ConfigurationError
 from async_grpo.experience.dataset import Question
+from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.inference.engine_python import VLLM_PACKAGES, read_environment
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import plan, process_variables
@@ -308,16 +309,20 @@ def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     )
     stop_ids = prepared.settings.stop_token_ids
     text = ", ".join(f"{stop} is {model_tokenizer.convert_ids_to_tokens(stop)}" for stop in stop_ids)
-    answer_ids = stop_ids
-    if model_tokenizer.chat_template:
-        turns = [{"role": role, "content": "Good."} for role in ("user", "assistant")]
-        answer_ids = model_tokenizer.apply_chat_template(turns, return_dict=False)
     level = OK
-    if {*answer_ids}.isdisjoint(stop_ids):
-        level = WARNING
-        text += ": none ends an answer of the chat template, so no completion would end"
-    if not model_tokenizer.chat_template:
+    renderer = PromptRenderer(model_tokenizer, config)
+    if not renderer.has_template:
         text += "; no chat template"
+    else:
+        try:
+            answer_ids = renderer.answered_tokens()
+        except ConfigurationError as error:
+            level = WARNING
+            text += f"; whether one ends an answer is unknown, because {error}"
+        else:
+            if {*answer_ids}.isdisjoint(stop_ids):
+                level = WARNING
+                text += ": none ends an answer of the chat template, so no completion would end"
     cure = "add the template's end token to eos_token_id in generation_config.json"
     yield Finding("stop ids", level, text, cure)
 

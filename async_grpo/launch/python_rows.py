@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.dataset import PROMPT_COLUMNS
+from async_grpo.experience.row_messages import PROMPT_COLUMNS
 from async_grpo.launch.python_files import write_private_file
 from async_grpo.options.fields import refuse
 
@@ -106,7 +106,10 @@ def _check_prompt(column: str, value: Any, place: str) -> None:
 
 
 def _are_messages(value: Any) -> bool:
-    return bool(value) and all(isinstance(message, Mapping) and "content" in message for message in value)
+    return bool(value) and all(
+        isinstance(message, Mapping) and ("content" in message or message.get("tool_calls"))
+        for message in value
+    )
 
 
 def _as_json(row: dict[str, Any], place: str) -> str:

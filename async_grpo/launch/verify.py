@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments, required
+from async_grpo.experience.prompt_options import PromptOptions
+from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.options.fields import POSITIVE, dashed, option, parse_assignments, refuse, required
 from async_grpo.rewards.adapter.registry_source import registry_file
 from async_grpo.rewards.bench.completions import (
     CompletionRow,
@@ -32,12 +34,13 @@ from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
+MAX_PROMPT_TOKENS = 1 << 20  # no model of this library has a longer context
 FILE_WIDTH = 100  # width of the report in characters if stdout is not a terminal
 _bench = partial(option, panel="Bench")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Section):
+class VerifyConfig(PromptOptions):
     """Options of `async-grpo verify`."""
 
     file: str = required(
@@ -46,6 +49,11 @@ class VerifyConfig(Section):
         "one group; the default is one group per `input`), `completion_token_ids`.",
         "Bench",
         argument=True,
+    )
+    model_name_or_path: str | None = _bench(
+        None,
+        "Hugging Face folder of a model. Rows without `input` then get the prompt that a run of this model makes of their "
+        "`messages` or `prompt`.",
     )
     reward_fns: str = required(
         "Comma list of rewards: names of the registry file, or FILE.py:NAME of another file.", "Bench"
@@ -83,6 +91,11 @@ class VerifyConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
+            refuse(
+                bool(getattr(self, name)) and self.model_name_or_path is None,
+                f"--{dashed(name)}: only with --model-name-or-path are prompts rendered; give the model, too",
+            )
         if self.output is None or not os.path.exists(self.output) or not os.path.exists(self.file):
             return
         if os.path.samefile(self.output, self.file):
@@ -102,7 +115,7 @@ def verify(config: VerifyConfig) -> None:
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses(judge_urls=config.judge_urls, http_scorer_urls=config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
-    rows = read_completion_rows(config.file)
+    rows = read_completion_rows(config.file, _input_renderer(config))
     _note_local_imports(console, registry, workers)
     report = Report(workers.adapters, config.threshold, any(row.label is not None for row in rows))
     try:
@@ -120,6 +133,23 @@ def verify(config: VerifyConfig) -> None:
                 failures.append(f"{name} did not pass its check")
     if failures:
         raise RunFailed("; ".join(failures))
+
+
+def _input_renderer(config: VerifyConfig) -> Callable[[dict[str, Any], str], None] | None:
+    """Return a function that adds the prompt's text to a row without `input`, as a run does; None without a model."""
+    if config.model_name_or_path is None:
+        return None
+    from async_grpo.modeling.load import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    renderer = PromptRenderer(tokenizer, config)
+
+    def add_input(row: dict[str, Any], place: str) -> None:
+        has_prompt = any(row.get(name) is not None for name in ("input_token_ids", "messages", "prompt"))
+        if has_prompt and not row.get("input"):
+            row["input"] = tokenizer.decode(renderer.prompt_tokens(row, MAX_PROMPT_TOKENS, place))
+
+    return add_input
 
 
 def _note_local_imports(console: Console, registry: Path, workers: LocalWorkers) -> None:

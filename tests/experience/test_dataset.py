@@ -16,14 +16,14 @@ class Letters:
 
     chat_template: str | None = "yes"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
     def decode(self, ids) -> str:
         return "".join(chr(int(i) + ord("a")) for i in ids)
 
-    def apply_chat_template(self, messages, **_) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages) + "z")
+    def apply_chat_template(self, messages, **_) -> str:
+        return "".join(message["content"] for message in messages) + "z"
 
 
 def load(tmp_path, *rows, tokenizer=None):

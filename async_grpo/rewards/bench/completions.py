@@ -52,8 +52,14 @@ class CompletionRow:
     label: float | None = None  # the correct reward, or None if the file has no label for the row
 
 
-def read_completion_rows(path: str | Path) -> list[CompletionRow]:
+def read_completion_rows(
+    path: str | Path, add_input: Callable[[dict[str, Any], str], None] | None = None
+) -> list[CompletionRow]:
     """Return all rows of the file.
+
+    Args:
+        path: The file.
+        add_input: Called with each row and its place (file and line), to add a missing `input`.
 
     Raises:
         ConfigurationError: The file cannot be read, holds no rows, or has an invalid row. The message names its line.
@@ -69,6 +75,8 @@ def read_completion_rows(path: str | Path) -> list[CompletionRow]:
                 if not line.strip():
                     continue
                 row = _row(line)
+                if add_input is not None:
+                    add_input(row, f"{path}, line {number}")
                 if row.get("group_id") is None:
                     # Rows with the same input form a group, and each row without an input forms its own. The id is
                     # minus the line number of the group's first row.

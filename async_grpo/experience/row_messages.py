@@ -1,0 +1,244 @@
+"""Read messages and tools as people write them, and bring them into the form that chat templates expect.
+
+`row_messages` and `row_tools` check the columns of a data row. `template_message` does not look at rows, so that it also
+serves requests to the endpoint, and environments.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import nearest, refuse
+from async_grpo.processes.untrusted_files import parse_json
+
+Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
+
+PROMPT_COLUMNS = ("messages", "prompt", "input")  # in the order in which they are used
+# Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SYSTEM_ROLES = ("system", "developer")
+# Other formats' names for a message's fields
+FOREIGN_FIELDS = {"from": "role", "value": "content"}
+JSON_NULLS = ("default", "const")  # fields of a JSON schema whose value may be null
+MAX_SHOWN = 80  # characters of a value that an error message shows
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """Return the messages or the text of a row's prompt. None if it has neither.
+
+    A column that is null counts as missing.
+
+    Raises:
+        ConfigurationError: A column of the prompt has a value of another kind.
+    """
+    messages = row.get("messages")
+    if messages is not None:
+        refuse(
+            not isinstance(messages, list),
+            f"messages is a {type(messages).__name__}: it must be a list of objects with role and content; a text "
+            "belongs into prompt",
+        )
+        return messages
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    text = prompt if row.get("input") is None else row["input"]
+    refuse(
+        text is not None and not isinstance(text, str),
+        f"the prompt is a {type(text).__name__}: a row needs input_token_ids, messages, or prompt/input text",
+    )
+    return text
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of the row's prompt, or [] if the prompt is not a conversation."""
+    if row.get("input_token_ids") is not None:
+        return []
+    prompt = prompt_of(row)
+    return [template_message(message) for message in prompt] if isinstance(prompt, list) else []
+
+
+def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) -> list[dict[str, Any]]:
+    """Return a row's conversation in the form that chat templates expect, after checking that it asks for an answer.
+
+    Args:
+        messages: The row's messages.
+        known_roles: Names of the roles that the chat template knows.
+
+    Raises:
+        ConfigurationError: A message has no role or an unknown one, or no text. Or the last message is the assistant's:
+            the prompt would contain the answer.
+    """
+    refuse(not messages, "messages must be a list of objects with role and content, and it is empty")
+    checked = []
+    for number, message in enumerate(messages, start=1):
+        try:
+            _check_fields(message, known_roles)
+            checked.append(template_message(message))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"message {number} of {len(messages)}: {error}") from error
+    refuse(
+        checked[-1]["role"] == "assistant",
+        "the last message is the assistant's, so the prompt would contain an answer: remove it. A beginning that the "
+        "completions shall continue is written as a text, with the whole prompt, into the column input",
+    )
+    return checked
+
+
+def _check_fields(message: Any, known_roles: Collection[str]) -> None:
+    refuse(
+        not isinstance(message, dict),
+        f"messages must be a list of objects with role and content, not {message!r:.{MAX_SHOWN}}",
+    )
+    foreign = {
+        name: field for name, field in FOREIGN_FIELDS.items() if name in message and field not in message
+    }
+    renamings = ", ".join(f"{name} is called {field}" for name, field in foreign.items())
+    hint = f" ({renamings} here)" if renamings else ""
+    role = message.get("role")
+    refuse(role is None, f"it has no role; messages must be a list of objects with role and content{hint}")
+    refuse(
+        role not in known_roles,
+        f"the role {role!r:.{MAX_SHOWN}} is unknown; known: {', '.join(known_roles)}{_nearest_role(role, known_roles)}",
+    )
+    has_calls = bool(message.get("tool_calls"))
+    refuse(
+        "content" not in message and not has_calls,
+        f"it has no content; messages must be a list of objects with role and content{hint}",
+    )
+    name = message.get("name")
+    refuse(
+        name is not None and not isinstance(name, str),
+        f"its name must be a text, not {name!r:.{MAX_SHOWN}}",
+    )
+
+
+def _nearest_role(role: Any, known_roles: Collection[str]) -> str:
+    lower = str(role).strip().lower()
+    return f"; did you mean {lower}?" if lower in known_roles else nearest(role, known_roles)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """Return a message in the form that chat templates expect.
+
+    The text parts of the content are joined, a number becomes its text, and the arguments of tool calls become objects:
+    OpenAI's API has JSON texts. Fields that are null count as missing, except the content beside tool calls.
+
+    Raises:
+        ConfigurationError: The content is not text, or the tool calls are no list of calls.
+    """
+    fields = {name: value for name, value in message.items() if value is not None}
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = _template_calls(fields["tool_calls"])
+        fields["content"] = None
+        if message.get("content") is not None:
+            fields["content"] = _text_of(message["content"])
+    else:
+        fields.pop("tool_calls", None)
+        refuse(
+            message.get("content") is None,
+            "its content is null, which only a message with tool calls may have: give a text",
+        )
+        fields["content"] = _text_of(message["content"])
+    return fields
+
+
+def _text_of(content: Any) -> str:
+    """Return the content of a message as text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, int | float) and not isinstance(content, bool):
+        return str(content)
+    refuse(
+        not isinstance(content, list | tuple),
+        f"its content must be a text or a list of text parts, not {content!r:.{MAX_SHOWN}}",
+    )
+    return "".join(_text_of_part(part) for part in content)
+
+
+def _text_of_part(part: Any) -> str:
+    is_object = isinstance(part, Mapping)
+    kind = part.get("type") if is_object else None
+    refuse(
+        not is_object or kind is None,
+        f'its content has the part {part!r:.{MAX_SHOWN}}: a part is {{"type": "text", "text": ...}}',
+    )
+    refuse(
+        kind != "text",
+        f"its content has a part of the type {kind!r:.{MAX_SHOWN}}: only parts of the type 'text' are supported",
+    )
+    refuse(
+        not isinstance(part.get("text"), str),
+        f"its content has a text part without text: {part!r:.{MAX_SHOWN}}",
+    )
+    return part["text"]
+
+
+def _template_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls with the arguments as objects."""
+    example = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+    refuse(not isinstance(calls, list | tuple), f"tool_calls must be a list, not {calls!r:.{MAX_SHOWN}}")
+    template_calls = []
+    for call in calls:
+        refuse(not isinstance(call, Mapping), f"tool_calls has {call!r:.{MAX_SHOWN}}: a call is {example}")
+        # Some data sets leave out the object `function` around name and arguments
+        is_bare = call.get("function") is None and "name" in call
+        called = call if is_bare else call.get("function")
+        if not isinstance(called, Mapping):
+            raise ConfigurationError(f"tool_calls has {call!r:.{MAX_SHOWN}}: a call is {example}")
+        function = dict(called)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str | bytes):
+            # A text that is not JSON, or is nested too deeply, stays a text
+            with suppress(ValueError):
+                function["arguments"] = parse_json(arguments)
+        if is_bare:
+            template_calls.append({"type": "function", "function": function})
+        else:
+            template_calls.append({**call, "function": function})
+    return template_calls
+
+
+def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the JSON schemas of the tools in a row's column `tools`; None if it has none.
+
+    Raises:
+        ConfigurationError: The column is not a list of JSON schemas, nor a JSON text of one.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        # Parquet files hold such lists as text, because the schemas of different tools have different fields
+        with suppress(ValueError):
+            tools = parse_json(tools)
+    if not tools:
+        return None
+    is_list_of_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    refuse(
+        not is_list_of_schemas,
+        f"the column tools must be a list of JSON schemas, not {row['tools']!r:.{MAX_SHOWN}}",
+    )
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a JSON schema without the fields that are null, except those of JSON_NULLS.
+
+    A Parquet file gives each schema the fields of all others, with null as their value.
+    """
+    if isinstance(value, dict):
+        fields = {}
+        for name, item in value.items():
+            if item is not None or name in JSON_NULLS:
+                fields[name] = _without_nulls(item)
+        return fields
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def num_characters(prompt: Any) -> int:
+    """Return the number of characters of a prompt: a text, or messages whose contents are texts."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"] or "") for message in prompt)
