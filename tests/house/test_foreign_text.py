@@ -22,13 +22,13 @@ from async_grpo.launch import local_run
 from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
+from async_grpo.rewards.answer_reading import notation
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
 from async_grpo.rewards.builtin import (
     answers,
     code,
     countdown,
     json_schema,
-    math_notation,
     math_verify,
     mathd,
     sympy,
@@ -58,6 +58,37 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"f'(?:{_SPACE})+\\Z'": "stated_answer",
         r"f'-?\\d{{1,3}}({_SEPARATOR}\\d{{3}})+(\\.\\d+)?'": "stated_answer",
         r"f'{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\\\[()\\[\\]]|\\\\(?:begin|end)\\s*\\{{[a-zA-Z]+\\*?\\}}(?:\\{{[lcr| ]*\\}})?|\\\\(?:left|right)(?![a-zA-Z])\\s*[.()\\[\\]|]?|\\\\(?:[bB]ig{{1,2}}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox|boxed)(?![a-zA-Z])'": "stated_answer",  # noqa: E501
+    },
+    "rewards/answer_reading/characters.py": {
+        r"([√∛∜])\s*(?:\(([^()]{0,200})\)|\{([^{}]{0,200})\}|(\d+(?:\.\d+)?|[a-zA-Zπ])|())": "notation",
+        r"(^|[(\[{,=:$])(\s{0,8})[\u2013\u2014](?=\s{0,8}[\d.\\√∞π¼-¾⅐-⅞])": "notation",
+        r"[\x00-\x7f]?[^\x00-\x7f]{1,200}": "notation",
+        r"[^\x00-\x7f]": "notation",
+        "[¼-¾⅐-⅞]": "notation",
+        "f'[{_SUBSCRIPTS}]+'": "notation",
+        "f'[{_SUPERSCRIPTS}]+'": "notation",
+    },
+    "rewards/answer_reading/notation.py": {
+        r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))": "notation",
+        r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}|[+-]\d{2,5}|\+\d))(?!\w|\.\d)": "notation",  # noqa: E501
+        r"(?<![\w.])(\d{1,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s{0,8}(?:\{(\d{1,15})\}|(\d))|\((\d{1,15})\))": "notation",  # noqa: E501
+        r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z": "notation",
+        r"([-+]?)10\^(?:\{([-+]?\d{1,2})\}|(\d))": "notation",
+        r"([-+]?\d{1,30}(?:\.\d{1,30})?)\s{0,8}(?:\\times|\\cdot|\*|x)\s{0,8}10\s{0,8}\^\s{0,8}(?:\{\s?([-+]?\d{1,2})\s?\}|(\d))": "notation",  # noqa: E501
+        r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?": "notation",
+        r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?": "notation",
+        r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)": "notation",
+        r"\s{0,8}(\\approx(?![a-zA-Z])|=)\s{0,8}(-?\d{0,40}\.?\d{1,40})\s{0,8}\Z": "notation",
+        "_SURE_SEPARATOR": "notation",
+        r"f'(?:{_FONTS}\\s?\\{{|\\{{)?\\s{{0,8}}\\(?\\s{{0,8}}(?:{_FONTS}\\s?\\{{)?\\s{{0,8}}([a-zA-Z])\\s{{0,8}}\\}}?\\s{{0,8}}\\)?\\.?\\s{{0,8}}\\}}?\\.?'": "notation",  # noqa: E501
+        r"f'(?<![\\d.])\\d{{1,3}}(?:{_SURE_SEPARATOR}\\d{{3}}){{1,20}}(?!\\d)'": "notation",
+        r"f'(?<![\\w.}}^/])(?<!\\d )(?<!\\\\ )(\\d{{1,15}})(?:{SPACE}{{0,8}}\\\\frac\\{{(\\d{{1,15}})\\}}\\{{(\\d{{1,15}})\\}}|{SPACE}{{1,8}}(\\d{{1,15}})\\s?/\\s?(\\d{{1,15}})(?![\\w.]))(?!\\s?[\\^!/])'": "notation",  # noqa: E501
+        r"f'(?<=[\\d}}]){SPACE}{{0,8}}\\\\(?:text(?:rm|normal)?|mathrm|mbox|rm)\\s{{0,8}}\\{{\\s{{0,8}}(?!{_NO_UNITS}(?![a-zA-Z])|[aApP]\\.?[mM])[a-zA-Z][a-zA-Z /.-]{{0,60}}\\}}{_POWER}?(?:\\s?/\\s?\\\\(?:text|mathrm)\\s?\\{{[a-zA-Z]{{1,9}}\\}}{_POWER}?)?\\s{{0,8}}\\Z'": "notation",  # noqa: E501
+        "f'([-+]?){_CURRENCY}{SPACE}{{0,8}}([-+]?{_AMOUNT})|([-+]?{_AMOUNT}){SPACE}{{0,8}}{_CURRENCY}'": "notation",
+        r"f'({_QUANTITY})(?:{SPACE}{{0,8}}{_UNIT}|{SPACE}{{1,8}}{_WORDS})\\s?\\.?'": "notation",
+        r"f'\\s*({_NUMBER}){SPACE}{{0,8}}{_SYMBOL}\\s*\\.?\\s*'": "notation",
+        r"f'{_FONTS}\\s?(\\{{[^{{}}]{{0,400}}\\}})'": "notation",
+        "pattern": "notation",
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
@@ -138,21 +169,8 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"<answer>(.*?)(</answer>|\Z)": "countdown",
         r"[0-9]+": "countdown",
     },
-    "rewards/builtin/math_notation.py": {
-        r"'[' + ''.join(_SIGNS) + ']'": "notation",
-        r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}))(?![\w.])": "notation",  # noqa: E501
-        r"(\\[dtc]?frac)\s{0,8}(\d)\s{0,8}(\d)(?!\d)": "notation",
-        r"(^|[(\[{,=:])(\s{0,8})\u2013(?=\s{0,8}[\d.\\])": "notation",
-        "[\xbc-\xbe\u2150-\u215e]": "notation",
-        "[\uff01-\uff5e]": "notation",
-        r"\\mathrm\s{0,8}\{\s{0,8}([ei])\s{0,8}\}": "notation",
-        r"\u221a\s*(?:\(([^()]{0,200})\)|\{([^{}]{0,200})\}|(\d+(?:\.\d+)?|[a-zA-Z]))": "notation",
-        r"f'[{_SUPERSCRIPTS}]+'": "notation",
-        r"f'\\s*({_NUMBER})(?:\\s|~|\\\\[, ]){{0,8}}{_UNIT}(?:/{_UNIT})?\\s*\\.?\\s*'": "notation",
-    },
     "rewards/builtin/math_verify.py": {
         r"(?<!\\)\$|\\[(\[]": "math_verify's answer",
-        r"(?<=[\w)\]}%])(?<!\\right)(?<!\\left)[\s.,;:]{1,20}\Z": "math_verify's answer",
         r"(?<=\d)[ \t]+(?=\d)": "readable",
         r"[\d\s]++/?": "readable",
         r"[^\t\n\r\x20-\x7e]": "readable",
@@ -173,8 +191,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/builtin/text.py": {
         r".*?</think>\n<answer>.*?</answer>": "format",
-        r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox)\s*\{([^{}]*)\}": "exact",
-        r"pattern": LIMITED,
+        "pattern": LIMITED,
     },
     "rewards/judges/judge_prompts.py": {
         r"f'(?:<[|｜]{_NAMED}>|</s>|<eos>|<end_of_turn>)\\Z'": "completion_of",
@@ -283,8 +300,9 @@ FEEDS: dict[str, Callable[[str], Any]] = {
         math_verify._answers_to_parse(f"<answer>{completion[:19_000]}</answer>"),
     ],
     "notation": lambda answer: [
-        math_notation.as_latex(answer),
-        math_notation.number_before_unit(answer[:20_000]),
+        notation.as_latex(answer),
+        notation.plain_notation(answer[:20_000]),
+        notation.readings(answer[:20_000]),
     ],
     "control tokens": CONTROL_TOKENS.breaks_of,
     "ungrouped": answers.ungrouped,

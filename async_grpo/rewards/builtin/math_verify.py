@@ -25,10 +25,9 @@ from async_grpo.rewards.builtin.answers import (
     completion_text,
     gold_answer,
     stated_answer,
-    ungrouped,
     without_layout,
 )
-from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit
+from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit, plain_notation, readings
 from async_grpo.rewards.builtin.sympy import is_computable
 
 # Maximum length of a box, and of the end of a completion in which an answer without a box is searched for
@@ -50,7 +49,6 @@ _FORMULA_WORD = re.compile(
     r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
     r"(?![a-zA-Z])"
 )
-_END_OF_SENTENCE = re.compile(r"(?<=[\w)\]}%])(?<!\\right)(?<!\\left)[\s.,;:]{1,20}\Z")
 # Parts of a text that is no pure formula: words, units, bold letters, and signs such as those of currencies. Greek
 # letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
@@ -106,9 +104,8 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
     """
-    gold = ungrouped(gold_answer(sample).replace(r"\$", "").strip())
-    marked = gold if "$" in gold else f"${as_latex(gold)}$"
-    gold_answers = parsed(marked, "the row's answer")
+    gold = gold_answer(sample)
+    gold_answers = parsed(_marked(gold), "the row's answer")
     if not gold_answers:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
     for text in _answers_to_parse(completion_text(sample)):
@@ -133,6 +130,13 @@ def _are_different_tiny_numbers(gold_answers: list[Any], answers: list[Any]) -> 
     ratio = (answer / gold).evalf()
     # The library accepts 5 % both as 5 and as 0.05, so a factor of 100 is no difference
     return all(abs(ratio * factor - 1) > TINY_TOLERANCE for factor in (1, 100, 0.01))
+
+
+def _marked(gold: str) -> str:
+    """Return the text in which the library is to search for the gold answer."""
+    plain = plain_notation(gold)
+    formula = plain if _is_bare_formula(plain) else as_latex(gold).replace(r"\$", "")
+    return formula if "$" in formula else f"${formula}$"
 
 
 def _is_bare_formula(text: str) -> bool:
@@ -170,6 +174,4 @@ def _answers_to_parse(text: str) -> list[str]:
 
 def _formulas(answer: str) -> list[str]:
     """Return the texts for the library for a formula: with its unit, if it ends with one, and without the unit."""
-    formula = _END_OF_SENTENCE.sub("", without_layout(_END_OF_SENTENCE.sub("", answer)))
-    readings = [formula, number_before_unit(formula)]
-    return [readable(rf"\boxed{{{as_latex(ungrouped(reading))}}}") for reading in readings if reading]
+    return [readable(rf"\boxed{{{reading}}}") for reading in readings(answer) if reading]

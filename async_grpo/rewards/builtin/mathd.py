@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from async_grpo.rewards.answer_reading.notation import plain_notation, words_of
 from async_grpo.rewards.builtin import answers
 
 MAX_CHARACTERS = 1000  # maximum length of an answer
@@ -45,6 +46,7 @@ def clean(text: str) -> str:
     >>> clean(r"x = \dfrac12 \text{ cm}")
     '\\frac{1}{2}'
     """
+    text = words_of(plain_notation(text))
     for pattern, replacement in _RULES.items():
         text = re.sub(pattern, replacement, text)
     text = answers.ungrouped(text.strip())

@@ -6,12 +6,13 @@ so that tag is not part of the completion.
 
 import math
 import re
-import unicodedata
 from importlib import import_module
 from typing import Any
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.decorators import best_reward
+from async_grpo.rewards.answer_reading.characters import compatible, plain_characters
+from async_grpo.rewards.answer_reading.notation import plain_choice, words_of
 from async_grpo.rewards.builtin import answers
 
 SECONDS = 2.0  # maximum time of one match of a regular expression
@@ -28,7 +29,6 @@ RIGHT = (2.0, 1.0)
 WRONG = (-10.0, 0.0)
 EXCEEDED = -10.0
 
-_FONT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox)\s*\{([^{}]*)\}")
 _WELL_FORMED = re.compile(r".*?</think>\n<answer>.*?</answer>", re.DOTALL)
 
 
@@ -38,7 +38,8 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     Use this reward for multiple choice, names and short texts. The answer is the content of the last \boxed{}, or else
     the content of the only <answer> after the thought, or else all text after the thought (`stated_answer`). The
     accepted answers are the entries of the row's list `answers`, or else its `answer`. Texts are compared in the
-    Unicode form NFKC, and without a font command around the whole answer, as in \text{C}.
+    Unicode form NFKC, and without a font command around the whole answer, as in \text{C}. A single letter may stand in
+    parentheses or before a full stop.
 
     Args:
         sample: The completion and its row.
@@ -67,11 +68,9 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
 
 def _normalised(text: str, strip: bool, case: bool) -> str:
     """Return the normal form of an answer. Two answers are equal if their normal forms are."""
-    text = answers.without_delimiters(text)
-    text_in_font = _FONT.fullmatch(text)
-    if text_in_font:
-        text = text_in_font[1]
-    text = unicodedata.normalize("NFKC", text)
+    text = words_of(answers.without_delimiters(text))
+    text = compatible(plain_characters(text))
+    text = plain_choice(text) or text
     if strip:
         text = " ".join(text.split())
     return answers.ungrouped(text if case else text.casefold())
