@@ -23,6 +23,7 @@ from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.answer_reading import notation
+from async_grpo.rewards.answer_reading.sequences import read_sequence
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
 from async_grpo.rewards.builtin import (
     answers,
@@ -34,6 +35,7 @@ from async_grpo.rewards.builtin import (
     sympy,
     text,
 )
+from async_grpo.rewards.builtin.equal_answers import equal_answers
 from async_grpo.rewards.http.exchange import json_object, retry_after_s
 from async_grpo.rewards.judges import judge_prompts, judge_replies
 
@@ -89,6 +91,11 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"f'\\s*({_NUMBER}){SPACE}{{0,8}}{_SYMBOL}\\s*\\.?\\s*'": "notation",
         r"f'{_FONTS}\\s?(\\{{[^{{}}]{{0,400}}\\}})'": "notation",
         "pattern": "notation",
+    },
+    "rewards/answer_reading/sequences.py": {
+        r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])|\.{3}": "sequence",
+        r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\\q?quad(?![a-zA-Z])|[~$]": "sequence",
+        r"\s*[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*(?:=|\\in(?![a-zA-Z]))": "sequence",
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
@@ -169,7 +176,11 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"<answer>(.*?)(</answer>|\Z)": "countdown",
         r"[0-9]+": "countdown",
     },
+    "rewards/builtin/equal_answers.py": {
+        r"[a-zA-Z](?:_\{?\w{1,8}\}?)?'{0,3}": "names of sets",
+    },
     "rewards/builtin/math_verify.py": {
+        r"-?[1-9]\d*": "long integer",
         r"(?<!\\)\$|\\[(\[]": "math_verify's answer",
         r"(?<=\d)[ \t]+(?=\d)": "readable",
         r"[\d\s]++/?": "readable",
@@ -304,6 +315,9 @@ FEEDS: dict[str, Callable[[str], Any]] = {
         notation.plain_notation(answer[:20_000]),
         notation.readings(answer[:20_000]),
     ],
+    "sequence": lambda answer: [read_sequence(answer), read_sequence(f"1,...,{answer}")],
+    "names of sets": lambda answer: equal_answers([r"A \cup B"], [answer, rf"A \cup {answer}"]),
+    "long integer": math_verify._long_integer,
     "control tokens": CONTROL_TOKENS.breaks_of,
     "ungrouped": answers.ungrouped,
     "countdown": scored(countdown.score_steps, nums=[3, 4], target=7),

@@ -147,6 +147,7 @@ SHARED_NAMES = {
     "main": "the entry of a program",
     "run": "what a program does with its options",
     "score": "the rule of a shipped reward, found by its module's name",
+    "check_row": "the check of a row for a shipped reward, beside its `score`",
     "grpo": "an estimator and a loss of one paper",
     "gpg": "an estimator and a loss of one paper",
 }

@@ -2,8 +2,8 @@ r"""Compares answers with the library math-verify: LaTeX, sets, intervals, equat
 
 The answer is the content of the last \boxed{} (see `stated_answer`). Without a box, it is the first of these that the
 text after the thought contains: the content of the only <answer>, the text after "####" (as in GSM8K), the text after
-"the answer is", or the last formula or number. Of an equation, the right side is compared. Numbers must agree to six
-decimals, and numbers below 0.001 must also agree to 1 %.
+"the answer is", or the last formula or number. Of an equation, the right side is compared. Numbers are compared
+exactly, except that a decimal may be rounded (`equal_answers`).
 
 The text comes from a model, so it must not be evaluated as code: the library parses LaTeX with a grammar, and passes
 only digits and + - * / ^ ( ) to sympy's own parser.
@@ -17,26 +17,29 @@ import re
 import unicodedata
 from typing import Any
 
-import sympy
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence
 from async_grpo.rewards.builtin.answers import (
+    boxed_answer,
     completion_text,
     gold_answer,
     stated_answer,
     without_layout,
 )
+from async_grpo.rewards.builtin.equal_answers import equal_answers
 from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit, plain_notation, readings
 from async_grpo.rewards.builtin.sympy import is_computable
 
 # Maximum length of a box, and of the end of a completion in which an answer without a box is searched for
 MAX_CHARACTERS = 20_000
 BOX_CHARACTERS = len(r"\boxed{}")
-TINY = 1e-3  # numbers below this value may agree to six decimals although their ratio is far from 1
-TINY_TOLERANCE = 0.01  # largest relative difference of tiny numbers
 SECONDS = 5.0  # maximum time of one parse or comparison, after which the sample gets no reward
 
+MAX_READ_DIGITS = 4000  # digits of an integer that the library reads; from 4300 on, Python refuses to read it
+
+_INTEGER = re.compile(r"-?[1-9]\d*")
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 # Numbers separated only by white space, and the slash after them if the last one is part of a fraction. One possessive
 # match finds the slash, because a lookahead from each number to it would take quadratic time
@@ -105,31 +108,60 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     {'reward': 1.0}
     """
     gold = gold_answer(sample)
-    gold_answers = parsed(_marked(gold), "the row's answer")
-    if not gold_answers:
-        raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
-    for text in _answers_to_parse(completion_text(sample)):
-        answers = parsed(text, "the answer")
-        answers = [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
+    text = completion_text(sample)
+    gold_sequence = read_sequence(gold)
+    sequence = read_sequence(stated_answer(text, ("box", "block")) or "")
+    if gold_sequence or sequence:
+        return {"reward": float(_equal_sequences(gold_sequence, sequence))}
+    gold_answers = _parsed_gold(gold)
+    for answer in _answers_to_parse(text):
+        answers = _computable(parsed(answer, "the answer")) or _long_integer(boxed_answer(answer) or "")
         with interrupted_after(SECONDS, "the comparison"):
-            is_equal = verify(gold_answers, answers, timeout_seconds=None)
-            if is_equal and not _are_different_tiny_numbers(gold_answers, answers):
+            if equal_answers(gold_answers, answers):
                 return {"reward": 1.0}
     return {"reward": 0.0}
 
 
-def _are_different_tiny_numbers(gold_answers: list[Any], answers: list[Any]) -> bool:
-    """Return whether two tiny numbers differ, which the library rounds to 0 and so calls equal."""
-    numbers = (gold_answers[0], answers[0])
-    if not all(isinstance(number, sympy.Expr) and is_computable(number) for number in numbers):
+def check_row(row: dict[str, Any]) -> None:
+    """Raise ValueError if the row's `answer` is missing, empty or unreadable."""
+    gold = gold_answer(row)
+    if read_sequence(gold) is None:
+        _parsed_gold(gold)
+
+
+def _parsed_gold(gold: str) -> list[Any]:
+    gold_answers = parsed(_marked(gold), "the row's answer") or _long_integer(gold)
+    if not gold_answers:
+        raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
+    return gold_answers
+
+
+def _long_integer(text: str) -> list[Any]:
+    """Return an integer of thousands of digits as text, because the library cannot read it; other texts give []."""
+    text = text.strip()
+    return [text] if len(text) > MAX_READ_DIGITS and _INTEGER.fullmatch(text) else []
+
+
+def _computable(answers: list[Any]) -> list[Any]:
+    return [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
+
+
+def _equal_sequences(gold: Sequence | None, answer: Sequence | None) -> bool:
+    """Return whether two sequences agree in every term that is written, and leave out terms at the same places."""
+    if gold is None or answer is None:
         return False
-    # `doit` is needed because the library represents a percentage as an unevaluated product with 1/100
-    gold, answer = (number.doit() for number in numbers)
-    if not gold.is_comparable or not answer.is_comparable or not 0 < abs(gold.evalf()) < TINY:
+    if gold.brackets != answer.brackets or len(gold.terms) != len(answer.terms):
         return False
-    ratio = (answer / gold).evalf()
-    # The library accepts 5 % both as 5 and as 0.05, so a factor of 100 is no difference
-    return all(abs(ratio * factor - 1) > TINY_TOLERANCE for factor in (1, 100, 0.01))
+    return all(_equal_terms(*terms) for terms in zip(gold.terms, answer.terms, strict=True))
+
+
+def _equal_terms(gold: str, answer: str) -> bool:
+    if DOTS in (gold, answer) or gold == answer:
+        return gold == answer
+    gold_answers = parsed(_boxed(gold), "a term of the row's answer")
+    answers = _computable(parsed(_boxed(answer), "a term of the answer"))
+    with interrupted_after(SECONDS, "the comparison"):
+        return equal_answers(gold_answers, answers)
 
 
 def _marked(gold: str) -> str:
@@ -175,3 +207,7 @@ def _answers_to_parse(text: str) -> list[str]:
 def _formulas(answer: str) -> list[str]:
     """Return the texts for the library for a formula: with its unit, if it ends with one, and without the unit."""
     return [readable(rf"\boxed{{{reading}}}") for reading in readings(answer) if reading]
+
+
+def _boxed(formula: str) -> str:
+    return readable(rf"\boxed{{{plain_notation(formula)}}}")

@@ -3,7 +3,7 @@ r"""Compares the stated answer with the gold answer by sympy, element by element
 Both answers are normalized as in `mathd`. Tuples and intervals must have the same brackets and the same length. As in
 PRM800K (Lightman et al., "Let's Verify Step by Step", 2023), if the gold answer is an integer, the answer must be the
 same integer, and a fraction must equal a gold fraction literally: "4/2" is an unfinished answer if the gold answer is
-"2".
+"2". Other numbers must have exactly the same value, except that a decimal may differ by `RELATIVE_TOLERANCE`.
 
 A LaTeX grammar reads the text. sympy's own parser is never used, because it would evaluate text from a model as code.
 """
@@ -17,14 +17,15 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.answer_reading.sequences import DOTS, read_sequence
 from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer
+from async_grpo.rewards.builtin.equal_numbers import equal_numbers, exact_decimal, is_numeric, is_undefined
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
 # Maximum time of one comparison, after which the sample gets no reward. It is not counted as wrong, because the machine
 # may just be busy
 SECONDS = 5.0
-RELATIVE_TOLERANCE = 1e-12  # largest relative difference of two equal numbers
-PRECISION_DIGITS = 30  # number of digits to which numbers are computed for the comparison
+RELATIVE_TOLERANCE = 1e-12  # largest relative difference of a decimal number and an equal number
 
 # Limits on an expression, above which it is not computed
 MAX_DIGITS = 10_000
@@ -37,11 +38,17 @@ _FRACTION = re.compile(r"-{0,2}\\frac\{\d+\}\{\d+\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
 # Expressions that may take forever to compute, however short they are
 _ENDLESS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
-_SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
+SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 def split_elements(text: str) -> tuple[str, list[str]]:
-    """Return the brackets and elements of a tuple or an interval. For other texts, return "" and the text itself."""
+    """Return the brackets and elements of a tuple, an interval or a sequence with dots.
+
+    For other texts, return "" and the text itself.
+    """
+    sequence = read_sequence(text)
+    if sequence:
+        return sequence.brackets, sequence.terms
     inner = text[1:-1]
     has_brackets = text[:1] in ("(", "[") and text[-1:] in (")", "]")
     if not has_brackets or "," not in inner or re.search(r"[()\[\]]", inner):
@@ -75,23 +82,23 @@ def exact_form(text: str) -> str | None:
 
 
 def same_value(gold: Any, answer: Any) -> bool:
-    """Return whether two values are equal: numbers to 12 digits, formulas after `simplify`, others by `==`."""
-    # `zoo` is sympy's result of a division by zero. As a value, it would make 1/0 and 2/0 equal
-    if sympy.zoo in (gold, answer):
+    """Return whether two values are equal: numbers exactly, formulas after `simplify`, others by `==`.
+
+    A decimal number may differ from another number by `RELATIVE_TOLERANCE`. A value that contains a division by zero is
+    equal to nothing: as a value, it would make 1/0 and 2/0 equal.
+    """
+    if is_undefined(gold) or is_undefined(answer):
         return False
+    if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+        pairs = zip(gold.flat(), answer.flat(), strict=False)
+        return bool(gold.shape == answer.shape) and all(same_value(*pair) for pair in pairs)
     are_formulas = isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)
     # The difference of infinite values is not meaningful
     if not are_formulas or gold.is_infinite or answer.is_infinite:
         return bool(gold == answer)
-    difference = gold - answer
-    if difference.is_number:
-        distance = abs(difference.evalf(PRECISION_DIGITS))
-        scale = abs(gold.evalf(PRECISION_DIGITS))
-        if distance > RELATIVE_TOLERANCE * max(scale, 1):
-            return False
-        if distance <= RELATIVE_TOLERANCE * scale:
-            return True
-    return bool(sympy.simplify(difference) == 0)
+    if is_numeric(gold) and is_numeric(answer):
+        return equal_numbers(gold, answer, RELATIVE_TOLERANCE)
+    return bool(sympy.simplify(gold - answer) == 0)
 
 
 def equal_elements(gold: str, answer: str) -> bool:
@@ -101,6 +108,8 @@ def equal_elements(gold: str, answer: str) -> bool:
         ValueError: The gold element cannot be parsed.
         TimeoutError: The comparison takes too long.
     """
+    if DOTS in (gold, answer):
+        return gold == answer
     gold_text = normalise(gold)
     answer_text = normalise(answer)
     if gold_text == answer_text:
@@ -111,9 +120,17 @@ def equal_elements(gold: str, answer: str) -> bool:
     with interrupted_after(SECONDS, "the comparison"):
         try:
             return same_value(gold_expression, parse(answer))
-        except _SYMPY_ERRORS:
+        except SYMPY_ERRORS:
             # The answer comes from the model, and an answer that sympy cannot compute counts as wrong
             return False
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """Raise ValueError if the row's `answer` is missing, empty or unreadable."""
+    _, gold_elements = split_elements(clean(gold_answer(row)))
+    for element in gold_elements:
+        if element != DOTS and not exact_form(normalise(element)):
+            parse(element)
 
 
 def is_computable(expression: Any) -> bool:
@@ -128,6 +145,11 @@ def is_computable(expression: Any) -> bool:
 
 def digits_of(node: sympy.Basic) -> float:
     """Return an upper bound of the number of decimal digits in the value of `node`, which may be infinite."""
+    if isinstance(node, sympy.Float):
+        try:
+            node = exact_decimal(node)
+        except ValueError:
+            return math.inf
     if isinstance(node, sympy.Rational):
         return 1.0 + math.floor(math.log10(max(abs(node.p), node.q)))
     parts = [digits_of(part) for part in node.args]

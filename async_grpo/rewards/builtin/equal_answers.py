@@ -1,0 +1,213 @@
+"""Decides whether two answers that the library math-verify has parsed are equal.
+
+The library itself compares decimals to six places, so that all numbers below 5e-7 are equal to it. Here, every number
+in the gold answer and in the answer is first replaced by its exact value (`equal_numbers`), and a number of the answer
+that may count as a number of the gold answer is replaced by that number. Then nothing is left for the library to round.
+
+A decimal may be rounded. It counts as another number if the two agree to six decimals and five significant digits, or
+if the decimal is that number, rounded to at least six decimals and three significant digits.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.logic import And
+from math_verify import verify
+from sympy.core.relational import Relational
+
+from async_grpo.rewards.builtin.equal_numbers import (
+    equal_numbers,
+    is_numeric,
+    is_rounded,
+    is_undefined,
+    with_exact_decimals,
+)
+from async_grpo.rewards.builtin.sympy import SYMPY_ERRORS, is_computable
+
+RELATIVE_TOLERANCE = 5e-5  # five significant digits
+ABSOLUTE_TOLERANCE = 5e-7  # six decimals, the last one rounded
+MIN_PLACES = 6  # fewest decimals of a number that may be another one in a form that is rounded more
+MIN_DIGITS = 3  # fewest significant digits of such a number
+PRECISION_DIGITS = 50  # number of digits to which the library computes what is no plain number
+
+_SET_NAME = re.compile(r"[a-zA-Z](?:_\{?\w{1,8}\}?)?'{0,3}")
+_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # the library reads 5% as this factor and 5
+# Names, in small letters and without blanks, that an answer in words may give to the empty set
+_EMPTY_SET_NAMES = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"}
+
+
+def equal_answers(gold_answers: list[Any], answers: list[Any]) -> bool:
+    """Return whether an answer is equal to a gold answer.
+
+    Args:
+        gold_answers: Readings of the gold answer: expressions of sympy, and its text.
+        answers: Readings of the answer. Those that take forever to compute must be left out (`is_computable`).
+    """
+    return any(_equal_readings(gold, answer) for gold, answer in product(gold_answers, answers))
+
+
+def _equal_readings(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, str) or isinstance(answer, str):
+        # A text is compared only with a text
+        are_texts = isinstance(gold, str) and isinstance(answer, str)
+        return are_texts and gold.strip() != "" and _without_order(gold) == _without_order(answer)
+    if not is_computable(gold):
+        return bool(verify([gold], [answer], timeout_seconds=None))
+    if is_undefined(gold) or is_undefined(answer):
+        return False
+    try:
+        return any(_equal_expressions(gold, candidate) for candidate in _candidates(gold, answer))
+    except SYMPY_ERRORS:
+        # The answer comes from the model, and an answer that sympy cannot compute counts as wrong
+        return False
+
+
+def _without_order(text: str) -> str:
+    r"""Return the text of an answer in a form in which A \cup B is equal to B \cup A."""
+    for operator in (r"\cup", r"\cap"):
+        operands = [operand.strip() for operand in text.split(operator)]
+        if len(operands) > 1 and all(_SET_NAME.fullmatch(operand) for operand in operands):
+            return operator.join(sorted(set(operands)))
+    return text.strip()
+
+
+def _equal_expressions(gold: Any, answer: Any) -> bool:
+    if is_numeric(gold) and is_numeric(answer):
+        return _equal_values(gold, answer)
+    gold, answer = _as_comparable_sets(gold, answer)
+    try:
+        exact_values = {number: _exact_value(number) for number in _numbers_in(gold)}
+        replacements = {number: _counterpart(number, exact_values) for number in _numbers_in(answer)}
+    except ValueError:
+        # A decimal number is so large or so small that it cannot be computed
+        return bool(gold == answer)
+    exact_gold = _replaced(gold, exact_values)
+    exact_answer = _replaced(answer, replacements)
+    if is_undefined(exact_gold) or is_undefined(exact_answer):
+        return False
+    return bool(
+        verify([exact_gold], [exact_answer], numeric_precision=PRECISION_DIGITS, timeout_seconds=None)
+    )
+
+
+def _candidates(gold: Any, answer: Any) -> Iterator[Any]:
+    """Yield what the answer may state: itself, and the exact value that it rounds, as in 2/3 = 0.667."""
+    yield answer
+    relation = answer
+    while isinstance(relation, And) and relation._unsorted_args:
+        relation = relation._unsorted_args[-1]
+    if not isinstance(relation, sympy.Eq) or isinstance(gold, Relational | And):
+        return
+    exact, rounded = relation.args
+    if (
+        isinstance(rounded, sympy.Float)
+        and is_numeric(exact)
+        and is_rounded(exact, rounded, min_digits=1, min_places=1)
+    ):
+        yield exact
+
+
+def _equal_values(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """Return whether two numbers are equal. If only one of them is a percentage, 5% may be 0.05 or 5."""
+    gold_readings = [gold]
+    answer_readings = [answer]
+    if _is_percentage(gold) != _is_percentage(answer):
+        gold_readings.append(_without_percent(gold))
+        answer_readings.append(_without_percent(answer))
+    try:
+        return any(_nearly_equal(*readings) for readings in product(gold_readings, answer_readings))
+    except ValueError:
+        # A decimal number is so large or so small that it cannot be computed
+        return bool(gold == answer)
+
+
+def _nearly_equal(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """Return whether two numbers are equal, or one of them is the other as a rounded decimal."""
+    return (
+        equal_numbers(gold, answer, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE)
+        or is_rounded(gold, answer, MIN_DIGITS, MIN_PLACES)
+        or is_rounded(answer, gold, MIN_DIGITS, MIN_PLACES)
+    )
+
+
+def _is_percentage(number: sympy.Expr) -> bool:
+    return isinstance(number, sympy.Mul) and _PERCENT in number.args
+
+
+def _without_percent(number: sympy.Expr) -> sympy.Expr:
+    return sympy.Mul(*(factor for factor in sympy.Mul.make_args(number) if factor != _PERCENT))
+
+
+def _numbers_in(expression: Any) -> Iterator[sympy.Expr]:
+    """Yield the largest parts of an expression that are numbers."""
+    if is_numeric(expression):
+        yield expression
+        return
+    arguments = expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args
+    for argument in arguments:
+        yield from _numbers_in(argument)
+
+
+def _exact_value(number: sympy.Expr) -> sympy.Expr:
+    return with_exact_decimals(number).doit()
+
+
+def _counterpart(number: sympy.Expr, exact_values: Mapping[sympy.Expr, sympy.Expr]) -> sympy.Expr:
+    """Return the exact value of the gold answer's number to which a number is equal, or else its own exact value."""
+    own_value = _exact_value(number)
+    if own_value in exact_values.values():
+        return own_value
+    for gold, value in exact_values.items():
+        if _equal_values(gold, number):
+            return value
+    return own_value
+
+
+def _replaced(expression: Any, replacements: Mapping[sympy.Expr, sympy.Expr]) -> Any:
+    """Replace parts of an expression, and keep the order in which its own parts were written."""
+    if isinstance(expression, sympy.MatrixBase):
+        return expression.applyfunc(lambda entry: _replaced(entry, replacements))
+    if expression in replacements:
+        return replacements[expression]
+    arguments = list(getattr(expression, "_unsorted_args", expression.args))
+    new_arguments = [_replaced(argument, replacements) for argument in arguments]
+    if new_arguments == arguments:
+        return expression
+    if isinstance(expression, Relational):
+        # sympy would evaluate an equation of two numbers to a truth value
+        return expression.func(*new_arguments, evaluate=False)
+    return expression.func(*new_arguments)
+
+
+def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
+    """If only one of two answers is a set, make a set of the other, where it states one in another form."""
+    if isinstance(gold, sympy.Set) and not _is_list_of_inequalities(gold):
+        answer = _set_of(answer, gold)
+    elif isinstance(answer, sympy.Set) and not _is_list_of_inequalities(answer):
+        gold = _set_of(gold, answer)
+    return gold, answer
+
+
+def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
+    """Return the set that inequalities of one variable or the words "no solution" describe; other things unchanged.
+
+    The inequalities may hold together, as in x > 1, x < 3. If they cannot, one of them holds, as in x < 1, x > 3.
+    """
+    if compared_set is sympy.S.EmptySet and isinstance(expression, sympy.Symbol):
+        return compared_set if expression.name.lower() in _EMPTY_SET_NAMES else expression
+    if not _is_list_of_inequalities(expression):
+        return expression
+    sets = [inequality.as_set() for inequality in expression.args]
+    common_part = sympy.Intersection(*sets)
+    return sympy.Union(*sets) if common_part is sympy.S.EmptySet else common_part
+
+
+def _is_list_of_inequalities(expression: Any) -> bool:
+    """Return whether an expression is several inequalities of the same single variable."""
+    if not isinstance(expression, sympy.FiniteSet) or len(expression.free_symbols) != 1:
+        return False
+    kinds = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
+    return all(isinstance(part, kinds) for part in expression.args)
