@@ -17,7 +17,8 @@ from async_grpo.environments.make import rows_of, source_of
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.curriculum import make_curriculum
-from async_grpo.experience.dataset import Question, questions_of, read_rows
+from async_grpo.experience.data_files import read_rows
+from async_grpo.experience.dataset import Question, questions_of
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import (
@@ -162,7 +163,7 @@ def _dtype(config: RunConfig) -> str:
 def _rows(config: RunConfig, path: str, is_training: bool) -> Iterable[tuple[str, Any]]:
     """Return the rows of a file or of the environment, as pairs of the row's location, for messages, and the row."""
     if path != ROWS:
-        return read_rows(path)
+        return read_rows(path, config.column_map)
     rows = rows_of(config, "train" if is_training else "eval", config.reward_environment())
     return ((f"row {number} of the environment", row) for number, row in enumerate(rows))
 

@@ -22,6 +22,9 @@ _RENDERED = "the prompts of the finished groups were rendered with the earlier v
 FIXED = {
     "model_name_or_path": "the checkpoint has weights of the earlier model, which also stays the KL reference",
     "data_path": "the saved position in the data would belong to other questions",
+    "prompt_column": "the finished groups answer the prompts of the earlier column",
+    "prompt_as": "the finished groups answer prompts of the earlier form",
+    "answer_column": "the finished groups were scored by the answers of the earlier column",
     "environment": "the finished groups are trajectories of the earlier environment",
     "chat_template": _RENDERED,
     "chat_template_kwargs": _RENDERED,

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from async_grpo.algorithm.config import AlgorithmConfig, off_policy, on_groups
+from async_grpo.experience.data_config import DataConfig
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
     Range,
-    Section,
     option,
     refuse,
 )
@@ -211,7 +211,7 @@ _evaluation = partial(option, panel="Evaluation", portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationTask(Section):
+class EvaluationTask(DataConfig):
     """Options of an evaluation: its questions, its sampling, and the reward with which a completion passes."""
 
     eval_data_path: str | None = _evaluation(

@@ -1,9 +1,8 @@
-"""The data set: JSONL rows are tokenized once, and one cursor draws prompts from them for the whole run."""
+"""The data set: rows are tokenized once, and one cursor draws prompts from them for the whole run."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,6 @@ from async_grpo.experience.curriculum import Curriculum
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.options.fields import refuse
-from async_grpo.processes.untrusted_files import (
-    MAX_ROW_BYTES,
-    bounded_lines,
-    open_regular,
-    parse_json,
-)
 from async_grpo.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -31,33 +24,6 @@ class Question:
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]
     where: str = ""  # file and line of the row
-
-
-def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file and line number as text, row) for each row of a JSONL file.
-
-    Raises:
-        ConfigurationError: The file does not exist, has no rows, is not JSONL, or has a line that is too long or not
-            UTF-8.
-    """
-    path = Path(path)
-    place = ""
-    refuse(not path.is_file(), f"{path}: there is no such file")
-    with open_regular(path, follow_links=True) as file:
-        for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
-            if line is not None and not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            if line is None:
-                raise ConfigurationError(
-                    f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
-                )
-            try:
-                row = parse_json(line)
-            except ValueError as error:  # not UTF-8, not JSON, or brackets nested too deeply
-                raise ConfigurationError(f"{place}: not JSON ({error})") from error
-            yield place, row
-    refuse(not place, f"{path} holds no questions")
 
 
 def questions_of(

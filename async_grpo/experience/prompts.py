@@ -14,7 +14,6 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.row_messages import (
-    PROMPT_COLUMNS,
     ROLES,
     SYSTEM_ROLES,
     Message,
@@ -24,6 +23,7 @@ from async_grpo.experience.row_messages import (
     row_tools,
     template_message,
 )
+from async_grpo.experience.row_schemas import PROMPT_COLUMNS
 from async_grpo.options.fields import nearest, refuse
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.processes.untrusted_files import all_is_text

@@ -14,7 +14,6 @@ from async_grpo.processes.untrusted_files import parse_json
 
 Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
 
-PROMPT_COLUMNS = ("messages", "prompt", "input")  # in the order in which they are used
 # Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")

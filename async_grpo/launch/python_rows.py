@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.row_messages import PROMPT_COLUMNS
+from async_grpo.experience.row_schemas import PROMPT_COLUMNS, TOKENS
 from async_grpo.launch.python_files import write_private_file
 from async_grpo.options.fields import refuse
 
-TOKENS = "input_token_ids"
 SHOWN_COLUMNS = 12  # number of names that an error message lists
 
 
@@ -79,10 +78,10 @@ def _checked_row(row: Any, place: str) -> dict[str, Any]:
             f'{place} is a {type(row).__name__}, not a dict such as {{"prompt": "3 + 4 = ?"}}'
         )
     checked_row = dict(row)
-    for column in (TOKENS, *PROMPT_COLUMNS):
+    for column in PROMPT_COLUMNS:
         if checked_row.get(column, ...) is None:  # `datasets` fills missing columns with None
             del checked_row[column]
-    prompt_columns = [column for column in (TOKENS, *PROMPT_COLUMNS) if column in checked_row]
+    prompt_columns = [column for column in PROMPT_COLUMNS if column in checked_row]
     if not prompt_columns:
         names = ", ".join(map(str, list(row)[:SHOWN_COLUMNS])) or "none"
         raise ConfigurationError(

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.dataset import PromptCursor, Question, questions_of, read_rows
+from async_grpo.experience.data_files import read_rows
+from async_grpo.experience.dataset import PromptCursor, Question, questions_of
 
 
 class Letters:

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.dataset import questions_of, read_rows
+from async_grpo.experience.data_files import read_rows
+from async_grpo.experience.dataset import questions_of
 from tests.helpers import prompt_models
 from tests.helpers.prompt_models import ASKED, BOS_TEXT, REPORTS, chat
 

@@ -13,7 +13,8 @@ import pytest
 
 from async_grpo.__main__ import main
 from async_grpo.data import FOLDER, TINY_MODEL
-from async_grpo.experience.dataset import questions_of, read_rows
+from async_grpo.experience.data_files import read_rows
+from async_grpo.experience.dataset import questions_of
 from async_grpo.launch.commands import COMMANDS, config_class
 
 ROOT = Path(__file__).resolve().parents[2]

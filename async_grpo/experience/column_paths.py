@@ -1,0 +1,69 @@
+"""Dotted paths into a row of a data file, such as `reward_model.ground_truth`."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import parse_json
+
+MISSING = object()  # the value at a path that leads to none
+
+
+def parse_paths(text: str | None, flag: str) -> tuple[str, ...]:
+    """Return the dotted paths of a comma-separated option.
+
+    Raises:
+        ConfigurationError: A path, or a part of a path, is empty.
+
+    >>> parse_paths("reward_model.ground_truth, answer", "--answer-column")
+    ('reward_model.ground_truth', 'answer')
+    """
+    if text is None:
+        return ()
+    paths = tuple(path.strip() for path in text.split(","))
+    is_complete = all(all(path.split(".")) for path in paths)
+    refuse(
+        not is_complete,
+        f"{flag} {text!r}: give the name of a column, such as question, or a path such as reward_model.ground_truth",
+    )
+    return paths
+
+
+def value_at(value: Any, path: str) -> Any:
+    """Return the value at a dotted path, or MISSING if there is none.
+
+    A name that contains dots itself is found, too. A number is a place in a list. Objects that were written as JSON
+    text are read.
+
+    >>> row = {"reward_model": {"ground_truth": ["34"]}, "a.b": 1, "info": '{"x": 2}'}
+    >>> value_at(row, "reward_model.ground_truth.0"), value_at(row, "a.b"), value_at(row, "info.x")
+    ('34', 1, 2)
+    """
+    if isinstance(value, str):
+        value = parsed_text(value)
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
+    name, _, rest = path.partition(".")
+    if isinstance(value, Mapping) and name in value:
+        item = value[name]
+    elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+        item = value[int(name)]
+    else:
+        return MISSING
+    return value_at(item, rest) if rest else item
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value says that there is none: a null, or the NaN that pandas writes for it."""
+    return value is MISSING or value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def parsed_text(text: str) -> Any:
+    """Return the object or list that a text is as JSON, or the text itself."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text

@@ -1,0 +1,46 @@
+"""The options that say which columns of a data file hold the prompt and the answer."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from async_grpo.experience.column_paths import parse_paths
+from async_grpo.experience.row_columns import ColumnMap
+from async_grpo.options.fields import Section, option
+
+_data = partial(option, panel="Data", portable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Options of all commands that read questions."""
+
+    prompt_column: str | None = _data(
+        None,
+        "Column of the prompt, in training and held-out files: a name such as problem, or a dotted path such as "
+        "conversations.0.value. Of several, separated by commas, the first that a row has counts. By default the prompt "
+        "is input_token_ids, messages, prompt or input.",
+    )
+    answer_column: str | None = _data(
+        None,
+        "Column of the answer that rewards get as `answer`: a name such as label, or a dotted path such as "
+        "reward_model.ground_truth. Of several, separated by commas, the first that a row has counts.",
+    )
+    prompt_as: str = _data(
+        "message",
+        "What a text in --prompt-column is: message, the user's message in the model's chat template; or text, the whole "
+        "prompt, without a template.",
+        choices=("message", "text"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.column_map  # noqa: B018  refuses names that are none
+
+    @property
+    def column_map(self) -> ColumnMap:
+        """Return the columns of prompt and answer."""
+        return ColumnMap(
+            prompt=parse_paths(self.prompt_column, "--prompt-column"),
+            answer=parse_paths(self.answer_column, "--answer-column"),
+            text_is_message=self.prompt_as == "message",
+        )

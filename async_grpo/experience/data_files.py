@@ -1,0 +1,275 @@
+"""Read the rows of data files: JSONL, JSON, CSV and TSV."""
+
+import csv
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.column_paths import is_missing
+from async_grpo.experience.row_columns import ColumnMap
+from async_grpo.experience.row_schemas import (
+    PROMPT_COLUMNS,
+    PROMPT_LIKE,
+    names_of,
+    proposal,
+    unread_columns,
+)
+from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import (
+    MAX_ROW_BYTES,
+    bounded_lines,
+    is_regular,
+    open_regular,
+    parse_json,
+    read_bounded,
+)
+
+log = logging.getLogger(__name__)
+
+Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
+PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
+MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
+BYTE_ORDER_MARK = "\ufeff"
+AS_PUBLISHED = ColumnMap()  # the columns without any option
+
+
+def read_rows(path: str | Path, columns: ColumnMap = AS_PUBLISHED, *, needs_prompt: bool = True) -> Rows:
+    """Yield (file and line number as text, row) for each row of a data file.
+
+    Args:
+        path: The file. Its extension names its format; without a known one it is JSONL.
+        columns: The columns of prompt and answer.
+        needs_prompt: Whether a row without a prompt is wrong.
+
+    Raises:
+        ConfigurationError: The file does not exist, has no rows, or has another format, or a row is wrong: no object, too
+            long, not UTF-8, or without prompt or answer where `columns` looks for them.
+    """
+    begin = time.monotonic()
+    next_line_s = PROGRESS_S
+    num_rows = 0
+    for place, raw_row in raw_rows(Path(path)):
+        try:
+            row = columns.apply(raw_row, needs_prompt=needs_prompt)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{place}: {error}") from error
+        if num_rows == 0 and needs_prompt:
+            _warn_of_unread_columns(path, raw_row, row, columns)
+        num_rows += 1
+        yield place, row
+        if time.monotonic() - begin > next_line_s:
+            log.info("%s: %s rows read so far", path, f"{num_rows:,}")
+            next_line_s += PROGRESS_S
+    refuse(not num_rows, f"{path} holds no questions")
+
+
+def raw_rows(path: Path) -> Rows:
+    """Yield (file and line number as text, row) for each row of a data file, as it stands there.
+
+    Raises:
+        ConfigurationError: The file does not exist, or has another format.
+    """
+    refuse(
+        not is_regular(path, follow_links=True),
+        f"{path}: there is no such file" + (" (it is not a regular file)" if path.exists() else ""),
+    )
+    suffix = path.suffix.lower()
+    refuse(suffix in REFUSED_SUFFIXES, f"{path}: {REFUSED_SUFFIXES.get(suffix)}")
+    read = READERS.get(suffix, _jsonl_rows)
+    with open_regular(path, follow_links=True) as file:
+        yield from read(path, file)
+
+
+def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
+    for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+        if line is not None and not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        if line is None:
+            raise ConfigurationError(
+                f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
+            )
+        try:
+            row = parse_json(line)
+        except ValueError as error:  # not UTF-8, not JSON, or brackets nested too deeply
+            raise ConfigurationError(f"{place}: not JSON ({error})") from error
+        yield place, row
+
+
+def _json_rows(path: Path, file: BinaryIO) -> Rows:
+    """Yield the rows of a JSON file: those of a list, or of the only list of objects in an object.
+
+    Many public files are JSONL in spite of this extension, so their lines are read as such.
+    """
+    is_jsonl = _is_jsonl(file)
+    file.seek(0)
+    if is_jsonl:
+        yield from _jsonl_rows(path, file)
+        return
+    try:
+        value = parse_json(read_bounded(file, path, MAX_JSON_BYTES))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: {error.strerror} of a JSON file: write it as JSONL, one row per line (jq -c '.[]' FILE)"
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: not JSON ({error})") from error
+    for number, row in enumerate(_listed_rows(path, value), start=1):
+        yield f"{path}, row {number}", row
+
+
+def _is_jsonl(file: BinaryIO) -> bool:
+    """Return whether the first line is an object by itself, and other lines follow."""
+    lines = (line for line in bounded_lines(file, MAX_ROW_BYTES) if line is None or line.strip())
+    first_line = next(lines, None)
+    if first_line is None or next(lines, b"") == b"":
+        return False
+    try:
+        return isinstance(parse_json(first_line), dict)
+    except ValueError:
+        return False
+
+
+def _listed_rows(path: Path, value: Any) -> list[Any]:
+    """Return the rows in the value of a JSON file.
+
+    Raises:
+        ConfigurationError: The value holds no rows, or its rows cannot be told from other values.
+    """
+    if isinstance(value, list):
+        return value
+    refuse(not isinstance(value, dict), f"{path}: holds a {type(value).__name__}: a list of rows is needed")
+    cells = [cell for cell in value.values() if isinstance(cell, list | dict)]
+    is_by_column = bool(cells) and len(cells) == len(value) and not any(map(_is_list_of_objects, cells))
+    if is_by_column and any(name in value for name in (*PROMPT_COLUMNS, *PROMPT_LIKE)):
+        raise ConfigurationError(
+            f"{path}: holds columns ({names_of(value)}) instead of rows: write rows, in pandas by "
+            'to_json(FILE, orient="records")'
+        )
+    if any(name in value for name in (*PROMPT_COLUMNS, *PROMPT_LIKE)):
+        return [value]
+    lists = {name: cell for name, cell in value.items() if _is_list_of_objects(cell)}
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    content = (
+        f"several lists of rows, {', '.join(lists)}" if lists else f"no list of rows, but {names_of(value)}"
+    )
+    raise ConfigurationError(f"{path}: holds {content}: write one list of rows")
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _csv_rows(path: Path, file: BinaryIO, delimiter: str = ",") -> Rows:
+    """Yield the rows of a table whose first line names the columns. All values are texts, and an empty cell is null."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    reader = csv.reader(_text_lines(path, file), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        place = f"{path}, line {reader.line_num + 1}"
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise ConfigurationError(f"{place}: no row of a table ({error})") from error
+        if cells is None:
+            return
+        if not cells:  # an empty line
+            continue
+        if not header:
+            header = _checked_header(place, cells)
+            continue
+        refuse(
+            len(cells) != len(header),
+            f"{place}: a row of {len(cells)} cells under {len(header)} columns ({', '.join(header)}): put texts with "
+            f"{delimiter!r} or line breaks between double quotes",
+        )
+        # pandas writes the number of each row as a first column without a name
+        named_cells = [(name, cell) for name, cell in zip(header, cells, strict=True) if name]
+        yield place, {name: cell or None for name, cell in named_cells}
+
+
+def _tsv_rows(path: Path, file: BinaryIO) -> Rows:
+    return _csv_rows(path, file, delimiter="\t")
+
+
+def _checked_header(place: str, cells: list[str]) -> list[str]:
+    header = [cell.strip() for cell in cells]
+    twice = [name for name in header if header.count(name) > 1]
+    refuse(bool(twice), f"{place}: two columns have the name {twice[0] if twice else ''!r}")
+    return header
+
+
+def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file as text. Excel begins such a file with a byte order mark, which is skipped."""
+    for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+        place = f"{path}, line {number}"
+        if line is None:
+            raise ConfigurationError(
+                f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
+            )
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(
+                f"{place}: not UTF-8 ({error}): convert the file, such as by iconv -f cp1252 -t utf-8"
+            ) from error
+        if number == 1:
+            text = text.removeprefix(BYTE_ORDER_MARK)
+        refuse(
+            text.startswith(BYTE_ORDER_MARK),
+            f"{place}: a byte order mark (BOM) within the file, as after joining files: remove it",
+        )
+        yield text
+
+
+def _warn_of_unread_columns(
+    path: str | Path, raw_row: dict[str, Any], row: dict[str, Any], columns: ColumnMap
+) -> None:
+    """Warn if the first row has columns that look like a prompt or an answer, and that nobody reads."""
+    for name in unread_columns(row):
+        log.warning(
+            "%s: the column %s is no part of the prompt, though it may be the question: --prompt-column %s reads it",
+            path,
+            name,
+            name,
+        )
+    if not columns.answer and is_missing(raw_row.get("answer")):
+        proposed = proposal(raw_row)
+        if "--answer-column" in proposed:
+            log.warning("%s has no column answer, which most rewards read; %s", path, proposed)
+
+
+def _table_rows(path: Path, file: BinaryIO) -> Rows:
+    from async_grpo.experience.table_files import parquet_rows
+
+    return parquet_rows(path, file)
+
+
+READERS = {
+    ".csv": _csv_rows,
+    ".json": _json_rows,
+    ".parquet": _table_rows,
+    ".pq": _table_rows,
+    ".tsv": _tsv_rows,
+}
+UNPACK = "a packed file: unpack it first, such as by gunzip or zstd -d"
+REFUSED_SUFFIXES = {
+    ".7z": UNPACK,
+    ".arrow": "one file of a folder that `datasets` wrote: give the folder",
+    ".bz2": UNPACK,
+    ".gz": UNPACK,
+    ".pickle": "a pickle can run code when it is read: write the rows as JSONL",
+    ".pkl": "a pickle can run code when it is read: write the rows as JSONL",
+    ".tar": UNPACK,
+    ".xls": "a table of Excel: save it as CSV UTF-8",
+    ".xlsx": "a table of Excel: save it as CSV UTF-8",
+    ".xz": UNPACK,
+    ".yaml": "YAML is not read: write the rows as JSONL",
+    ".yml": "YAML is not read: write the rows as JSONL",
+    ".zip": UNPACK,
+    ".zst": UNPACK,
+}

@@ -1,0 +1,97 @@
+"""Turn the values of numpy, pyarrow and `datasets` into those of JSON."""
+
+import datetime
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+
+NULLS_OF_PANDAS = ("NAType", "NaTType")
+TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta)
+
+
+def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a row of a table with values of JSON alone.
+
+    Arrow gives all objects of a list the same keys, and fills those that an object lacks with nulls, so these nulls are
+    left out. A message's `content` stays, because its null has a meaning.
+
+    Args:
+        row: The columns of the row.
+        place: Where the row stands, for messages.
+
+    Raises:
+        ConfigurationError: A value cannot be written as JSON. The message names its column.
+    """
+    columns = {}
+    for name, value in row.items():
+        try:
+            columns[str(name)] = _without_filling(plain(value))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{place}: the column {name} holds {error}, which is no text or number: leave the column out of the file, "
+                "or write it as text"
+            ) from error
+    return columns
+
+
+def plain(value: Any) -> Any:
+    """Return the value made of dicts, lists, texts, numbers, booleans and None.
+
+    Raises:
+        TypeError: The value cannot be written as JSON. The message says what it is.
+
+    >>> import numpy
+    >>> plain({"a": numpy.array([1, 2]), "b": numpy.float32(0.5), "c": (True, None), "d": b"text"})
+    {'a': [1, 2], 'b': 0.5, 'c': [True, None], 'd': 'text'}
+    """
+    if type(value).__name__ in NULLS_OF_PANDAS:
+        return None
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return _text_of(value)
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else str(value)
+    if isinstance(value, TIMES):
+        return str(value)
+    if hasattr(value, "tolist"):  # a number or an array of numpy, torch or pyarrow
+        return plain(value.tolist())
+    if isinstance(value, str | int | float):  # a subclass, such as an enum's
+        return value
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _text_of(value: bytes) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        raise TypeError(f"{len(value)} bytes, such as an image") from None
+
+
+def _without_filling(value: Any) -> Any:
+    """Return the value without the nulls with which Arrow fills the objects in lists."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_filling(item) for name, item in value.items()}
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return an object in a list without its nulls, at any depth."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_message = "role" in value
+    return {
+        name: _without_nulls(item)
+        for name, item in value.items()
+        if item is not None or (is_message and name == "content")
+    }

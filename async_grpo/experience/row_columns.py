@@ -1,0 +1,184 @@
+"""The columns of a row: which hold its prompt and its answer, whatever the file calls them."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.column_paths import MISSING, is_missing, parsed_text, value_at
+from async_grpo.experience.row_schemas import PROMPT_COLUMNS, TOKENS, names_of, without_prompt
+from async_grpo.options.fields import refuse
+
+# A list of messages that was written as one text: as JSON, or as Python or numpy prints it
+SERIALIZED = re.compile(
+    r"""\s*(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:.*\](\s*,\s*dtype=\w+)?\)?\s*""",
+    re.DOTALL,
+)
+SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """The columns of prompt and answer, from the options of a run.
+
+    Attributes:
+        prompt: Dotted paths for the prompt; the first that a row has is used. Without any, `PROMPT_COLUMNS`.
+        answer: Dotted paths for the answer; without any, the column `answer`.
+        text_is_message: Whether a text in the prompt's column is the user's message. If not, it is the whole prompt.
+    """
+
+    prompt: tuple[str, ...] = ()
+    answer: tuple[str, ...] = ()
+    text_is_message: bool = True
+
+    def apply(self, row: Any, *, needs_prompt: bool = True) -> dict[str, Any]:
+        """Return the row with its prompt and its answer in the columns that this library reads.
+
+        A null in a column of the prompt counts as a missing column.
+
+        Args:
+            row: A row of a file.
+            needs_prompt: Whether a row without a prompt is wrong.
+
+        Raises:
+            ConfigurationError: The row is not an object, has no such column, or has another kind of value there.
+        """
+        if not isinstance(row, dict):
+            raise ConfigurationError(f"a row must be an object, not {type(row).__name__}")
+        mapped_row = {name: value for name, value in row.items() if not _is_null_prompt(name, value)}
+        if self.answer:
+            mapped_row["answer"] = _value(row, self.answer, "--answer-column")
+        _refuse_infinite_answers(mapped_row)
+        if self.prompt:
+            prompt = _value(row, self.prompt, "--prompt-column")
+            return self._with_prompt(mapped_row, prompt)
+        refuse(needs_prompt and not _has_prompt(mapped_row), without_prompt(row))
+        for name in ("prompt", "input"):
+            _read_serialized(mapped_row, name)
+        return mapped_row
+
+    def _with_prompt(self, row: dict[str, Any], prompt: Any) -> dict[str, Any]:
+        """Return the row with this prompt and no other."""
+        other_columns = {name: value for name, value in row.items() if name not in PROMPT_COLUMNS}
+        flag = f"--prompt-column {','.join(self.prompt)}"
+        if isinstance(prompt, str):
+            prompt = _messages_in_text(prompt, flag)
+        if isinstance(prompt, str):
+            refuse(not prompt.strip(), f"{flag}: the text there is empty")
+            if not self.text_is_message:
+                return other_columns | {"input": prompt}
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+            return other_columns | {TOKENS: prompt}
+        are_objects = isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt)
+        refuse(
+            not prompt or not are_objects,
+            f"{flag}: a prompt must be a text, a list of messages or a list of token ids, not {_shown(prompt)}",
+        )
+        is_share_gpt = "from" in prompt[0] and "value" in prompt[0]
+        refuse(
+            is_share_gpt,
+            f"{flag}: these are ShareGPT's messages, with `from` and `value`: name the text of the question, such as "
+            "--prompt-column conversations.0.value, or write them with `role` and `content`",
+        )
+        # `prompt` is what functions with TRL's signature get as `prompts`
+        return other_columns | {"messages": prompt, "prompt": prompt}
+
+
+def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
+    """Return the first value that the row has at one of these paths.
+
+    Raises:
+        ConfigurationError: The row has none. The message says how far the last path leads.
+    """
+    for path in paths:
+        value = value_at(row, path)
+        if not is_missing(value):
+            return value
+    path = paths[-1]
+    value = value_at(row, path)
+    if value is MISSING:
+        state = f"is not in this row, which has {_names_at(row, path)}"
+    else:
+        state = f"is {json.dumps(value)} in this row"  # null or NaN
+    raise ConfigurationError(f"{flag} {','.join(paths)}: {path} {state}")
+
+
+def _names_at(row: Mapping[str, Any], path: str) -> str:
+    """Return the names beside which the first missing part of a dotted path was looked for."""
+    value: Any = row
+    read = ""
+    for part in path.split("."):
+        deeper = value_at(value, part)
+        if deeper is MISSING:
+            break
+        value = deeper
+        read = f"{read}.{part}".lstrip(".")
+    if isinstance(value, str):
+        value = parsed_text(value)
+    place = f" in {read}" if read else ""
+    if isinstance(value, Mapping):
+        return f"{names_of(value)}{place}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}{place}"
+    return f"{_shown(value)}{place}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.{SHOWN_CHARACTERS}}"
+
+
+def _is_null_prompt(name: str, value: Any) -> bool:
+    return name in PROMPT_COLUMNS and is_missing(value)
+
+
+def _has_prompt(row: Mapping[str, Any]) -> bool:
+    return any(name in row for name in PROMPT_COLUMNS)
+
+
+def _messages_in_text(text: str, place: str) -> Any:
+    """Return the messages that a text is as JSON, or the text itself if it is no list of messages.
+
+    Raises:
+        ConfigurationError: The text is what Python prints for a list of messages, which cannot be read back.
+    """
+    if not SERIALIZED.fullmatch(text):
+        return text
+    messages = parsed_text(text)
+    if isinstance(messages, list):
+        return messages
+    raise ConfigurationError(
+        f"{place}: the text is a list of messages as Python prints it, {_shown(text)}: write the list itself, or its "
+        "JSON (json.dumps)"
+    )
+
+
+def _read_serialized(row: dict[str, Any], name: str) -> None:
+    """Replace a text that is the JSON of messages by the messages."""
+    value = row.get(name)
+    if isinstance(value, str) and TOKENS not in row and "messages" not in row:
+        messages = _messages_in_text(value, name)
+        if messages is not value:
+            del row[name]
+            row["messages"] = messages
+
+
+def _refuse_infinite_answers(row: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an answer that no completion can state."""
+    for name in ("answer", "answers"):
+        for number in _numbers(row.get(name)):
+            refuse(
+                not math.isfinite(number),
+                f"{name} is {json.dumps(number)}, which is no finite number: correct the row, or drop it",
+            )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
