@@ -45,6 +45,7 @@ SHIPPED_REWARDS = (
 # because the option changes only the reward. Options that are not listed here are refused. Never list
 # `allow_unsandboxed`.
 FOLDER_REWARD_OPTIONS: dict[str, float | None] = {
+    "absolute_tolerance": None,
     "all_or_nothing": None,
     "cache_tokens": None,
     "case": None,
@@ -52,6 +53,7 @@ FOLDER_REWARD_OPTIONS: dict[str, float | None] = {
     "max_tokens": None,
     "memory_mb": 1024.0,
     "pattern": None,  # any pattern is safe, because the search has a time limit
+    "relative_tolerance": None,
     "schedule": None,
     "schema": None,  # any schema is safe, because references to the network are not followed
     "search": None,

@@ -23,6 +23,7 @@ from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.answer_reading import notation
+from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
 from async_grpo.rewards.answer_reading.sequences import read_sequence
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
 from async_grpo.rewards.builtin import (
@@ -97,9 +98,19 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\\q?quad(?![a-zA-Z])|[~$]": "sequence",
         r"\s*[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*(?:=|\\in(?![a-zA-Z]))": "sequence",
     },
+    "rewards/answer_reading/fences.py": {
+        r"(?P<place>(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t])))*[ \t]*)(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})[\s{.]*(?P<language>\w*)": "code_of",  # noqa: E501
+        r"[ \t]*>": "code_of",
+        r"""\\.|\"{3}|'{3}|["'#]""": "code_of",
+    },
+    "rewards/answer_reading/python_code.py": {
+        r"^[ \t]*(?:async[ \t]+def|def|class|print)\b": "code_of",
+    },
+    "rewards/answer_reading/program_output.py": {
+        r"((?<![\w.])[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w|\.\w))": "same_output",
+    },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
-        r"[ \t]*```[ \t]*(\w*)": "stated_answer",
     },
     "training/checkpoint_folder.py": {
         r"[0-9a-f]{64}": PLAIN,
@@ -329,6 +340,7 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "exact": scored(text.exact),
     "json_schema": scored(json_schema.score, schema=True),
     "code_of": code.code_of,
+    "same_output": lambda output: same_output(output, output + "0", Tolerance(1e-6)),
     "completion_of": lambda completion: judge_prompts.completion_of({"completion": completion}),
     "score line": lambda reply: judge_replies.by_score_line(reply, 10.0),
     "judge's JSON": judge_by_schema,
@@ -375,6 +387,9 @@ UNITS = [
         "<answer></answer>",
         "```",
         "```json\n",
+        "```python\n'\n",
+        "> ~~~\n",
+        "- ",
         "<tool_call>",
         "<tool_call>{",
         "<tool_call>{}",

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from async_grpo.rewards.answer_reading.boxes import boxed_answer, has_box
+from async_grpo.rewards.answer_reading.fences import fenced_blocks
 
 Form = Literal["box", "written box", "block", "last block", "marker", "rest", "last line"]
-
-_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
 def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | None:
@@ -26,7 +25,7 @@ def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | 
         last block  the text of the last complete <answer>...</answer> after the thought
         marker      the rest of the line after the last "####", if it contains a digit (as in GSM8K)
         rest        all text after the thought
-        last line   the last line, or the block between lines of ``` if the text ends with one
+        last line   the last line, or the block between lines of ``` or ~~~ if the text ends with one
 
     A thought ends with the last "</think>". Only the text after it is searched, unless nothing follows the thought.
 
@@ -85,24 +84,7 @@ def _last_line(text: str) -> str | None:
     """Return the last line, or the fenced block at the end of the text. Return None if the text is blank."""
     text = text.strip()
     line = text.rpartition("\n")[2].strip()
-    if line == "```":
+    if line.startswith(("```", "~~~")) and not line.strip(line[0]):
         blocks = fenced_blocks(text)
         return blocks[-1][1] if blocks else line
     return line or None
-
-
-def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return (language, content) for each closed block between lines of ```. The language is in lower case or ""."""
-    blocks: list[tuple[str, str]] = []
-    fence: re.Match[str] | None = None
-    lines: list[str] = []
-    for line in text.split("\n"):
-        if fence is None:
-            fence = _FENCE.match(line)
-            lines = []
-        elif line.strip(" \t\r") == "```":
-            blocks.append((fence[1].lower(), "".join(lines)))
-            fence = None
-        else:
-            lines.append(line + "\n")
-    return blocks

@@ -12,8 +12,8 @@ from async_grpo.rewards.answer_reading.boxes import has_box
 from async_grpo.rewards.answer_reading.boxes import ungrouped as ungrouped
 from async_grpo.rewards.answer_reading.boxes import without_delimiters as without_delimiters
 from async_grpo.rewards.answer_reading.boxes import without_layout as without_layout
+from async_grpo.rewards.answer_reading.fences import fenced_blocks as fenced_blocks
 from async_grpo.rewards.answer_reading.stated import answer_block as answer_block
-from async_grpo.rewards.answer_reading.stated import fenced_blocks as fenced_blocks
 from async_grpo.rewards.answer_reading.stated import stated_answer as stated_answer
 
 

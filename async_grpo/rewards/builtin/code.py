@@ -1,46 +1,42 @@
 """Runs unit tests on generated Python code, in a sandbox without network access (`async_grpo.rewards.sandbox`).
 
-The code is the last block after the thought that is fenced as Python, or else the last block that is fenced without a
-language, or else all text after the thought. The row has these columns:
+The code is the last block after the thought that is fenced as Python and defines or prints something, but is no example
+of use of another block (`async_grpo.rewards.answer_reading.python_code`). Without a block that is fenced as Python, it is
+such a block without a language, or else all text after the thought. The row has these columns:
 
     tests     a list of tests, each of one of two kinds:
               {"input": text, "output": text} runs the code as a program with this standard input. Its standard output
               must be the expected one, except for blanks at the ends of lines and empty lines at the end, and its exit
-              status must be 0.
+              status must be 0. With the option `relative_tolerance` or `absolute_tolerance`, numbers with a decimal
+              point or an exponent need only be close.
               {"assert": text} runs Python statements against the code: "assert f(1) == 2", several lines, or a function
               `check(candidate)` and a call of it. The statements and the code can exchange plain values and objects,
               but not functions that the statements define.
-    prelude   optional: text to insert before the code, for imports or classes that the prompt promised
+    prelude   optional: text to insert before the code, for imports or classes that the prompt promised; statements
+              `from __future__` of the code are moved before it
 
 The code can use Python's standard library and threads, and runs in a folder that is not writable. Each test is a
 separate run. The process that runs the code never receives the expected output.
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
+from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
+from async_grpo.rewards.answer_reading.python_code import python_code_of, with_prelude
+from async_grpo.rewards.builtin.answers import completion_text
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
 from async_grpo.rewards.sandbox.run import Sandbox, SandboxRun
 
 MAX_CHARACTERS = 100_000  # maximum length of the code; longer code passes no test
 MIN_REMAINING_S = 0.01  # a test is not started if less time remains
-_PYTHON = ("python", "python3", "py")
 _TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
 
 
-def code_of(text: str) -> str:
+def code_of(text: str, prelude: str = "") -> str:
     """Return the code in a completion, as described above."""
-    spoken = text.rpartition("</think>")[2]
-    python_blocks = []
-    plain_blocks = []
-    for language, code in fenced_blocks(spoken):
-        if language in _PYTHON:
-            python_blocks.append(code)
-        elif not language:
-            plain_blocks.append(code)
-    candidates = python_blocks or plain_blocks or [spoken]
-    return candidates[-1]
+    return python_code_of(text.rpartition("</think>")[2], prelude)
 
 
 def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
@@ -60,15 +56,6 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
     return tests
 
 
-def same_output(output: str, expected: str) -> bool:
-    """Return whether two outputs are equal, except for blanks at the ends of lines and empty lines at the end."""
-    return _stripped_lines(output) == _stripped_lines(expected)
-
-
-def _stripped_lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
 def score(
     sample: dict[str, Any],
     *,
@@ -76,6 +63,8 @@ def score(
     total_seconds: float = 20.0,
     memory_mb: float = 1024,
     all_or_nothing: bool = False,
+    relative_tolerance: float = 0.0,
+    absolute_tolerance: float = 0.0,
     allow_unsandboxed: bool = False,
 ) -> dict[str, float]:
     """Return the share of the tests that the code passes.
@@ -87,6 +76,8 @@ def score(
             out. Keep it below `--reward-timeout-s`, after which the whole sample would have no reward.
         memory_mb: Maximum address space of the process, in MiB.
         all_or_nothing: Whether the reward is 1 if the code passes all tests and 0 otherwise.
+        relative_tolerance: See `Tolerance`, as for the next one. By default, outputs are compared as text.
+        absolute_tolerance: See `Tolerance`.
         allow_unsandboxed: Whether to run the code even if this machine cannot block its network access.
 
     Returns:
@@ -94,22 +85,21 @@ def score(
         blocked (`network_blocked`) and files were hidden (`files_hidden`), as 0 or 1.
 
     Raises:
-        ValueError: The row has no usable tests.
+        ValueError: The row has no usable tests, or a tolerance is negative.
         ConfigurationError: The machine cannot block the network access of the code, and `allow_unsandboxed` is false.
     """
     tests = tests_of(sample)
+    tolerance = Tolerance(relative_tolerance, absolute_tolerance)
     code = _code_with_prelude(sample)
-    passed = 0
-    timed_out = 0
-    levels: frozenset[str] = frozenset()  # levels of confinement that were in force in all tests
+    results = _Results()
     deadline = time.monotonic() + total_seconds
     for position, test in enumerate(tests):
-        has_failed = passed < position
+        has_failed = results.passed < position
         if len(code) > MAX_CHARACTERS or (all_or_nothing and has_failed):
             break
         remaining_s = deadline - time.monotonic()
         if remaining_s <= MIN_REMAINING_S:
-            timed_out += len(tests) - position
+            results.timed_out += len(tests) - position
             break
         sandbox = Sandbox(
             cpu_s=test_seconds,
@@ -117,29 +107,49 @@ def score(
             memory_bytes=int(memory_mb * 2**20),
             allow_unsandboxed=allow_unsandboxed,
         )
-        run, is_passed = _run_test(sandbox, code, test)
-        passed += int(is_passed)
-        timed_out += int(run.timed_out)
-        levels = levels & run.levels if position else run.levels
-    return {
-        "reward": float(passed == len(tests)) if all_or_nothing else passed / len(tests),
-        "passed": float(passed),
-        "total": float(len(tests)),
-        "timed_out": float(timed_out),
-        "network_blocked": float(bool(levels & NETWORK_LEVELS)),
-        "files_hidden": float("landlock" in levels),
-    }
+        results.add(*_run_test(sandbox, code, test, tolerance))
+    has_passed_all = results.passed == len(tests)
+    reward = float(has_passed_all) if all_or_nothing else results.passed / len(tests)
+    return {"reward": reward, "total": float(len(tests)), **results.numbers()}
+
+
+@dataclass
+class _Results:
+    """Results of the tests that have run."""
+
+    passed: int = 0
+    timed_out: int = 0
+    levels: frozenset[str] | None = (
+        None  # levels of confinement in force in all tests; None before the first test
+    )
+
+    def add(self, run: SandboxRun, is_passed: bool) -> None:
+        self.passed += int(is_passed)
+        self.timed_out += int(run.timed_out)
+        self.levels = run.levels if self.levels is None else self.levels & run.levels
+
+    def numbers(self) -> dict[str, float]:
+        levels = self.levels or frozenset()
+        return {
+            "passed": float(self.passed),
+            "timed_out": float(self.timed_out),
+            "network_blocked": float(bool(levels & NETWORK_LEVELS)),
+            "files_hidden": float("landlock" in levels),
+        }
 
 
 def _code_with_prelude(sample: dict[str, Any]) -> str:
-    return f"{sample.get('prelude') or ''}\n{code_of(completion_text(sample))}"
+    prelude = str(sample.get("prelude") or "")
+    return with_prelude(prelude, code_of(completion_text(sample), prelude))
 
 
-def _run_test(sandbox: Sandbox, code: str, test: dict[str, str]) -> tuple[SandboxRun, bool]:
+def _run_test(
+    sandbox: Sandbox, code: str, test: dict[str, str], tolerance: Tolerance
+) -> tuple[SandboxRun, bool]:
     """Run one test. Return the run, and whether the code passed the test."""
     if "assert" in test:
         run = sandbox.run_tests(code, test["assert"])
         return run, run.ended_well
     run = sandbox.run_program(code, test["input"])
     output = run.output.decode(errors="replace")
-    return run, run.ended_well and same_output(output, test["output"])
+    return run, run.ended_well and same_output(output, test["output"], tolerance)

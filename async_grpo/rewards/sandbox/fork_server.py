@@ -17,6 +17,7 @@ import operator
 import os
 import select
 import signal
+import site
 import socket
 import sys
 from importlib import import_module
@@ -49,6 +50,8 @@ def main(socket_fd: int) -> None:
     sys.path.remove(os.environ["PYTHONPATH"])
     os.environ.clear()
     sys.argv[:] = ["solution.py"]
+    # Programs may read and print integers of any length; their processor time is limited anyway
+    sys.set_int_max_str_digits(0)
     # Forks inherit this: sandboxed processes of one user must not read each other's memory
     prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps guardians that have ended
@@ -121,6 +124,9 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
         _report(channel, verdict=unit_test_runner.run(text, RpcChannel(*descriptors)))
         return
     os.close(channel)
+    # Python's `site` module, which is skipped here, defines these built-in functions for programs. Tests must not get
+    # them, because they would hide functions of the tested code with such a name
+    site.setquit()
     module = ModuleType(kind)
     sys.modules[kind] = module  # data classes look up their module in `sys.modules`
     if kind == SOLUTION:

@@ -10,8 +10,9 @@ from sandboxes import STANDING, needs_network_off
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.answer_reading.program_output import same_output
 from async_grpo.rewards.builtin import json_schema
-from async_grpo.rewards.builtin.code import code_of, same_output, score
+from async_grpo.rewards.builtin.code import code_of, score
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.sandbox.run import Sandbox
 from async_grpo.types import RewardStatus
@@ -56,7 +57,7 @@ def test_the_prelude_goes_before_the_code():
         ("```python\na\n```\n```py\nb\n```", "b\n"),
         ("```python\na\n```\nwhich prints\n```\n7\n```", "a\n"),
         ("```\na\n```\n```text\nb\n```", "a\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n  ```", "a\n"),
         ("```python\nthought\n```</think>\n```python\na\n```", "a\n"),
         ("```python\nthought\n```</think> no", " no"),
         ("```python\nhalf", "```python\nhalf"),  # cut off: no code, and no Python either

@@ -1,0 +1,186 @@
+r"""`fenced_blocks`: finds the blocks between fences (``` or ~~~) in a text that a model wrote.
+
+The rules are those of CommonMark (https://spec.commonmark.org/0.31.2/#fenced-code-blocks): a block ends with a fence of
+the same character that is at least as long, it may stand in a list or in a block quote, and its lines lose the
+indentation of its opening fence. Models often break these rules, so some things are read differently:
+
+- A fence may be indented by any width, also outside of a list. The code may be indented less.
+- A fence inside a triple-quoted string of Python code does not end the block.
+- A fence that ends the block only by looser rules (inside such a string, or shorter, or indented much further than the
+  opening fence) ends it if no other fence does. A block without any end is no block, because its text was cut off.
+
+A Markdown library such as markdown-it-py reads by the strict rules only, so it would lose such blocks. All functions
+take linear time, even for texts that are written to slow them down.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TAB_COLUMNS = 4  # width of a tab stop in CommonMark
+# A closing fence that is indented further than the opening fence by this many columns belongs to the block's text
+DEEPER_COLUMNS = 4
+MIN_FENCE = 3  # minimum number of characters of a fence
+PYTHON = ("python", "python3", "python2", "py", "py3", "pypy", "pypy3")
+
+# The marks of block quotes and list items that hold the block, then the fence, then the language and its attributes.
+# The information behind a fence of backticks contains no backtick, so that a line such as ```x``` is no fence.
+_OPENING = re.compile(
+    r"(?P<place>(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t])))*[ \t]*)"
+    r"(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})[\s{.]*(?P<language>\w*)"
+)
+_QUOTE_MARK = re.compile(r"[ \t]*>")
+_STRING_MARKS = re.compile(r"""\\.|\"{3}|'{3}|["'#]""")
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    r"""Return (language, content) for each closed block between fences. The language is in lower case or "".
+
+    >>> fenced_blocks("1. Run it:\n\n   ~~~Python title='x'\n   print(7)\n   ~~~\n")
+    [('python', 'print(7)\n')]
+    """
+    lines = text.split("\n")
+    blocks: list[tuple[str, str]] = []
+    # Once a block has had no proper end, loose ends are taken at once. Otherwise, each further block might search the
+    # rest of the text in vain, which would take quadratic time. The same holds for blocks without any end.
+    takes_loose_ends = False
+    endless_characters = ""
+    index = 0
+    while index < len(lines):
+        opening = _opening_of(lines[index])
+        index += 1
+        if opening is None or opening.character in endless_characters:
+            continue
+        end = _end_of(opening, lines, index, takes_loose_ends)
+        if end is None:
+            endless_characters += opening.character
+            continue
+        takes_loose_ends = takes_loose_ends or end.is_loose
+        blocks.append((opening.language, opening.content(lines[index : end.first_line])))
+        index = end.next_line
+    return blocks
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """The opening fence of a block."""
+
+    character: str
+    length: int  # number of characters of the fence
+    columns: int  # indentation, without the block quotes
+    num_quotes: int  # number of block quotes that hold the block
+    language: str
+
+    def inside(self, line: str) -> str | None:
+        """Return a line of the block without its quote marks, or None if it is outside of the quotes."""
+        position = 0
+        for _ in range(self.num_quotes):
+            mark = _QUOTE_MARK.match(line, position)
+            if mark is None:
+                return None
+            position = mark.end()
+        return line[position:]
+
+    def content(self, lines: Sequence[str]) -> str:
+        """Return the text of the block without quote marks and indentation.
+
+        If the first line is indented less than the fence, no more than its indentation is removed from any line.
+        """
+        inner_lines = [self.inside(line) or "" for line in lines]
+        first_line = next((line for line in inner_lines if line.strip()), "")
+        columns = min(self.columns, _columns_of(first_line))
+        return "".join(_dedented(line, columns) + "\n" for line in inner_lines)
+
+    def is_end(self, line: str) -> bool:
+        """Return whether a line of the block, from `inside`, is a fence that may end it."""
+        fence = line.strip(" \t\r")
+        return len(fence) >= MIN_FENCE and not fence.strip(self.character)
+
+    def is_proper_end(self, line: str) -> bool:
+        """Return whether a line for which `is_end` is true is long enough, and not indented too far."""
+        has_length = len(line.strip(" \t\r")) >= self.length
+        return has_length and _columns_of(line) < self.columns + DEEPER_COLUMNS
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of a block."""
+
+    first_line: int  # index of the first line that is not content any more
+    next_line: int  # index of the line that follows the block
+    is_loose: bool = False
+
+
+def _opening_of(line: str) -> _Opening | None:
+    match = _OPENING.match(line)
+    if match is None:
+        return None
+    place = match["place"]
+    behind_quotes = place.rpartition(">")[2]
+    return _Opening(
+        character=match["fence"][0],
+        length=len(match["fence"]),
+        columns=len(behind_quotes.expandtabs(TAB_COLUMNS)),
+        num_quotes=place.count(">"),
+        language=match["language"].lower(),
+    )
+
+
+def _end_of(opening: _Opening, lines: Sequence[str], start: int, takes_loose_ends: bool) -> _End | None:
+    """Return the end of a block whose content starts at line `start`, or None if it has none."""
+    may_be_python = opening.language in PYTHON or not opening.language
+    loose_end: _End | None = None
+    open_string = ""
+    for index in range(start, len(lines)):
+        line = opening.inside(lines[index])
+        if line is None:
+            return _End(first_line=index, next_line=index)
+        if opening.is_end(line):
+            is_proper = opening.is_proper_end(line) and not open_string
+            if is_proper or takes_loose_ends:
+                return _End(first_line=index, next_line=index + 1)
+            loose_end = loose_end or _End(first_line=index, next_line=index + 1, is_loose=True)
+        if may_be_python:
+            open_string = open_string_after(line, open_string)
+    return loose_end
+
+
+def open_string_after(line: str, open_string: str = "") -> str:
+    r"""Return the quotation marks of the triple-quoted string of Python that is open behind a line, or "".
+
+    Args:
+        line: A line of code.
+        open_string: The quotation marks of the string that is open before the line, or "".
+
+    >>> open_string_after("x = '''a # b"), open_string_after("c'''  # '''", "'''")
+    ("'''", '')
+    """
+    for mark in _STRING_MARKS.findall(line):
+        if open_string:
+            if mark.startswith(open_string):
+                open_string = ""
+        elif mark == "#":
+            break
+        elif mark[0] in "\"'":
+            open_string = mark
+    # A string between single quotation marks ends with its line at the latest
+    return open_string if len(open_string) == 3 else ""
+
+
+def _columns_of(line: str) -> int:
+    """Return the width of the white space at the beginning of a line."""
+    indentation = line[: len(line) - len(line.lstrip(" \t"))]
+    return len(indentation.expandtabs(TAB_COLUMNS))
+
+
+def _dedented(line: str, columns: int) -> str:
+    """Return a line without its first columns, as far as they are white space.
+
+    A tab that reaches beyond these columns leaves spaces.
+    """
+    column = 0
+    for position, character in enumerate(line):
+        if column >= columns or character not in " \t":
+            return " " * max(0, column - columns) + line[position:]
+        column += TAB_COLUMNS - column % TAB_COLUMNS if character == "\t" else 1
+    return " " * max(0, column - columns)
