@@ -12,6 +12,7 @@ from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    TABLE,
     Section,
     dashed,
     is_number,
@@ -63,14 +64,20 @@ class AlgorithmConfig(Section):
         choices="async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS",
     )
     estimator_options: str = _algorithm(
-        "", "Further options of --advantage-estimator, such as gamma=0.99,lam=0.95."
+        "",
+        "Further options of --advantage-estimator, such as gamma=0.99,lam=0.95.",
+        form=TABLE,
     )
     policy_loss: str = _registered(
         "ppo_clip",
         "Function that turns advantages into a loss: a name, or FILE.py:NAME of your own.",
         choices="async_grpo.algorithm.losses:POLICY_LOSSES",
     )
-    loss_options: str = _algorithm("", "Further options of --policy-loss, such as cap=5,cap_mode=clamp.")
+    loss_options: str = _algorithm(
+        "",
+        "Further options of --policy-loss, such as cap=5,cap_mode=clamp.",
+        form=TABLE,
+    )
     loss_aggregation: str = _algorithm(
         "token_mean",
         "How the losses of all tokens are combined into one number.",

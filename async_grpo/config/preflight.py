@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from async_grpo.config.compatibility import check_methods
+from async_grpo.config.evaluation_files import refuse_ambiguous_files
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.run import RunConfig
@@ -91,6 +92,7 @@ def prepare(config: RunConfig) -> Prepared:
         # The prompt must leave at least one token of the context for the completion
         return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, config)
 
+    refuse_ambiguous_files(config)
     questions = read_questions(config.data_path, is_training=True)
     eval_questions = {}
     for name, path in config.eval_files.items():

@@ -16,7 +16,13 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.metrics.trackers import parse_trackers
-from async_grpo.options.fields import NOT_NEGATIVE, option, refuse, required
+from async_grpo.options.fields import (
+    LIST,
+    NOT_NEGATIVE,
+    option,
+    refuse,
+    required,
+)
 from async_grpo.options.redaction import secrets
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.types import ENVIRONMENT
@@ -57,6 +63,7 @@ class RunConfig(RunOptions):
             # Without other rewards, the environment's own reward is used
             object.__setattr__(self, "reward_fns", ENVIRONMENT)
         super().__post_init__()
+        refuse(not self.output_dir.strip(), "--output-dir is empty: name a folder, such as runs/first")
         parse_trackers(self.track)
         for variable, secret in secrets().items():
             names = [name for name, value in vars(self).items() if isinstance(value, str) and secret in value]
@@ -81,6 +88,7 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
         "",
         "Comma-separated rewards of the run. A generation worker may name them instead of the trainer.",
         everyday=True,
+        form=LIST,
     )
     drain_s: float = _cluster(
         30.0,

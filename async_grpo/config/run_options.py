@@ -6,7 +6,14 @@ from pathlib import Path
 
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, required
+from async_grpo.options.fields import (
+    LIST,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Section,
+    option,
+    required,
+)
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.weights.config import WeightConfig
@@ -62,7 +69,9 @@ class RunOptions(
         everyday=True,
     )
     track: str = _output(
-        "", "Comma-separated trackers to which metrics are also sent: tensorboard, wandb, trackio, mlflow."
+        "",
+        "Comma-separated trackers to which metrics are also sent: tensorboard, wandb, trackio, mlflow.",
+        form=LIST,
     )
     prometheus_port: int | None = _output(
         None,

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from async_grpo.experience.prompt_options import PromptOptions
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, parse_assignments
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, TABLE, option, parse_assignments
 
 ROWS = "environment"  # value of --data-path with which the environment makes the rows itself
 
@@ -28,7 +28,10 @@ class EnvironmentConfig(PromptOptions):
         portable="async_grpo.environments.make:ENVIRONMENTS",
     )
     environment_options: str = _environment(
-        "", "Keyword arguments of the environment, such as low=1,high=32.", portable=True
+        "",
+        "Keyword arguments of the environment, such as low=1,high=32.",
+        portable=True,
+        form=TABLE,
     )
     environment_processes: int | None = _environment(
         None,

@@ -7,14 +7,17 @@ from functools import partial
 from async_grpo.algorithm.config import AlgorithmConfig, off_policy, on_groups
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.options.fields import (
+    COMMAS,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
+    TABLE,
     Range,
     option,
     refuse,
 )
+from async_grpo.options.listed_values import split_table
 from async_grpo.types import Sampling
 
 SAMPLES_FILE = "samples.jsonl"
@@ -218,6 +221,7 @@ class EvaluationTask(DataConfig):
         None,
         "JSONL file of held-out questions, or several files as NAME=FILE,NAME=FILE. By default nothing is evaluated.",
         everyday=True,
+        form=TABLE,
     )
     eval_samples: int = _evaluation(
         1,
@@ -241,13 +245,13 @@ class EvaluationTask(DataConfig):
         """Return the files of `--eval-data-path`, by name. A single file without a name has the name ""."""
         if self.eval_data_path is None:
             return {}
-        if "=" not in self.eval_data_path:
+        if "=" not in self.eval_data_path and not self.eval_data_path.startswith("{"):
             return {"": self.eval_data_path}
-        parts = [part.partition("=") for part in self.eval_data_path.split(",")]
-        files = {name.strip(): path.strip() for name, _, path in parts}
+        pairs = split_table(self.eval_data_path, "eval-data-path")
+        files = {name: str(path) for name, path in pairs}
         refuse(
-            len(files) < len(parts) or not all(files) or not all(files.values()),
-            f"--eval-data-path {self.eval_data_path}: give a file, or NAME=FILE,NAME=FILE with different names",
+            len(files) < len(pairs) or not all(files) or not all(files.values()),
+            f"--eval-data-path {self.eval_data_path}: give a file, or NAME=FILE,NAME=FILE with different names; {COMMAS}",
         )
         return files
 

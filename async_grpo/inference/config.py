@@ -16,6 +16,7 @@ from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_SHARE,
+    TABLE,
     Section,
     option,
     parse_assignments,
@@ -230,7 +231,9 @@ class EngineOptions(Section):
         range=NOT_NEGATIVE,
     )
     engine_options: str = _engine(
-        "", "Further arguments of vLLM's engine, such as kv_cache_dtype=fp8,block_size=32."
+        "",
+        "Further arguments of vLLM's engine, such as kv_cache_dtype=fp8,block_size=32.",
+        form=TABLE,
     )
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.options.command_line import group_of, options_command, run_app
 from async_grpo.options.log_setup import set_up_logging
+from async_grpo.options.option_file import packages_of_fields
 
 # Panels of `async-grpo --help`
 RUN = "Train"
@@ -171,16 +172,22 @@ def config_class(name: str) -> Any:
     return getattr(_imported(command.module), command.config)
 
 
-def foreign_keys() -> set[str]:
-    """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run."""
+def foreign_keys() -> dict[str, set[str]]:
+    """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run.
+
+    Returns:
+        The packages that define each option, in whose tables the option may stand; none for the facts.
+    """
     # Imported here, because `async-grpo --help` needs none of the configurations
     from async_grpo.config.run import FACTS
 
-    names = set(FACTS)
+    packages_by_name: dict[str, set[str]] = {name: set() for name in FACTS}
     for command in ("run", "worker"):
+        package_by_field = packages_of_fields(config_class(command))
         for field in fields(config_class(command)):
-            names.update([field.name, *field.metadata["aliases"]])
-    return names
+            for name in (field.name, *field.metadata["aliases"]):
+                packages_by_name.setdefault(name, set()).add(package_by_field[field.name])
+    return packages_by_name
 
 
 def _imported(module: str) -> ModuleType:

@@ -29,6 +29,7 @@ from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.fields import (
     POSITIVE,
+    TABLE,
     choices_of,
     dashed,
     names_in,
@@ -87,6 +88,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         everyday=True,
         aliases=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
+        form=TABLE,
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
     generation_workers: int = option(1, "Number of generation workers.", "Local", range=POSITIVE)

@@ -10,7 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo.config.compatibility import Broken, idle
-from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
+from async_grpo.options.fields import (
+    LIST,
+    POSITIVE,
+    POSITIVE_SHARE,
+    option,
+)
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.judges.server import JudgeServer
 
@@ -43,6 +48,7 @@ class LocalJudge(RewardConfig):
         None,
         "Comma list of visible GPUs, one for each judge server. Other programs may share these GPUs. By default each "
         "judge server gets one of the last GPUs exclusively.",
+        form=LIST,
     )
     judge_gpu_memory_utilization: float | None = _judge(
         None,

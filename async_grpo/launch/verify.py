@@ -20,7 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
-from async_grpo.options.fields import POSITIVE, dashed, option, parse_assignments, refuse, required
+from async_grpo.options.fields import (
+    LIST,
+    POSITIVE,
+    TABLE,
+    dashed,
+    option,
+    parse_assignments,
+    refuse,
+    required,
+)
 from async_grpo.rewards.adapter.registry_source import registry_file
 from async_grpo.rewards.bench.completions import (
     CompletionRow,
@@ -56,21 +65,33 @@ class VerifyConfig(PromptOptions):
         "`messages` or `prompt`.",
     )
     reward_fns: str = required(
-        "Comma list of rewards: names of the registry file, or FILE.py:NAME of another file.", "Bench"
+        "Comma list of rewards: names of the registry file, or FILE.py:NAME of another file.",
+        "Bench",
+        form=LIST,
     )
     reward_registry: str | None = _bench(
         None, "File that defines the rewards. The default is reward_registry.py in the working directory."
     )
     reward_options: str = _bench(
-        "", "Keyword options of the rewards, each passed to every reward that has it, such as weight=0.2."
+        "",
+        "Keyword options of the rewards, each passed to every reward that has it, such as weight=0.2.",
+        form=TABLE,
     )
     reward_env: str = _bench(
-        "", "Comma list of further environment variables that the processes of rewards get."
+        "",
+        "Comma list of further environment variables that the processes of rewards get.",
+        form=LIST,
     )
     judge_urls: str = _bench(
-        "", "Comma list of URLs of the servers for all judges whose registry entry names no URL."
+        "",
+        "Comma list of URLs of the servers for all judges whose registry entry names no URL.",
+        form=LIST,
     )
-    http_scorer_urls: str = _bench("", "Comma list of URLs of the servers that the reward http_scorer calls.")
+    http_scorer_urls: str = _bench(
+        "",
+        "Comma list of URLs of the servers that the reward http_scorer calls.",
+        form=LIST,
+    )
     workers: int = _bench(2, "Number of processes of each reward.", range=POSITIVE)
     timeout_s: float = _bench(30.0, "Seconds that scoring one row may take.", range=POSITIVE)
     repeat: int = _bench(

@@ -5,6 +5,7 @@ is an error.
 """
 
 import dataclasses
+import errno
 import inspect
 import shutil
 import sys
@@ -16,7 +17,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.errors import AsyncGrpoError, ConfigurationError, RunFailed
 from async_grpo.options.fields import (
     Fields,
     choices_of,
@@ -29,6 +30,7 @@ from async_grpo.options.fields import (
     panel_of,
     spellings_of,
 )
+from async_grpo.options.file_text import YAML_ENDINGS
 from async_grpo.options.option_file import read_options
 from async_grpo.options.redaction import redacted
 
@@ -38,6 +40,11 @@ CONFIG_HELP = (
 )
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
+CANNOT_WRITE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+)  # the disk is full, the quota is used up, or it is read-only
 MIN_HELP_COLUMNS = 120  # with fewer, names of options are cut
 NARROW_HINT = (
     f"A terminal of {MIN_HELP_COLUMNS} columns shows all names in full; docs/options.md has them, too."
@@ -84,7 +91,7 @@ def options_command(
     name: str = "program",
     help: str = "",
     retired: Mapping[str, str] | None = None,
-    foreign: Callable[[], Collection[str]] = tuple,
+    foreign: Callable[[], Mapping[str, Collection[str]]] = dict,
 ) -> OptionsCommand:
     """Return a command with one option for each field of a dataclass. Calling it returns a `ParsedCommand`.
 
@@ -94,7 +101,7 @@ def options_command(
         name: Name of the command.
         help: What the program does, for `--help`.
         retired: Hint about the replacement of each retired option, by name with underscores. All of them took a value.
-        foreign: Returns the option names of other programs. A `--config` file may contain them; they are ignored.
+        foreign: Returns the options of other programs, which a `--config` file may contain, with their packages.
     """
     fields = fields_in_order(config_class)
 
@@ -215,7 +222,7 @@ def run_command(
     retired: Mapping[str, str] | None = None,
     argv: Sequence[str] | None = None,
     program: str | None = None,
-    foreign: Callable[[], Collection[str]] = tuple,
+    foreign: Callable[[], Mapping[str, Collection[str]]] = dict,
 ) -> None:
     """Parse the command line into a configuration, run the program with it, and exit; see `options_command`."""
     command = options_command(config_class, run, help=help, retired=retired, foreign=foreign)
@@ -259,6 +266,12 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
         _end_with_error(message, error.exit_code, error)
     except (KeyboardInterrupt, typer.Abort) as interrupt:
         raise SystemExit(EXIT_BY_SIGINT) from interrupt
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        place = error.filename or "the output"
+        message = f"{place} cannot be written: {error.strerror}; free some space, or choose another place"
+        _end_with_error(message, RunFailed.exit_code, error)
     raise SystemExit(result if isinstance(result, int) else 0)
 
 
@@ -377,5 +390,6 @@ def _is_config_file(argument: str, fields: Fields) -> bool:
     """Return whether the first argument is a file of options."""
     # If the program takes a positional argument, a .json file in first place may be that argument
     takes_argument = any(field.metadata["argument"] for field in fields)
-    endings = (".toml",) if takes_argument else (".toml", ".json")
+    # A YAML file is refused as such when it is read
+    endings = (".toml",) if takes_argument else (".toml", ".json", *YAML_ENDINGS)
     return argument.endswith(endings) and not argument.startswith("-")

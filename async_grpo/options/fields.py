@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.listed_values import split_table
 from async_grpo.options.source_file import is_file
 
 Fields = Sequence["dataclasses.Field[Any]"]
+LIST = "a list"  # values of `form` in `option`, as error messages name them
+TABLE = "a table"
+COMMAS = "names and values with a comma are written as a table or a list in a TOML file, or as JSON on the command line"
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -47,6 +51,7 @@ def option(
     everyday: bool = False,
     aliases: tuple[str, ...] = (),
     argument: bool = False,
+    form: str = "",
     portable: bool | str | tuple[str, ...] | Mapping[str, float | None] = False,
 ) -> Any:
     """Make a dataclass field that is also an option of a command.
@@ -63,6 +68,8 @@ def option(
         aliases: Other names of the option, such as ("seed",). A name of one letter is written with one dash, as in
             `-o`.
         argument: Whether the value is a positional argument on the command line.
+        form: LIST or TABLE for a text of comma-separated names or of assignments, `name=value,...`. Only these may be a
+            list or a table in a TOML file.
         portable: Whether `eval` and `replay` may take the value from another run's folder, which is untrusted. True:
             any value, or a shipped name if there are `choices`. `module:DICT` or a tuple: the entries allowed in a
             comma list. A mapping: the names allowed in `name=value,...`, each with its maximum (None: no maximum).
@@ -77,6 +84,7 @@ def option(
         "everyday": everyday,
         "aliases": aliases,
         "argument": argument,
+        "form": form,
         "portable": portable,
     }
     return field(default=default, metadata=metadata)
@@ -221,15 +229,19 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
     {'cap': 5, 'cap_mode': 'clamp', 'normalize': False}
     """
     assignments: dict[str, Any] = {}
-    for raw_part in text.split(","):
-        part = raw_part.strip()
-        if not part:
-            continue
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        refuse(not (name and value), f"--{flag} {text!r}: {part!r} is not name=value")
+    for name, value in split_table(text, flag):
+        is_incomplete = not name or value == ""
+        refuse(
+            is_incomplete, f"--{flag} {text!r}: {name or f'={value}'!r} is not name=value{_comma_hint(text)}"
+        )
         refuse(name in assignments, f"--{flag} {text!r}: {name} is given twice")
-        assignments[name] = _value(value)
+        assignments[name] = _value(value) if isinstance(value, str) else value
     return assignments
+
+
+def _comma_hint(text: str) -> str:
+    """Return how to write a value that holds a comma, if the text may hold such a value."""
+    return f"; {COMMAS}" if "=" in text and "," in text else ""
 
 
 def parse_numbers(text: str, flag: str) -> dict[str, float]:

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 from async_grpo.options.fields import (
+    LIST,
     NOT_NEGATIVE,
     POSITIVE,
+    TABLE,
     option,
     parse_assignments,
     parse_numbers,
@@ -79,6 +81,7 @@ class RewardConfig(JudgeAddresses):
         "--environment is set, and otherwise the rewards that the generation workers were started with.",
         everyday=True,
         portable=SHIPPED_REWARDS,
+        form=LIST,
     )
     reward_registry: str | None = _reward(
         None, "File that defines the rewards. The default is reward_registry.py.", everyday=True
@@ -88,11 +91,13 @@ class RewardConfig(JudgeAddresses):
         "Keyword arguments of the rewards, such as weight=0.2. Each is passed to all rewards that have such a "
         "parameter.",
         portable=FOLDER_REWARD_OPTIONS,
+        form=TABLE,
     )
     reward_env: str = _reward(
         "",
         "Comma list of the names of additional environment variables to pass to the processes of rewards, "
         "environments and agents, such as MY_API_KEY.",
+        form=LIST,
     )
     verifiers_per_reward: int = _reward(
         VERIFIERS,
@@ -104,6 +109,7 @@ class RewardConfig(JudgeAddresses):
         "",
         "Number of worker processes of individual rewards, such as math_verify=8,code=16. For these rewards it "
         "replaces --verifiers-per-reward.",
+        form=TABLE,
     )
     evaluation_verifiers: int = _reward(
         2, "Number of worker processes per reward for evaluations.", range=POSITIVE
@@ -139,6 +145,7 @@ class RewardConfig(JudgeAddresses):
         "Weights of the rewards, such as judge=0.5, for --reward-combine sum and mean and for advantage estimators "
         "that weight rewards. The default weight is 1.",
         portable=True,
+        form=TABLE,
     )
 
     on_reward_failure: str = _reward(
@@ -146,9 +153,12 @@ class RewardConfig(JudgeAddresses):
         "What happens to a sample when a reward fails, by reward, such as judge=constant:0.2,code=refill. The "
         "policies are mask (the default), group_mean, refill and constant:VALUE.",
         portable=True,
+        form=TABLE,
     )
     reward_fallback: str = _reward(
-        "", "Reward to call when another one has failed: judge=rule calls rule when judge has failed."
+        "",
+        "Reward to call when another one has failed: judge=rule calls rule when judge has failed.",
+        form=TABLE,
     )
 
     reward_limits: str = _reward(
@@ -156,6 +166,7 @@ class RewardConfig(JudgeAddresses):
         "Limits on the calls of a reward over the whole cluster, such as judge.concurrency=8,judge.rpm=60,"
         "judge.tpm=90000. rpm is requests per minute, and tpm is tokens per minute.",
         portable=True,
+        form=TABLE,
     )
     verdict_cache: str | None = _reward(
         None, "SQLite file that keeps verdicts across runs. By default no verdicts are kept."

@@ -14,6 +14,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import nearest
+from async_grpo.options.listed_values import split_list
 from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source
 from async_grpo.rewards.adapter.decorators import traits_of
 
@@ -83,7 +84,7 @@ def display_name(name: str) -> str:
 def parse_names(names: str | Iterable[str]) -> tuple[str, ...]:
     """Return the distinct names in a list or a comma-separated string, in their order."""
     # Names may be members of an enumeration, whose values are the names as text
-    parts = names.split(",") if isinstance(names, str) else [getattr(name, "value", name) for name in names]
+    parts = split_list(names) if isinstance(names, str) else [getattr(name, "value", name) for name in names]
     return tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
 
 

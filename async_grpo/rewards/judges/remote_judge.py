@@ -7,7 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import POSITIVE, Section, option
+from async_grpo.options.fields import (
+    LIST,
+    POSITIVE,
+    Section,
+    option,
+)
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, Limits, require_all, said_tokens
 
@@ -28,10 +33,14 @@ class JudgeAddresses(Section):
     """Server addresses for judges whose entry in the registry file has no `url`."""
 
     judge_urls: str = _judge(
-        "", "Comma list of URLs of replicas that serve the judges whose registry entry names no URL."
+        "",
+        "Comma list of URLs of replicas that serve the judges whose registry entry names no URL.",
+        form=LIST,
     )
     http_scorer_urls: str = _judge(
-        "", "Comma list of URLs for http_scorer. The default is where examples/http_scorer_server.py listens."
+        "",
+        "Comma list of URLs for http_scorer. The default is where examples/http_scorer_server.py listens.",
+        form=LIST,
     )
     judge_model_id: str | None = _judge(
         None,

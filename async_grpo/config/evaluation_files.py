@@ -1,0 +1,26 @@
+"""Find files of held-out questions whose names `--eval-data-path` cannot tell from `NAME=FILE`."""
+
+from pathlib import Path
+
+from async_grpo.config.run import RunConfig
+from async_grpo.options.fields import COMMAS, refuse
+
+
+def refuse_ambiguous_files(config: RunConfig) -> None:
+    """Refuse a file that is there, but whose name holds an equals sign, so that its beginning is read as a name.
+
+    Raises:
+        ConfigurationError: `--eval-data-path lr=1.jsonl` names the file `1.jsonl`, and only `lr=1.jsonl` exists.
+    """
+    text = config.eval_data_path
+    if text is None or list(config.eval_files) == [""]:
+        return
+    has_named_files = all(Path(path).exists() for path in config.eval_files.values())
+    if has_named_files or not Path(text).is_file():
+        return
+    name, _, path = text.partition("=")
+    refuse(
+        True,
+        f"--eval-data-path {text}: this means the file {path}, with the name {name}; for the file {text}, write "
+        f"--eval-data-path held_out={text}; {COMMAS}",
+    )
