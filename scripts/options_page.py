@@ -12,8 +12,9 @@ Made by `python scripts/options_page.py > docs/options.md`; a test holds it curr
 Every option can stand on the command line (`--batch-size 64`, dashes and underscores alike) and in a TOML file
 (`batch_size = 64`): `async-grpo run run.toml --learning-rate 1e-6`, `torchrun trainer_core.py --config run.toml`,
 `worker_dispatcher.py --config run.toml`. The command line beats the file. One file may serve all programs: each reads its
-own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_weights = {a = 2.0}`. The options of a file
-stand one below the other, or in tables named for the packages of the library that define them (`[training]`, and below it
+own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_weights = {a = 2.0}`, and so are names
+of files with a comma or an equals sign: `eval_data_path = {easy = "lr=1,a.jsonl"}`. The options of a file stand one
+below the other, or in tables named for the packages of the library that define them (`[training]`, and below it
 `learning_rate = 1e-6`). The `training_params.json` of a run is such a file, too:
 `async-grpo run runs/x/training_params.json --output-dir runs/y`.
 """

@@ -5,7 +5,7 @@ from functools import partial
 
 from async_grpo.experience.column_paths import parse_paths
 from async_grpo.experience.row_columns import ColumnMap
-from async_grpo.options.fields import Section, option
+from async_grpo.options.fields import LIST, Section, option
 
 _data = partial(option, panel="Data", portable=True)
 
@@ -19,11 +19,13 @@ class DataConfig(Section):
         "Column of the prompt, in training and held-out files: a name such as problem, or a dotted path such as "
         "conversations.0.value. Of several, separated by commas, the first that a row has counts. By default the prompt "
         "is input_token_ids, messages, prompt or input.",
+        form=LIST,
     )
     answer_column: str | None = _data(
         None,
         "Column of the answer that rewards get as `answer`: a name such as label, or a dotted path such as "
         "reward_model.ground_truth. Of several, separated by commas, the first that a row has counts.",
+        form=LIST,
     )
     prompt_as: str = _data(
         "message",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import Section, option, parse_assignments, refuse
+from async_grpo.options.fields import TABLE, Section, option, parse_assignments, refuse
 from async_grpo.processes.untrusted_files import all_is_text, is_text, parse_json, read_text
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -32,6 +32,7 @@ class PromptOptions(Section):
         "",
         "Further variables of the chat template, such as enable_thinking=false, or a JSON object of them.",
         portable=True,
+        form=TABLE,
     )
     system_prompt: str | None = _prompts(
         None,

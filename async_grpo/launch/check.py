@@ -16,6 +16,7 @@ from async_grpo.inference.config import engine_class
 from async_grpo.inference.engine_python import check_environment, own_vllm_version
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.early_start import EarlyStart
+from async_grpo.launch.end_tokens import answers_without_end
 from async_grpo.launch.local_config import LocalConfig, MayHaveNoTrainer
 from async_grpo.launch.plan import Finding
 from async_grpo.metrics.console import show_waiting
@@ -127,8 +128,11 @@ def _check_here(config: LocalConfig) -> Checked:
     resumed = prepared.resumed
     # An evaluation has no trainer whose memory and disk space could be planned
     trains = config.nproc_per_node > 0
+    findings: list[Finding] = []
+    if trains:
+        findings = [*plan.resources(config, prepared), *answers_without_end(prepared)]
     return Checked(
-        findings=plan.resources(config, prepared) if trains else [],
+        findings=findings,
         resumed_step=resumed.step if resumed else None,
         resumed_samples=resumed.samples if resumed else None,
     )

@@ -26,11 +26,11 @@ from packaging.version import Version
 from async_grpo.config.resume import goes_on
 from async_grpo.errors import EXIT_USAGE, ConfigurationError
 from async_grpo.experience.dataset import Question
-from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.inference.engine_python import VLLM_PACKAGES, read_environment
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS, PINNED_VERSION
 from async_grpo.launch import plan, process_variables
 from async_grpo.launch.check import read_inputs
+from async_grpo.launch.end_tokens import end_tokens
 from async_grpo.launch.gpu_software import compare_versions
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
@@ -38,6 +38,7 @@ from async_grpo.launch.reward_trial import TriedReward, try_rewards
 from async_grpo.launch.temporary_directory import temporary_directory
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 
@@ -104,7 +105,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield from within(temporary_directory)
     if names_run:
         yield from within(output_folder, config)
-        yield from within(inputs, config, prepared)
+        yield from in_main_thread(inputs, config, prepared)
     else:
         yield from within(plan.limits)
     if prepared:
@@ -137,6 +138,21 @@ def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Find
         findings.append(
             Finding(name, ERROR, f"no end within {LOOK_S:g} s", "see what hangs: a disk, a driver")
         )
+    return findings
+
+
+def in_main_thread(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
+    """Run a check like `within`, but in the main thread.
+
+    The time of a model's chat template is limited by a signal, which only the main thread gets.
+    """
+    findings: list[Finding] = []
+    name = look.__name__.replace("_", " ")
+    try:
+        with interrupted_after(LOOK_S, f"the check of the {name}"):
+            findings.extend(look(*arguments))
+    except (Exception, SystemExit) as error:  # the user's files may raise anything
+        findings.append(Finding(name, ERROR, str(error) or type(error).__name__))
     return findings
 
 
@@ -307,24 +323,7 @@ def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
         f"{changed_row}: `input` is another text" if changed_row else "texts survive it",
         "tokenise the data by this model's tokenizer",
     )
-    stop_ids = prepared.settings.stop_token_ids
-    text = ", ".join(f"{stop} is {model_tokenizer.convert_ids_to_tokens(stop)}" for stop in stop_ids)
-    level = OK
-    renderer = PromptRenderer(model_tokenizer, config)
-    if not renderer.has_template:
-        text += "; no chat template"
-    else:
-        try:
-            answer_ids = renderer.answered_tokens()
-        except ConfigurationError as error:
-            level = WARNING
-            text += f"; whether one ends an answer is unknown, because {error}"
-        else:
-            if {*answer_ids}.isdisjoint(stop_ids):
-                level = WARNING
-                text += ": none ends an answer of the chat template, so no completion would end"
-    cure = "add the template's end token to eos_token_id in generation_config.json"
-    yield Finding("stop ids", level, text, cure)
+    yield end_tokens(model_tokenizer, config, prepared.settings.stop_token_ids)
 
 
 def _first_changed_row(model_tokenizer: Any, questions: Sequence[Question]) -> str:

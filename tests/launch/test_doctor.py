@@ -89,6 +89,17 @@ def test_a_sound_run_on_a_sound_machine_has_no_error(tmp_path, capsys):
     assert set(tmp_path.rglob("*")) - {tmp_path / "data.jsonl"} == set(files)
 
 
+def test_chats_are_data_like_others(tmp_path, capsys, monkeypatch):
+    """The time of a chat template is limited by a signal, which only the main thread of a process gets."""
+    monkeypatch.setattr(doctor, "all_reduce", list)
+    given = flags(tmp_path, data_path=str(tmp_path / "chats.jsonl"), reward_fns="format")
+    row = {"messages": [{"role": "user", "content": "3+4?"}], "answer": 7}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    code, said = called(capsys, "doctor", *given, "--json")
+    found = {one["name"]: one for one in json.loads(said)}
+    assert code == 0 and found["inputs"]["level"] == "ok", said
+
+
 def test_without_a_run_the_machine_is_looked_at_a_line_for_each_finding(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "all_reduce", list)
     code, said = called(capsys, "doctor")
