@@ -20,6 +20,7 @@ from async_grpo.experience.config import RunFacts
 from async_grpo.experience.curriculum import make_curriculum
 from async_grpo.experience.data_files import read_rows
 from async_grpo.experience.dataset import Question, questions_of
+from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import (
@@ -87,16 +88,19 @@ def prepare(config: RunConfig) -> Prepared:
     tokenizer = load_tokenizer(model)
     end_token_ids = stop_token_ids(model)
 
+    renderer = PromptRenderer(tokenizer, config)
+
     def read_questions(path: str, is_training: bool) -> list[Question]:
         rows = _rows(config, path, is_training)
         # The prompt must leave at least one token of the context for the completion
-        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, config)
+        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, renderer)
 
     refuse_ambiguous_files(config)
     questions = read_questions(config.data_path, is_training=True)
     eval_questions = {}
     for name, path in config.eval_files.items():
         eval_questions[name] = read_questions(path, is_training=False)
+    renderer.warn_about_use(has_environment=config.environment is not None)
     all_questions = [*questions, *chain.from_iterable(eval_questions.values())]
     _check_tokenizer(tokenizer, model, vocab_size, all_questions)
     make_curriculum(config, [question.row for question in questions])

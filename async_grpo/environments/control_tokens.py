@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WITH_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+from async_grpo.experience.control_spellings import control_token_spellings
+
 MAX_COMPOSED_CHARACTERS = 4  # characters that a normalizer may turn into one, such as a letter with accents
 # Random bytes of a marker. These are so many that an existing text practically never contains the marker
 MARKER_BYTES = 10
@@ -40,18 +41,12 @@ class Rendered:
 class ControlTokens:
     """Knows the control tokens of a tokenizer, and finds their spellings in texts.
 
-    Control tokens are the tokenizer's special tokens, and other added tokens of the form `<|...|>`, because DeepSeek's
-    `<｜User｜>` is not marked as special. `<think>` and `<tool_call>` are not control tokens: they do not begin a turn,
-    and prompts may name them to describe a format.
+    Args:
+        tokenizer: A tokenizer of the transformers library; see `control_token_spellings`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        spellings = set(getattr(tokenizer, "all_special_tokens", ()))
-        for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-            if token.special or WITH_BARS.fullmatch(str(token)):
-                spellings.add(str(token))
-        # Single letters are left out, because they cannot be cut. Some tokenizers use one as the unknown token
-        self.spellings = sorted(spelling for spelling in spellings if len(spelling) > 1)
+        self.spellings = control_token_spellings(tokenizer)
         self._pattern = re.compile(_trie_pattern(self.spellings)) if self.spellings else None
         self._beginnings: set[str] = set()  # beginnings of control tokens, which the next text may complete
         self._endings: set[str] = set()  # endings of control tokens, which the text before may complete

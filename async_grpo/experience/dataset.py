@@ -9,7 +9,6 @@ import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
-from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.options.fields import refuse
 from async_grpo.types import Prompt
@@ -31,7 +30,7 @@ def questions_of(
     tokenizer: Any,
     max_prompt_tokens: int,
     vocab_size: int,
-    options: PromptOptions = MODEL_DEFAULTS,
+    renderer: PromptRenderer | None = None,
 ) -> list[Question]:
     """Check rows and tokenize their prompts (`PromptRenderer.prompt_tokens`).
 
@@ -42,12 +41,12 @@ def questions_of(
         tokenizer: The model's tokenizer.
         max_prompt_tokens: Maximum length of a prompt, which leaves room for a completion.
         vocab_size: Size of the model's vocabulary.
-        options: Options of the chat template.
+        renderer: Renders the prompts. By default with the model's own chat template.
 
     Raises:
         ConfigurationError: A row cannot be trained on. The message names its file and line.
     """
-    renderer = PromptRenderer(tokenizer, options)
+    renderer = renderer or PromptRenderer(tokenizer)
     questions = []
     for place, row in rows:
         try:
@@ -68,7 +67,6 @@ def questions_of(
         if not isinstance(row.get("input"), str):
             row["input"] = tokenizer.decode(token_ids)
         questions.append(Question(np.asarray(token_ids, np.int32), row, place))
-    renderer.warn_if_unused()
     return questions
 
 

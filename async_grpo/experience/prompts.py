@@ -4,7 +4,6 @@ Training, held-out evaluation, `async-grpo verify` and the endpoint render messa
 policy is evaluated and trained on the same prompts.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.control_spellings import control_token_spellings
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.row_messages import (
     ROLES,
@@ -24,6 +24,7 @@ from async_grpo.experience.row_messages import (
     template_message,
 )
 from async_grpo.experience.row_schemas import PROMPT_COLUMNS
+from async_grpo.experience.template_examiner import PROBE, TemplateExaminer
 from async_grpo.options.fields import nearest, refuse
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.processes.untrusted_files import all_is_text
@@ -32,18 +33,17 @@ TEMPLATE_S = 30.0  # maximum number of seconds that a chat template may take for
 # A prompt with more characters per allowed token than this is refused, because tokenizing it would take minutes and
 # gigabytes of memory
 MAX_CHARACTERS_PER_TOKEN = 256
-MAX_EXAMINED = (
-    64  # maximum number of conversations with different roles that are rendered again to examine the template
-)
 # A template that tests whether a content is none expects none beside tool calls; others would write the word "None"
-TESTS_FOR_NONE = re.compile(r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE)
-# `role == "ipython"`, and `role in ["user", "observation"]`
+TESTS_FOR_NONE = re.compile(
+    r"content['\"]?\]?\s{0,9}(?:is\s{1,9}(?:not\s{1,9})?|[!=]=\s{0,9})none", re.IGNORECASE
+)
+# `role == "ipython"`, and `role in ["user", "observation"]`. The lengths are limited, because the model's folder may be
+# anybody's, and a search without an end would take quadratic time
 COMPARES_ROLE = re.compile(
-    r"""\brole['"]?\]?\s*(?:[!=]=|(?:not\s+)?in)\s*(['"][^'"]+['"]|[\[(][^\])]*[\])])"""
+    r"""\brole['"]?\]?\s{0,9}(?:[!=]=|(?:not\s{1,9})?in)\s{0,9}(['"][^'"]{1,80}['"]|[\[(][^\])]{0,400}[\])])"""
 )
 QUOTED = re.compile(r"""['"]([^'"]+)['"]""")
-PROBE = "xprobe"  # text of a few letters, which chat templates and tokenizers do not change
-log = logging.getLogger(__name__)
+WORD = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
 class PromptRenderer:
@@ -70,8 +70,7 @@ class PromptRenderer:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._check_variables()
         self._known_roles = (*ROLES, *self._roles_in_template())
-        self._warnings: set[str] = set()  # warnings that were already logged
-        self._examined: set[tuple[str, ...]] = set()  # roles of the conversations that were examined
+        self._examiner = TemplateExaminer(self._template_name, self._applied)
         self._has_rendered_rows = False
 
     @cached_property
@@ -80,9 +79,14 @@ class PromptRenderer:
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
+    @cached_property
+    def _tests_for_none(self) -> bool:
+        """Whether the template expects none, and not an empty text, as the content beside tool calls."""
+        return TESTS_FOR_NONE.search(self._template_text) is not None
+
     def _check_variables(self) -> None:
         """Refuse a variable of `--chat-template-kwargs` that the template does not read: it would change nothing."""
-        words = sorted(set(re.findall(r"\b[A-Za-z_]\w*\b", self._template_text)))
+        words = sorted(set(WORD.findall(self._template_text)))
         for name, value in self._variables.items():
             refuse(
                 name not in words,
@@ -152,7 +156,9 @@ class PromptRenderer:
         )
         if isinstance(prompt, str):
             if row.get("tools"):
-                self._warn("unused", f"{place}: the column tools is not used, because the prompt is a text")
+                self._examiner.warn(
+                    "unused", f"{place}: the column tools is not used, because the prompt is a text"
+                )
             return self.beginning_tokens(prompt) + self._tokenizer.encode(prompt, add_special_tokens=False)
         self._has_rendered_rows = True
         text = self._rendered_row(self._with_system_prompt(prompt), row_tools(row), place)
@@ -165,7 +171,7 @@ class PromptRenderer:
             # A template is a program from the model's folder, which may take any time
             with interrupted_after(TEMPLATE_S, self._template_name):
                 text = self._applied(messages, tools)
-                self._examine(messages, tools, text, place)
+                self._examiner.examine(messages, tools, text, place)
         except ConfigurationError:
             raise
         except (TimeoutError, ValueError) as error:
@@ -174,10 +180,8 @@ class PromptRenderer:
 
     def _refuse_control_tokens(self, text: str) -> None:
         """Refuse a text with control tokens as a user's message: a chat template was applied to it already."""
-        control_tokens = [
-            token for token in getattr(self._tokenizer, "all_special_tokens", ()) if len(token) > 1
-        ]
-        spelled_token = next((token for token in control_tokens if token in text), None)
+        spellings = control_token_spellings(self._tokenizer)
+        spelled_token = next((spelling for spelling in spellings if spelling in text), None)
         refuse(
             spelled_token is not None,
             f"--system-prompt: the prompt is a text with the control token {spelled_token}, so it is in the form of a chat "
@@ -219,6 +223,11 @@ class PromptRenderer:
         )
         template_messages = self._with_system_prompt([template_message(message) for message in messages])
         continues = bool(messages) and messages[-1].get("role") == "assistant"
+        refuse(
+            continues and "tool_calls" in template_messages[-1],
+            "the last message is the assistant's and has tool calls, behind which nothing can be continued: add a message "
+            "of the role tool with the answer of each call",
+        )
         return self._applied(
             template_messages,
             [dict(tool) for tool in tools] if tools else None,
@@ -261,7 +270,7 @@ class PromptRenderer:
         Raises:
             ConfigurationError: The template refuses the messages.
         """
-        if not TESTS_FOR_NONE.search(self._template_text):
+        if not self._tests_for_none:
             messages = _with_texts(messages)
         try:
             return self._tokenizer.apply_chat_template(
@@ -277,87 +286,30 @@ class PromptRenderer:
             words = str(error) or type(error).__name__
             raise ConfigurationError(f"{self._template_name} refuses these messages: {words}") from error
 
-    def _examine(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, place: str
-    ) -> None:
-        """Warn about what the template leaves out of a conversation. Each combination of roles is examined once.
+    def warn_about_use(self, has_environment: bool) -> None:
+        """Warn after all rows were rendered, if an environment needs more of the template than they did.
+
+        Also warn if options of the template were given, and neither rows nor an environment use it.
 
         Args:
-            messages: The conversation.
-            tools: JSON schemas of the tools.
-            text: The rendered conversation.
-            place: File and line of the row.
+            has_environment: Whether the run has an environment, which renders messages of its own.
         """
-        roles = tuple(message["role"] for message in messages)
-        combination = (*roles, "with tools") if tools else roles
-        if combination in self._examined or len(self._examined) >= MAX_EXAMINED:
+        if self._has_rendered_rows:
             return
-        self._examined.add(combination)
-        # The template may refuse conversations that no row has
-        with suppress(ConfigurationError):
-            self._warn_about_generation_prompt(messages, tools, text, place)
-        with suppress(ConfigurationError):
-            if tools and self._applied(messages, None) == text:
-                self._warn("tools", f"{place}: {self._template_name} does not use the column tools")
-        with suppress(ConfigurationError):
-            self._warn_about_lost_messages(messages, tools, place)
-
-    def _warn_about_generation_prompt(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, place: str
-    ) -> None:
-        """Warn if an answer has a beginning that the template does not add to the prompt.
-
-        Templates of the form `[INST] ... [/INST]` add nothing either, but an answer follows their prompt directly.
-        """
-        if self._applied(messages, tools, begins_turn=False) != text:
-            return
-        answer = {"role": "assistant", "content": PROBE}
-        answered = self._applied([*messages, answer], tools, begins_turn=False)
-        end = answered.rfind(PROBE)
-        beginning = answered[len(text) : end]
-        if end < 0 or not answered.startswith(text) or not beginning.strip():
-            return
-        self._warn(
-            "generation prompt",
-            f"{place}: {self._template_name} ignores add_generation_prompt, so completions begin right behind the last "
-            f"message, while answers begin with {beginning!r}: copy the template into a file, end it with "
-            f"{{% if add_generation_prompt %}}{{{{ {beginning!r} }}}}{{% endif %}}, and give it as --chat-template FILE",
-        )
-
-    def _warn_about_lost_messages(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, place: str
-    ) -> None:
-        """Warn about roles whose messages the template leaves out."""
-        markers = [f"{PROBE}{number}x" for number in range(len(messages))]
-        marked = [_marked(message, marker) for message, marker in zip(messages, markers, strict=True)]
-        text = self._applied(marked, tools)
-        for message, marker, marked_message in zip(messages, markers, marked, strict=True):
-            if marked_message == message or marker in text:
-                continue
-            subject = (
-                "tool calls" if message.get("tool_calls") else f"messages of the role {message['role']!r}"
-            )
-            self._warn(
-                subject,
-                f"{place}: {self._template_name} leaves out {subject}: give one that writes them with --chat-template "
-                "FILE, or change the rows",
-            )
-
-    def warn_if_unused(self) -> None:
-        """Warn if options of the template were given, and no row was a conversation."""
+        if has_environment and self.has_template:
+            question = self._with_system_prompt([{"role": "user", "content": PROBE}])
+            with suppress(ConfigurationError):
+                text = self._applied(question, None)
+                self._examiner.warn_about_generation_prompt(
+                    question, None, text, "messages of the environment"
+                )
         has_options = self._options.chat_template is not None or bool(self._variables)
-        if has_options and not self._has_rendered_rows:
-            self._warn(
+        if has_options and not has_environment:
+            self._examiner.warn(
                 "no messages",
-                "no prompt is a conversation (the columns messages, or a list in prompt), so --chat-template and "
+                "no prompt is a conversation (the column messages, or a list in prompt), so --chat-template and "
                 "--chat-template-kwargs change none",
             )
-
-    def _warn(self, kind: str, warning: str) -> None:
-        """Log a warning, unless one of this kind was logged already."""
-        if kind not in self._warnings:
-            self._warnings.add(kind)
-            log.warning("%s", warning)
 
 
 def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -366,15 +318,3 @@ def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         with_texts.append({**message, "content": ""} if message["content"] is None else message)
     return with_texts
-
-
-def _marked(message: dict[str, Any], marker: str) -> dict[str, Any]:
-    """Return the message with a marker for its text, or for the names of its tool calls if it has any."""
-    if message.get("tool_calls"):
-        calls = []
-        for call in message["tool_calls"]:
-            calls.append({**call, "function": {**call["function"], "name": marker}})
-        return {**message, "tool_calls": calls}
-    if not message["content"].strip():
-        return message
-    return {**message, "content": marker}

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from async_grpo.experience.dataset import questions_of
 from async_grpo.experience.prompt_options import PromptOptions
+from async_grpo.experience.prompts import PromptRenderer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "sample-data" / "tiny-model"
@@ -107,7 +108,13 @@ def make_tokenizer(folder: Path, name: str) -> Any:
 
 def prompt_text(tokenizer, row, **options) -> str:
     """Return the text of a row's prompt, as the engine would read it."""
-    (question,) = questions_of([("rows.jsonl, line 1", row)], tokenizer, 900, 266, PromptOptions(**options))
+    (question,) = questions_of(
+        [("rows.jsonl, line 1", row)],
+        tokenizer,
+        900,
+        266,
+        PromptRenderer(tokenizer, PromptOptions(**options)),
+    )
     return tokenizer.decode(question.token_ids.tolist())
 
 

@@ -18,6 +18,8 @@ import pytest
 
 from async_grpo.environments import chat
 from async_grpo.environments.control_tokens import ControlTokens
+from async_grpo.experience import prompts
+from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.launch import local_run
 from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
@@ -120,7 +122,6 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\x1b\[[0-9;]*m": PLAIN,
     },
     "environments/control_tokens.py": {
-        r"<[|｜].*[|｜]>": "control tokens",
         r"_trie_pattern(normalized)": "control tokens",
         r"_trie_pattern(self.spellings)": "control tokens",
     },
@@ -129,6 +130,15 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "environments/games/guess.py": {
         r"\d+": PLAIN,
+    },
+    "experience/control_spellings.py": {
+        r"<[|｜].*[|｜]>": "control tokens",
+    },
+    "experience/prompts.py": {
+        r"""['"]([^'"]+)['"]""": "chat template",
+        r"""\b[A-Za-z_]\w*\b""": "chat template",
+        r"""\brole['"]?\]?\s{0,9}(?:[!=]=|(?:not\s{1,9})?in)\s{0,9}(['"][^'"]{1,80}['"]|[\[(][^\])]{0,400}[\])])""": "chat template",  # noqa: E501
+        r"""content['\"]?\]?\s{0,9}(?:is\s{1,9}(?:not\s{1,9})?|[!=]=\s{0,9})none""": "chat template",
     },
     "launch/local_run.py": {
         r"was the first to end, with exit code 2\b": "log lines",
@@ -308,6 +318,14 @@ def look_at_log(log: str) -> None:
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "</s>"]
 CONTROL_TOKENS = ControlTokens(SimpleNamespace(all_special_tokens=SPECIAL_TOKENS))
 
+
+def look_at_template(template: str) -> None:
+    """Search a chat template for its roles, its words and its tests, as for a run with options of the template."""
+    renderer = PromptRenderer(SimpleNamespace(chat_template=template))
+    prompts.WORD.findall(template)
+    assert renderer._tests_for_none in (True, False)
+
+
 FEEDS: dict[str, Callable[[str], Any]] = {
     "message_of": chat.message_of,
     "log lines": look_at_log,
@@ -330,6 +348,7 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "names of sets": lambda answer: equal_answers([r"A \cup B"], [answer, rf"A \cup {answer}"]),
     "long integer": math_verify._long_integer,
     "control tokens": CONTROL_TOKENS.breaks_of,
+    "chat template": look_at_template,
     "ungrouped": answers.ungrouped,
     "countdown": scored(countdown.score_steps, nums=[3, 4], target=7),
     "readable": lambda answer: math_verify.readable(answer[: 3 * math_verify.MAX_CHARACTERS]),
@@ -416,6 +435,7 @@ UNITS = [
         "Thread \n",
         "eval_",
     ),
+    *("role in [", "role == '", "role not in (", "role    ", "content is not ", "content is "),
     *("eval_avg_reward/", "\x1b[1;", "error:"),
 ]
 IN_THE_LOOP = {

@@ -246,7 +246,7 @@ def looked_through(text: str, ids: list[int], stops: tuple[int, ...]):
     """What is said of the tiny model's tokenizer for a row of data and these stop ids."""
     question = Question(torch.tensor(ids).numpy(), {"input": text, "input_token_ids": ids}, "data, line 1")
     settings = SimpleNamespace(stop_token_ids=stops)
-    config = SimpleNamespace(model_name_or_path=str(TINY_MODEL))
+    config = LocalConfig(model_name_or_path=str(TINY_MODEL), data_path="data.jsonl", reward_fns="exact")
     return doctor.tokenizer(config, SimpleNamespace(questions=[question], settings=settings))
 
 
