@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import nearest, refuse
+from async_grpo.options.fields import is_number, nearest, refuse
 from async_grpo.processes.untrusted_files import parse_json
 
 Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
@@ -72,6 +72,11 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
     refuse(not messages, "messages must be a list of objects with role and content, and it is empty")
     checked = []
     for number, message in enumerate(messages, start=1):
+        refuse(
+            not isinstance(message, dict),
+            f"messages must be a list of objects with role and content, and message {number} is "
+            f"{message!r:.{MAX_SHOWN}}",
+        )
         try:
             _check_fields(message, known_roles)
             checked.append(template_message(message))
@@ -85,11 +90,7 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
     return checked
 
 
-def _check_fields(message: Any, known_roles: Collection[str]) -> None:
-    refuse(
-        not isinstance(message, dict),
-        f"messages must be a list of objects with role and content, not {message!r:.{MAX_SHOWN}}",
-    )
+def _check_fields(message: Message, known_roles: Collection[str]) -> None:
     foreign = {
         name: field for name, field in FOREIGN_FIELDS.items() if name in message and field not in message
     }
@@ -147,7 +148,7 @@ def _text_of(content: Any) -> str:
     """Return the content of a message as text."""
     if isinstance(content, str):
         return content
-    if isinstance(content, int | float) and not isinstance(content, bool):
+    if is_number(content):
         return str(content)
     refuse(
         not isinstance(content, list | tuple),

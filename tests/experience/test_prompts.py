@@ -98,6 +98,8 @@ REFUSED = [
     ([user("a"), {"role": "assistant", "content": None, "tool_calls": []}, user("b")], "content is null"),
     ([{"role": "user"}], "message 1 of 1: it has no content"),
     ([user({"type": "text", "text": "a"})], "must be a text or a list of text parts"),
+    ([user(float("nan"))], "must be a text or a list of text parts, not nan"),
+    ([user(float("inf"))], "must be a text or a list of text parts, not inf"),
     ([user(True)], "must be a text or a list of text parts, not True"),
     ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "part of the type 'image_url'"),
     ([user([{"type": "text", "text": "a"}, {"type": "image"}])], "part of the type 'image'"),
@@ -348,6 +350,17 @@ def test_the_endpoint_continues_a_last_message_of_the_assistant(make_tokenizer):
     renderer = PromptRenderer(make_tokenizer("tiny"))
     messages = [user("3+4?"), {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
     assert renderer.render(messages) == ASKED + "It is"
+
+
+def test_tool_calls_without_answers_are_not_continued(make_tokenizer):
+    renderer = PromptRenderer(make_tokenizer("tiny"))
+    for content in (None, "", "I add."):
+        call = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+        with pytest.raises(ConfigurationError, match="add a message of the role tool"):
+            renderer.render([user("3+4?"), call])
+        assert renderer.render([user("3+4?"), call, {"role": "tool", "content": "7"}]) == chat(
+            ("user", "3+4?"), ("assistant", content or ""), ("tool", "7")
+        )
 
 
 def test_messages_of_rows_are_trusted_in_the_form_in_which_they_are_rendered():
