@@ -34,12 +34,13 @@ from async_grpo.rewards.adapter.decorators import (
     cacheable,
     post_process,
     process_reward,
+    rows_checked_by,
     warmed_by,
 )
 from async_grpo.rewards.builtin import countdown as countdown_rules
 from async_grpo.rewards.builtin import environment as played
 from async_grpo.rewards.builtin import mathd as mathd_rules
-from async_grpo.rewards.builtin import text
+from async_grpo.rewards.builtin import row_checks, text
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge
 
 
@@ -66,6 +67,7 @@ class RewardType(str, Enum):
     HTTP_SCORER = "http_scorer"
 
 
+@rows_checked_by(row_checks.check_math_verify_row)
 @cacheable
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
 def math_verify(sample: dict) -> dict:
@@ -75,11 +77,13 @@ def math_verify(sample: dict) -> dict:
     return score(sample)
 
 
+@rows_checked_by(row_checks.check_mathd_row)
 def mathd(sample: dict) -> dict:
     r"""Check that the last \boxed{} equals `answer` after the text normalization of the MATH data set."""
     return mathd_rules.score(sample)
 
 
+@rows_checked_by(row_checks.check_sympy_row)
 @cacheable
 @warmed_by({"completion": r"\boxed{2x}", "answer": "x+x"})
 def sympy(sample: dict) -> dict:
@@ -89,12 +93,14 @@ def sympy(sample: dict) -> dict:
     return score(sample)
 
 
+@rows_checked_by(row_checks.check_countdown_row)
 @process_reward
 def countdown_steps(sample: dict) -> dict:
     """Reward `countdown` step by step: little for each allowed number in <answer>, and 1 for a correct answer."""
     return countdown_rules.score_steps(sample)
 
 
+@rows_checked_by(row_checks.check_code_row)
 @cacheable
 def code(
     sample: dict,
@@ -117,16 +123,19 @@ def code(
     )
 
 
+@rows_checked_by(row_checks.check_regex_row)
 def regex(sample: dict, pattern: str | None = None, search: bool = False) -> dict:
     """Return 1 if the completion matches `pattern`, which is a column of the row or an option."""
     return text.regex(sample, pattern, search)
 
 
+@rows_checked_by(row_checks.check_exact_row)
 def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
     """Return 1 if the answer equals the text in `answer`, or one of the texts in the list `answers`."""
     return text.exact(sample, strip, case)
 
 
+@rows_checked_by(row_checks.check_length_row)
 @best_reward(lambda schedule="overlong": 0.0 if schedule == "overlong" else 2.0)
 def length(
     sample: dict,
@@ -139,12 +148,14 @@ def length(
     return text.length(sample, schedule, max_tokens, cache_tokens, judge)
 
 
+@rows_checked_by(row_checks.check_majority_row)
 @post_process(mathd_rules.post_process_scores)
 def majority(sample: dict) -> dict:
     """Return 1 if most completions of the prompt give the same answer. This allows training without known answers."""
     return mathd_rules.score_vote(sample)
 
 
+@rows_checked_by(row_checks.check_json_schema_row)
 @warmed_by({"completion": "1", "schema": {"type": "integer"}})
 def json_schema(sample: dict, schema: str | None = None) -> dict:
     """Return 1 if the completion is JSON that fits `schema`, which is a column of the row or an option."""

@@ -12,6 +12,7 @@ from async_grpo.config.compatibility import check_methods
 from async_grpo.config.evaluation_files import refuse_ambiguous_files
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
+from async_grpo.config.row_checks import check_rows
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ROWS
 from async_grpo.environments.make import rows_of, source_of
@@ -192,18 +193,21 @@ def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Seq
             )
 
 
-def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> ResolvedRewards:
-    """Return the rewards of the run, after checking that they fit its options.
-
-    With `--reward-column`, every row is checked, because the run would later fail at the first wrong row.
-    """
+def _checked_rewards(config: RunConfig, questions: Sequence[Question]) -> ResolvedRewards:
+    """Return the rewards of the run, after checking that they fit its options and its rows."""
     rewards = ResolvedRewards.of(config)
     check_rewards(config, rewards)
     # Both calls raise an error if an environment variable is missing
     rewards.secrets()
     config.reward_environment()
-    if config.reward_column is None:
-        return rewards
+    if config.reward_column is not None:
+        _check_reward_column(config, rewards, questions)
+    check_rows(config, rewards, questions)
+    return rewards
+
+
+def _check_reward_column(config: RunConfig, rewards: ResolvedRewards, questions: Sequence[Question]) -> None:
+    """Check the column of every row, because the run would later fail at the first wrong row."""
     combination = config.combination
     for question in questions:
         try:
@@ -216,4 +220,3 @@ def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> Resolv
                 f"{question.where}: the column {config.reward_column!r} says {','.join(names)!r}, but a gate decides "
                 f"before the group is known, and {', '.join(early_names)} scores by the whole group: name it last"
             )
-    return rewards

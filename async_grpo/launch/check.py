@@ -130,6 +130,9 @@ def _check_here(config: LocalConfig) -> Checked:
     trains = config.nproc_per_node > 0
     findings: list[Finding] = []
     if trains:
+        from async_grpo.launch.first_row import try_first_row
+
+        try_first_row(config, prepared)
         findings = [*plan.resources(config, prepared), *answers_without_end(prepared)]
     return Checked(
         findings=findings,

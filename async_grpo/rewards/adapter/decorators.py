@@ -76,6 +76,24 @@ def warmed_by(example: dict[str, Any]) -> Callable[[Reward], Reward]:
     return lambda reward: _declare(reward, "warm_up", lambda: reward(dict(example)))
 
 
+def rows_checked_by(check: Callable[..., None]) -> Callable[[Reward], Reward]:
+    """Decorate a reward with a function that raises an exception for a row that the reward cannot score.
+
+    The rows are checked before a run starts, and the run is refused with the file and line of a wrong row. A class can
+    define a static method `check_row` instead. The function must be fast: when all checks have taken 2 s, the other
+    rows are not checked.
+
+    Args:
+        check: Receives a row, and those of the reward's options that it names as parameters.
+    """
+
+    def mark(reward: Reward) -> Reward:
+        # In a class, a plain function would become a method and get `self` as its first argument
+        return _declare(reward, "check_row", staticmethod(check) if isinstance(reward, type) else check)
+
+    return mark
+
+
 def process_reward(reward: Reward) -> Reward:
     """Decorate a reward that scores single steps and returns `step_rewards` or `token_rewards` (see `result`)."""
     return _declare(reward, "process", True)
@@ -194,19 +212,24 @@ def accepted_options(
     return {name: value for name, value in options.items() if name in names}
 
 
-def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that no adapter has as a parameter, because it would have no effect."""
-    known_options: set[str] = set()
+def accepted_by_any(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that at least one of the adapters has as a parameter."""
+    accepted: dict[str, Any] = {}
     for adapter in adapters.values():
         if is_judge(adapter):
             continue
         if isinstance(adapter, type):
             # The method's first parameters are `self` and the sample
-            known_options |= accepted_options(function_of(adapter), options, num_given=2).keys()
-            known_options |= accepted_options(adapter, options, num_given=0).keys()
+            accepted |= accepted_options(function_of(adapter), options, num_given=2)
+            accepted |= accepted_options(adapter, options, num_given=0)
         else:
-            known_options |= accepted_options(function_of(adapter), options, num_given=1).keys()
-    unknown = sorted(set(options) - known_options)
+            accepted |= accepted_options(function_of(adapter), options, num_given=1)
+    return accepted
+
+
+def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an option that no adapter has as a parameter, because it would have no effect."""
+    unknown = sorted(set(options) - accepted_by_any(adapters, options).keys())
     if unknown:
         raise ConfigurationError(
             f"no reward function of {', '.join(adapters)} takes the option {', '.join(unknown)}: "

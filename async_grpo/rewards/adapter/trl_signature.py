@@ -17,7 +17,7 @@ NO_ARGUMENTS = ("prompt", "completion", "completion_ids")
 # Keys that every sample has in addition to the columns of its data set row
 OF_EVERY_SAMPLE = ("input", "sample_text", "completion_token_ids", "truncated", "group_id")
 # Attributes set by `decorators` that have the same meaning for both signatures
-KEPT_MARKS = ("batching", "cacheable", "best_reward", "post_process_scores")
+KEPT_MARKS = ("batching", "cacheable", "best_reward", "post_process_scores", "check_row")
 
 
 def has_trl_signature(reward: Any) -> bool:

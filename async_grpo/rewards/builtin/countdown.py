@@ -20,6 +20,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
+from async_grpo.rewards.adapter.decorators import rows_checked_by
 from async_grpo.rewards.builtin.answers import answer_block, completion_text
 from async_grpo.rewards.builtin.text import well_formedness
 
@@ -103,6 +104,12 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
     return [int(number) for number in numbers], exact_target
 
 
+def check_row(row: dict[str, Any]) -> None:
+    """Raise ValueError if the row has no usable `nums` or `target`."""
+    task_of(row)
+
+
+@rows_checked_by(check_row)
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""Return 0.1 times the well-formedness, plus 1 for a right answer in the only answer block.
 
