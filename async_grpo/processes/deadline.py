@@ -53,6 +53,8 @@ def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     finally:
         is_running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # Discards a signal that has not been delivered yet. Without a handler, it would end the process
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, handler)
         if left_before_s:
             left_s = left_before_s - (time.monotonic() - begin)

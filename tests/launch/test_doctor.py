@@ -210,8 +210,10 @@ def test_each_reward_is_tried_on_right_and_wrong_answers(tmp_path):
 def test_a_reward_whose_columns_the_data_lack_is_an_error(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"input_token_ids": [5, 6], "answer": "7"}\n')
     config = LocalConfig(**options(tmp_path, data_path=str(tmp_path / "other.jsonl"), reward_fns="countdown"))
-    (finding,) = doctor.rewards(config, prepare(config))
-    assert finding.level == "error" and "`nums` must be a list of whole numbers" in finding.found
+    (finding,) = doctor.in_main_thread(doctor.inputs, config, [])
+    assert finding.level == "error"
+    assert "other.jsonl, line 1: the reward countdown cannot score this row" in finding.found
+    assert "`nums` must be a list of whole numbers" in finding.found
 
 
 class NotFound(BaseHTTPRequestHandler):

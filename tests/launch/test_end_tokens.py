@@ -52,7 +52,7 @@ def test_a_run_warns_where_no_answer_would_end(tmp_path, ids, token, template, r
     config = LocalConfig(
         model_name_or_path=str(folder),
         data_path=str(tmp_path / "data.jsonl"),
-        reward_fns="countdown",
+        reward_fns="exact",
         max_generation_tokens=24,
         output_dir=str(tmp_path / "run"),
     )

@@ -18,7 +18,8 @@ import pytest
 import async_grpo
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.errors import ConfigurationError, RunInterrupted
-from async_grpo.experience.dataset import questions_of, read_rows
+from async_grpo.experience.data_files import read_rows
+from async_grpo.experience.dataset import questions_of
 from async_grpo.launch import from_python
 from async_grpo.launch.from_python import TrainResult, train
 from async_grpo.launch.python_rewards import reward_names

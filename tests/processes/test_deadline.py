@@ -1,6 +1,8 @@
 """A computation has the time that it is given; with no time left it does not begin."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -38,6 +40,21 @@ def test_a_signal_that_comes_as_the_block_has_just_ended_interrupts_nothing(monk
         with interrupted_after(60, "the template"):
             pass
     assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_a_signal_that_is_delivered_after_the_block_does_not_end_the_process():
+    """As where the kernel has given it to another thread, which has not run yet."""
+    code = """
+import os, signal
+from async_grpo.processes.deadline import interrupted_after
+with interrupted_after(60, "the template"):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    os.kill(os.getpid(), signal.SIGALRM)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+print("alive", signal.getsignal(signal.SIGALRM) is signal.SIG_DFL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["alive", "True"])
 
 
 def test_outside_the_main_thread_where_no_signal_arrives_the_block_does_not_begin():
