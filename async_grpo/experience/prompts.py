@@ -22,6 +22,7 @@ from async_grpo.experience.row_messages import (
     row_messages,
     row_tools,
     template_message,
+    with_json_arguments,
 )
 from async_grpo.experience.row_schemas import PROMPT_COLUMNS
 from async_grpo.experience.template_examiner import PROBE, TemplateExaminer
@@ -272,17 +273,21 @@ class PromptRenderer:
         """
         if not self._tests_for_none:
             messages = _with_texts(messages)
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=begins_turn,
-                continue_final_message=continues,
-                **self._variables,
-            )
+        settings = {
+            "tools": tools,
+            "tokenize": False,
+            "add_generation_prompt": begins_turn,
+            "continue_final_message": continues,
+            **self._variables,
+        }
         # A template is a program from the model's folder, which may raise any exception
+        try:
+            return self._tokenizer.apply_chat_template(messages, **settings)
         except Exception as error:
+            # Most templates expect the arguments of tool calls as objects, and DeepSeek's as JSON texts
+            if any(message.get("tool_calls") for message in messages):
+                with suppress(Exception):
+                    return self._tokenizer.apply_chat_template(with_json_arguments(messages), **settings)
             words = str(error) or type(error).__name__
             raise ConfigurationError(f"{self._template_name} refuses these messages: {words}") from error
 

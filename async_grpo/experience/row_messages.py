@@ -4,6 +4,7 @@
 serves requests to the endpoint, and environments.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -198,6 +199,20 @@ def _template_calls(calls: Any) -> list[dict[str, Any]]:
         else:
             template_calls.append({**call, "function": function})
     return template_calls
+
+
+def with_json_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages whose tool calls have JSON texts as arguments, for templates that expect texts."""
+    converted = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"].get("arguments")
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        converted.append({**message, "tool_calls": calls} if calls else dict(message))
+    return converted
 
 
 def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:

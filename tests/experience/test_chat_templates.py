@@ -197,6 +197,25 @@ def test_calls_beside_a_null_content_are_written_where_the_template_asks_for_non
     assert "None" not in asks_not
 
 
+@pytest.mark.parametrize("arguments", [{"a": "½"}, '{"a": "½"}'])
+def test_a_template_that_expects_arguments_as_texts_gets_texts(arguments):
+    tokenizer = tokenizer_of("")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}"
+        "{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        ASK,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    expected = 'What is 3+4? add{"a": "½"}7'
+    assert Chat(tokenizer).render(messages) == expected
+    tokens = PromptRenderer(tokenizer).prompt_tokens({"messages": messages}, 1000)
+    assert tokenizer.decode(tokens) == expected
+
+
 @pytest.mark.parametrize(
     ("role", "known_to"), [("ipython", "llama3"), ("tool_response", "granite"), ("model", None)]
 )
