@@ -41,6 +41,11 @@ class ShippedModule:
         """Return the module's name in messages."""
         return self.module_name
 
+    @property
+    def file_name(self) -> str:
+        """Return the name of the module's file in tracebacks."""
+        return f"{self.module_name}.py"
+
     def load(self) -> ModuleType:
         """Return the module, importing the text unless a module with the same name and text is already loaded.
 
@@ -53,7 +58,7 @@ class ShippedModule:
         module = ModuleType(self.module_name)
         vars(module)["__sha256__"] = self.sha256
         # Tracebacks take the lines that they show from this cache, because no such file exists
-        file = f"{self.module_name}.py"
+        file = self.file_name
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         # Registered before the text runs, because dataclasses look up their own module
         sys.modules[self.module_name] = module
@@ -77,6 +82,11 @@ class SourceFile(ShippedModule):
     @property
     def title(self) -> str:
         """Return the file's path."""
+        return self.path
+
+    @property
+    def file_name(self) -> str:
+        """Return the file's path, because the module's name contains a digest that the user does not know."""
         return self.path
 
     @classmethod

@@ -362,7 +362,7 @@ async def test_post_processing_may_be_async_and_add_numbers_but_lose_no_sample()
         ({"sample": {}, "status": "ok", "reward": None, "extra": {}}, "ok", 1.0, {"a": 1.0}, "why"),
         ({"abstain": "ties"}, "abstained", None, {}, "ties"),
         (NAN, "failed", None, {}, "the adapter returned reward=nan: only finite numbers are allowed"),
-        ("x", "failed", None, {}, "the adapter returned a str, not a number or a dict with a `reward`"),
+        (b"x", "failed", None, {}, "the adapter returned a bytes, not a number or a dict with a `reward`"),
     ],
 )
 def test_a_change_is_read_like_an_answer(change, status, reward, extra, reason):

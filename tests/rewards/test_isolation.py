@@ -330,7 +330,7 @@ async def test_what_python_notices_is_a_failure_and_the_process_lives_on(deed, r
         ("orphan and kill group", "died (signal SIGKILL)"),
         ("SIGSEGV", "died (signal SIGSEGV)"),
         ("kill parent", "died (signal SIGKILL)"),
-        ("close channel", "died (exit status 1)"),
+        ("close channel", "died: the reward closed file descriptors that it had not opened"),
         ("close channel and die slowly", "died (exit status 7)"),
         ("close channel and hang", "died (signal SIGKILL)"),
         ("noise", "answered nonsense: UnicodeDecodeError"),

@@ -3,9 +3,12 @@
 A reward returns one of
 
     1.0, 1, True                        the reward
-    {"reward": 1.0, "length": 7}        the reward and further numbers to log; `score` may replace `reward`
+    {"reward": 1.0, "length": 7}        the reward and further numbers to log; `score` may replace `reward`, and is a
+                                        further number beside it
     {"abstain": "why"}                  no reward for this sample, and the reason
     (answer, query, explanation)        one of these, with a judge's question and its reason as text for the log
+
+A number may be one of numpy, torch or `decimal`, such as numpy's bool_ and a tensor without dimensions.
 
 All numbers must be finite, and a reward must lie between -1e6 and 1e6 (`MAX_REWARD`). Anything else, including an
 exception, is a failure and not a reward of 0. A process reward returns a dict with exactly one of
@@ -21,6 +24,7 @@ import sys
 import traceback
 from bisect import bisect_left
 from collections.abc import Mapping
+from decimal import Decimal
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,17 @@ from async_grpo.options.redaction import redacted
 MAX_REWARD = 1e6
 PLAUSIBLE_REWARD = f"a reward lies between -{MAX_REWARD:g} and {MAX_REWARD:g}"
 KINDS = ("step_rewards", "token_rewards")
+# What to do about a wrong value, by the name of its type
+_ADVICE = {
+    "NoneType": ': return a number on every path, or {"abstain": "why"} for no reward',
+    "str": ": convert it with float()",
+    "list": ": return one number for the one sample (wrap a function with TRL's signature with `trl_reward` of "
+    "async_grpo.rewards.adapter.trl_signature)",
+    "ndarray": ": return one element of it",
+    "Tensor": ": return one element of it",
+    "tuple": ": the only tuple allowed is (answer, query, explanation)",
+    "generator": ": use `return` instead of `yield`",
+}
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500
 MAX_QUOTED_NUMBER = 40  # a number is quoted in a reason with at most this many characters
@@ -70,11 +85,14 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
         if query:
             reason_parts.append(f"(asked: {excerpt(str(query), MAX_REASON_CHARACTERS // 2)!r})")
         return answer | {"reason": " ".join(part for part in reason_parts if part)}
+    returned = python_number(returned)
     if isinstance(returned, Real) and not process:
         returned = {"reward": returned}
     if not isinstance(returned, dict):
         expected = f"a dict with {' or '.join(KINDS)}" if process else "a number or a dict with a `reward`"
-        return failure(f"the adapter returned a {type(returned).__name__}, not {expected}")
+        kind = type(returned).__name__
+        advice = "" if process else _ADVICE.get(kind, "")
+        return failure(f"the adapter returned a {kind}, not {expected}{advice}")
     abstain_reason = returned.get("abstain", False)
     if abstain_reason is not False:
         return failure(str(abstain_reason), "abstained")
@@ -91,6 +109,15 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
         "steps": [list(step) for step in steps],  # lists, because JSON has no tuples
         "reason": "",
     }
+
+
+def python_number(value: Any) -> Any:
+    """Return a number of `decimal`, or of a numerical library such as numpy, as one of Python, and others unchanged."""
+    if isinstance(value, Decimal):
+        return float(value)
+    # No library is imported here: the reward's process has the library if the reward returned such a number
+    is_scalar = getattr(value, "shape", None) == () and callable(getattr(value, "item", None))
+    return value.item() if is_scalar else value
 
 
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,14 +147,22 @@ def describe(error: BaseException) -> str:
     package that refuses a setting, would not help the user.
     """
     is_refusal = isinstance(error, ConfigurationError)
-    kind = "" if is_refusal else f"{type(error).__name__}: "
+    kind = "" if is_refusal else type(error).__name__
+    text = ": ".join(part for part in (kind, excerpt(_message_of(error))) if part)
     place = ""
     origin = error.__cause__ if is_refusal else error
     frames = traceback.extract_tb(origin.__traceback__) if origin is not None else []
     if frames:
         frame = frames[-1]
         place = f" at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
-    return excerpt(f"{kind}{excerpt(str(error))}{place}", 2 * MAX_REASON_CHARACTERS)
+    return excerpt(f"{text}{place}", 2 * MAX_REASON_CHARACTERS)
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure_of_message:  # a class of the user may define any `__str__`
+        return f"its message cannot be read ({type(failure_of_message).__name__})"
 
 
 def is_finite_number(value: Any) -> bool:
@@ -199,16 +234,19 @@ def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, f
     numbers = {}
     for name, value in answer.items():
         if name not in KINDS and name != "abstain":
-            numbers[redacted(str(name))] = value
+            numbers[redacted(str(name))] = python_number(value)
     if "score" in numbers and "reward" not in numbers:
         numbers["reward"] = numbers.pop("score")
     if default is not None:
         numbers.setdefault("reward", default)
     if "reward" not in numbers:
         raise ValueError(f"the adapter's dict has no `reward`, only {sorted(numbers)}")
-    wrong = [f"{name}={shown(value)}" for name, value in numbers.items() if not is_finite_number(value)]
+    wrong = {name: value for name, value in numbers.items() if not is_finite_number(value)}
     if wrong:
-        raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
+        values = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
+        has_text = any(isinstance(value, str) for name, value in wrong.items() if name != "reward")
+        advice = "; return (answer, query, explanation) to log a text" if has_text else ""
+        raise ValueError(f"the adapter returned {values}: only finite numbers are allowed{advice}")
     _refuse_implausible("the adapter returned reward", numbers["reward"])
     huge = [f"{name}={float(value):g}" for name, value in numbers.items() if abs(value) > MAX_EXTRA]
     if huge:
@@ -262,6 +300,7 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
         else:
             token = index
             reward = value
+        reward = python_number(reward)
         if not is_finite_number(reward):
             raise ValueError(f"{place}={shown(reward)}: only finite numbers are allowed")
         _refuse_implausible(place, reward)

@@ -14,6 +14,7 @@ fast, the process imports no third-party libraries before the reward, and asynci
 """
 
 import contextlib
+import errno
 import inspect
 import itertools
 import json
@@ -28,12 +29,14 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import redact_output, register_secrets
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
-from async_grpo.rewards.isolation.lines import Lines, Message, encode_line
+from async_grpo.rewards.adapter.trl_signature import has_trl_signature
+from async_grpo.rewards.isolation.lines import CHANNEL_CLOSED, Lines, Message, encode_line
 
 if TYPE_CHECKING:
     import asyncio
@@ -135,7 +138,14 @@ class Server:
 
     def send(self, message: Message) -> None:
         """Send a message to the parent. Raise ValueError if it is too large."""
-        self._channel.sendall(encode_line(message, self._max_bytes) + b"\n")
+        line = encode_line(message, self._max_bytes) + b"\n"
+        try:
+            self._channel.sendall(line)
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):
+                # The reward has closed descriptors of others. End quietly: the exit code tells the parent why
+                os._exit(CHANNEL_CLOSED)
+            raise
 
     def _receive(self) -> bool:
         """Read the data that has arrived. Return False if the parent has closed the channel, otherwise True."""
@@ -254,6 +264,7 @@ class Reward:
         self._adapter = adapter
         self._function = _refuse_judge if self.traits.is_judge else function_of(adapter)
         self._options = accepted_options(self._function, options)
+        _check_arguments(self._function, self._options)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the registered object and return its result. Return None if it has no such method."""
@@ -318,6 +329,25 @@ def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
             coroutine.throw(TypeError("it awaits, so it must be declared `async def`"))
     except StopIteration as stop:
         return stop.value
+
+
+def _check_arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse a function that cannot be called with a sample and these options.
+
+    Raises:
+        ConfigurationError: The function has no parameter for the sample, or needs further arguments.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind({}, **options)
+    except TypeError as error:
+        advice = ""
+        if has_trl_signature(function):
+            advice = "; wrap a function with TRL's signature with `trl_reward` of async_grpo.rewards.adapter.trl_signature"
+        raise ConfigurationError(
+            f"it takes {signature} ({error}): a reward takes one argument, the sample, a dict with the columns of the "
+            f"row and the `completion`; further parameters are --reward-options, or have defaults{advice}"
+        ) from None
 
 
 def _refuse_judge(sample: Any) -> None:

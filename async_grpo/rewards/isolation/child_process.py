@@ -15,7 +15,7 @@ from typing import Any, cast
 from async_grpo.errors import WorkerLost
 from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.adapter.decorators import AdapterTraits
-from async_grpo.rewards.isolation.lines import Lines, encode_line
+from async_grpo.rewards.isolation.lines import CHANNEL_CLOSED, Lines, encode_line
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # time for a process that closed its channel to end by itself
@@ -248,6 +248,8 @@ class ChildProcess(asyncio.Protocol):
             return f"survives SIGKILL for {REAP_S:g} s"
         if exit_code == TOO_MANY:
             return f"was ended, for it had started more than {self._max_processes} processes"
+        if exit_code == CHANNEL_CLOSED:
+            return "died: the reward closed file descriptors that it had not opened (os.close, os.closerange)"
         if exit_code < 0:
             return f"died (signal {signal.Signals(-exit_code).name})"
         return f"died (exit status {exit_code})"

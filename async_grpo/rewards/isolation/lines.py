@@ -5,6 +5,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+# Exit code of a process whose end of the channel was closed by the reward
+CHANNEL_CLOSED = 114
+
 Message = dict[str, Any]
 
 
