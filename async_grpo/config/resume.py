@@ -10,6 +10,7 @@ from typing import Any
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ROWS
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.data_files import digest_of_rows
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, options_of
 from async_grpo.options.fields import dashed
 from async_grpo.processes.untrusted_files import open_regular, printable
@@ -190,7 +191,7 @@ def data_digests(config: RunConfig) -> dict[str, str]:
         # The rows that an environment makes are determined by its name and its options
         digests["data_path"] = f"{config.environment} {config.environment_options}"
     else:
-        digests["data_path"] = _file_digest(config.data_path)
+        digests["data_path"] = digest_of_rows(Path(config.data_path))
     if config.chat_template is not None:
         digests["chat_template"] = _file_digest(config.chat_template)
     return digests

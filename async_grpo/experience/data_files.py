@@ -1,6 +1,8 @@
 """Read the rows of data files: JSONL, JSON, CSV and TSV."""
 
 import csv
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from typing import Any, BinaryIO
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.column_paths import is_missing
-from async_grpo.experience.row_columns import ColumnMap
+from async_grpo.experience.row_columns import DEFAULT_COLUMNS, ColumnMap
 from async_grpo.experience.row_schemas import (
     PROMPT_COLUMNS,
     PROMPT_LIKE,
@@ -18,6 +20,7 @@ from async_grpo.experience.row_schemas import (
     unread_columns,
 )
 from async_grpo.options.fields import refuse
+from async_grpo.processes.hub import is_hub_name
 from async_grpo.processes.untrusted_files import (
     MAX_ROW_BYTES,
     bounded_lines,
@@ -33,10 +36,9 @@ Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 BYTE_ORDER_MARK = "\ufeff"
-AS_PUBLISHED = ColumnMap()  # the columns without any option
 
 
-def read_rows(path: str | Path, columns: ColumnMap = AS_PUBLISHED, *, needs_prompt: bool = True) -> Rows:
+def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:
     """Yield (file and line number as text, row) for each row of a data file.
 
     Args:
@@ -72,15 +74,51 @@ def raw_rows(path: Path) -> Rows:
     Raises:
         ConfigurationError: The file does not exist, or has another format.
     """
-    refuse(
-        not is_regular(path, follow_links=True),
-        f"{path}: there is no such file" + (" (it is not a regular file)" if path.exists() else ""),
-    )
+    if not is_regular(path, follow_links=True):
+        yield from _rows_of_no_file(path)
+        return
     suffix = path.suffix.lower()
     refuse(suffix in REFUSED_SUFFIXES, f"{path}: {REFUSED_SUFFIXES.get(suffix)}")
     read = READERS.get(suffix, _jsonl_rows)
     with open_regular(path, follow_links=True) as file:
         yield from read(path, file)
+
+
+def _rows_of_no_file(path: Path) -> Rows:
+    """Yield the rows of a folder, or of a data set of the hub.
+
+    Raises:
+        ConfigurationError: The path names neither, or they cannot be read.
+    """
+    from async_grpo.experience.table_files import dataset_rows
+
+    refuse(path.exists() and not path.is_dir(), f"{path}: there is no such file (it is not a regular file)")
+    refuse(not names_data_set(path), f"{path}: there is no such file")
+    return dataset_rows(str(path))
+
+
+def names_data_set(path: Path) -> bool:
+    """Return whether a path names a folder, or has the form of a data set of the hub and not of a file."""
+    name = str(path).split(":")[0]
+    if path.is_dir() or Path(name).is_dir():
+        return True
+    is_file_name = path.suffix.lower() in (*READERS, *REFUSED_SUFFIXES, ".jsonl", ".ndjson", ".txt")
+    return is_hub_name(name) and not is_file_name and not path.exists()
+
+
+def digest_of_rows(path: Path) -> str:
+    """Return the SHA-256 of a data file, or of the rows in a folder or in a data set of the hub.
+
+    Raises:
+        ConfigurationError: There is no such file, folder or data set.
+    """
+    if is_regular(path, follow_links=True):
+        with open_regular(path, follow_links=True) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for _, row in raw_rows(path):
+        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:

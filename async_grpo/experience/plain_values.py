@@ -43,8 +43,8 @@ def plain(value: Any) -> Any:
         TypeError: The value cannot be written as JSON. The message says what it is.
 
     >>> import numpy
-    >>> plain({"a": numpy.array([1, 2]), "b": numpy.float32(0.5), "c": (True, None), "d": b"text"})
-    {'a': [1, 2], 'b': 0.5, 'c': [True, None], 'd': 'text'}
+    >>> plain({"a": numpy.array([1, 2]), "b": numpy.float32(0.5), "c": (True, None)})
+    {'a': [1, 2], 'b': 0.5, 'c': [True, None]}
     """
     if type(value).__name__ in NULLS_OF_PANDAS:
         return None
@@ -54,8 +54,6 @@ def plain(value: Any) -> Any:
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, bytes):
-        return _text_of(value)
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else str(value)
     if isinstance(value, TIMES):
@@ -65,13 +63,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, str | int | float):  # a subclass, such as an enum's
         return value
     raise TypeError(f"a {type(value).__name__}")
-
-
-def _text_of(value: bytes) -> str:
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError:
-        raise TypeError(f"{len(value)} bytes, such as an image") from None
 
 
 def _without_filling(value: Any) -> Any:

@@ -12,11 +12,9 @@ from async_grpo.experience.column_paths import MISSING, is_missing, parsed_text,
 from async_grpo.experience.row_schemas import PROMPT_COLUMNS, TOKENS, names_of, without_prompt
 from async_grpo.options.fields import refuse
 
-# A list of messages that was written as one text: as JSON, or as Python or numpy prints it
-SERIALIZED = re.compile(
-    r"""\s*(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:.*\](\s*,\s*dtype=\w+)?\)?\s*""",
-    re.DOTALL,
-)
+# Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
+SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
+SERIALIZED_ENDS = ("]", "])", "dtype=object)")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
 
 
@@ -51,7 +49,7 @@ class ColumnMap:
         mapped_row = {name: value for name, value in row.items() if not _is_null_prompt(name, value)}
         if self.answer:
             mapped_row["answer"] = _value(row, self.answer, "--answer-column")
-        _refuse_infinite_answers(mapped_row)
+        refuse_infinite_answers(mapped_row)
         if self.prompt:
             prompt = _value(row, self.prompt, "--prompt-column")
             return self._with_prompt(mapped_row, prompt)
@@ -86,6 +84,9 @@ class ColumnMap:
         )
         # `prompt` is what functions with TRL's signature get as `prompts`
         return other_columns | {"messages": prompt, "prompt": prompt}
+
+
+DEFAULT_COLUMNS = ColumnMap()  # the columns without any option
 
 
 def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
@@ -145,7 +146,8 @@ def _messages_in_text(text: str, place: str) -> Any:
     Raises:
         ConfigurationError: The text is what Python prints for a list of messages, which cannot be read back.
     """
-    if not SERIALIZED.fullmatch(text):
+    stripped = text.strip()
+    if not (SERIALIZED_BEGIN.match(stripped) and stripped.endswith(SERIALIZED_ENDS)):
         return text
     messages = parsed_text(text)
     if isinstance(messages, list):
@@ -166,7 +168,7 @@ def _read_serialized(row: dict[str, Any], name: str) -> None:
             row["messages"] = messages
 
 
-def _refuse_infinite_answers(row: Mapping[str, Any]) -> None:
+def refuse_infinite_answers(row: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an answer that no completion can state."""
     for name in ("answer", "answers"):
         for number in _numbers(row.get(name)):

@@ -17,6 +17,7 @@ from async_grpo.config.run_options import MemberConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
+from async_grpo.experience.data_files import names_data_set
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
@@ -114,6 +115,10 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
             if inherited.get(name) and not is_shipped:
                 refuse_named({name: inherited[name]}, folder)
         if inherited.get("eval_data_path"):
+            files = EvaluationTask(eval_data_path=inherited["eval_data_path"]).eval_files
+            if any(names_data_set(Path(file)) for file in files.values()):
+                # A folder, which may be somebody else's, must not make this machine ask the hub
+                refuse_named({"eval_data_path": inherited["eval_data_path"]}, folder)
             # Rows of a file that an untrusted folder names must not leave the machine
             if address_names := sorted(ADDRESS_OPTIONS & {*explicit_names}):
                 print(

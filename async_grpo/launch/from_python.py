@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from async_grpo.config.resume import goes_on
 from async_grpo.errors import ConfigurationError, RunInterrupted
+from async_grpo.experience.row_columns import ColumnMap
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import run_locally
 from async_grpo.launch.python_files import folder_of_program
@@ -153,10 +154,10 @@ def _claimed_config(
     claim(config.output_path, may_hold_run=goes_on(config))
     try:
         folder = folder_of_program(config.output_path)
-        rows = row_file(dataset, folder, "dataset")
+        rows = row_file(dataset, folder, "dataset", config.column_map)
         values["data_path"] = rows.path
         if eval_dataset is not None:
-            values["eval_data_path"] = _held_out(eval_dataset, folder)
+            values["eval_data_path"] = _held_out(eval_dataset, folder, config.column_map)
         values["reward_fns"] = reward_names(reward_fns, folder, rows.columns)
         return _config(values)
     except BaseException:
@@ -164,10 +165,12 @@ def _claimed_config(
         raise
 
 
-def _held_out(eval_dataset: Any, folder: Path) -> str:
+def _held_out(eval_dataset: Any, folder: Path, column_map: ColumnMap) -> str:
     if not isinstance(eval_dataset, Mapping):
-        return row_file(eval_dataset, folder, "eval_dataset").path
-    files = {name: row_file(rows, folder, f"eval_dataset_{name}").path for name, rows in eval_dataset.items()}
+        return row_file(eval_dataset, folder, "eval_dataset", column_map).path
+    files = {}
+    for name, rows in eval_dataset.items():
+        files[name] = row_file(rows, folder, f"eval_dataset_{name}", column_map).path
     return option_text(files)
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.column_paths import is_missing
+from async_grpo.experience.plain_values import plain, plain_row
+from async_grpo.experience.row_columns import DEFAULT_COLUMNS, ColumnMap
 from async_grpo.experience.row_schemas import PROMPT_COLUMNS, TOKENS
 from async_grpo.launch.python_files import write_private_file
 from async_grpo.options.fields import refuse
@@ -23,7 +26,7 @@ class RowFile:
     columns: frozenset[str] | None  # the columns that every row has; None if the caller passed a path
 
 
-def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
+def row_file(dataset: Any, folder: Path, name: str, column_map: ColumnMap = DEFAULT_COLUMNS) -> RowFile:
     """Return the file of a data set. Rows are written to a new file.
 
     Args:
@@ -33,6 +36,7 @@ def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
         folder: Private folder for the file of rows. The file's name contains a digest of the rows, so the rows of an
             earlier run are not overwritten.
         name: Name of the data set in messages and in the file's name.
+        column_map: The columns of prompt and answer. The file has the columns of the rows; the run reads it by this map.
 
     Raises:
         ConfigurationError: A row cannot be used. The message names the first such row and the reason.
@@ -41,16 +45,25 @@ def row_file(dataset: Any, folder: Path, name: str) -> RowFile:
         return RowFile(os.fspath(dataset), None)
     _refuse_what_holds_no_rows(dataset, name)
     columns: set[str] = set()
+    # Arrow gives all objects of a list the same keys, filled with nulls
+    is_arrow = type(dataset).__module__.partition(".")[0] == "datasets"
 
     def lines() -> Iterator[bytes]:
         number = -1
         for number, row in enumerate(dataset):
             place = f"{name}, row {number}"
-            checked_row = _checked_row(row, place)
+            checked_row = _checked_row(row, place, has_prompt_column=bool(column_map.prompt))
+            if is_arrow:
+                checked_row = plain_row(checked_row, place)
+            text = _as_json(checked_row, place)
+            try:
+                mapped_row = column_map.apply(json.loads(text))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{place}: {error}") from error
             if number == 0:
-                columns.update(checked_row)
-            columns.intersection_update(checked_row)
-            yield _as_json(checked_row, place).encode() + b"\n"
+                columns.update(mapped_row)
+            columns.intersection_update(mapped_row)
+            yield text.encode() + b"\n"
         refuse(number < 0, f"{name} holds no rows")
 
     path = write_private_file(folder, f"{name}-{{digest}}.jsonl", lines())
@@ -72,21 +85,25 @@ def _refuse_what_holds_no_rows(dataset: Any, name: str) -> None:
     refuse(not is_rows, f"{name} is a {kind}: give the path of a JSONL file, or a list of dicts")
 
 
-def _checked_row(row: Any, place: str) -> dict[str, Any]:
+def _checked_row(row: Any, place: str, has_prompt_column: bool) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise ConfigurationError(
             f'{place} is a {type(row).__name__}, not a dict such as {{"prompt": "3 + 4 = ?"}}'
         )
     checked_row = dict(row)
     for column in PROMPT_COLUMNS:
-        if checked_row.get(column, ...) is None:  # `datasets` fills missing columns with None
+        if column in checked_row and is_missing(
+            checked_row[column]
+        ):  # `datasets` fills missing columns with None
             del checked_row[column]
+    if has_prompt_column:
+        return checked_row
     prompt_columns = [column for column in PROMPT_COLUMNS if column in checked_row]
     if not prompt_columns:
         names = ", ".join(map(str, list(row)[:SHOWN_COLUMNS])) or "none"
         raise ConfigurationError(
             f"{place} has no prompt: its columns are {names}. Name the question `prompt`, as a text or as a list of "
-            'messages: {"role": "user", "content": "..."}'
+            'messages: {"role": "user", "content": "..."}, or name its column by prompt_column'
         )
     for column in prompt_columns:
         _check_prompt(column, checked_row[column], place)
@@ -113,27 +130,14 @@ def _are_messages(value: Any) -> bool:
 
 def _as_json(row: dict[str, Any], place: str) -> str:
     try:
-        return json.dumps(row, allow_nan=False, default=_plain)
+        return json.dumps(row, allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as row_error:
         for column, value in row.items():
             try:
-                json.dumps({column: value}, allow_nan=False, default=_plain)
+                json.dumps({column: value}, allow_nan=False, default=plain)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigurationError(
                     f"{place}: the column {column} cannot be written as JSON ({error}): make it of texts, finite numbers, "
                     "lists and dicts, or leave the column out"
                 ) from error
         raise ConfigurationError(f"{place} cannot be written as JSON ({row_error})") from row_error
-
-
-def _plain(value: Any) -> Any:
-    """Convert a number or an array of numpy or torch to a Python number or a list, and a mapping to a dict.
-
-    Raises:
-        TypeError: The value cannot be written as JSON.
-    """
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"a {type(value).__name__}")

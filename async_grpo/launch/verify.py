@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.experience.column_paths import parse_paths
 from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.experience.row_columns import ColumnMap, refuse_infinite_answers
 from async_grpo.options.fields import (
     LIST,
     POSITIVE,
@@ -106,6 +108,12 @@ class VerifyConfig(PromptOptions):
     output: str | None = _bench(
         None, "File for the results, with one JSON line per row. By default only the report is printed."
     )
+    prompt_column: str | None = _bench(
+        None, "Column of the prompt, as for `async-grpo run`. Rewards get its text as `input`."
+    )
+    answer_column: str | None = _bench(
+        None, "Column of the answer that rewards get as `answer`, as for `async-grpo run`."
+    )
     check: bool = _bench(
         False, "Also try each reward on poor completions, and check that it scores alike in other processes."
     )
@@ -117,10 +125,39 @@ class VerifyConfig(PromptOptions):
                 bool(getattr(self, name)) and self.model_name_or_path is None,
                 f"--{dashed(name)}: only with --model-name-or-path are prompts rendered; give the model, too",
             )
+        self._column_map  # noqa: B018  refuses names that are none
         if self.output is None or not os.path.exists(self.output) or not os.path.exists(self.file):
             return
         if os.path.samefile(self.output, self.file):
             raise ConfigurationError(f"--output {self.output} is the file of completions itself: use another")
+
+    @property
+    def _column_map(self) -> ColumnMap:
+        return ColumnMap(
+            prompt=parse_paths(self.prompt_column, "--prompt-column"),
+            answer=parse_paths(self.answer_column, "--answer-column"),
+            text_is_message=False,
+        )
+
+    def with_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row with its prompt and its answer in the columns that rewards read.
+
+        Raises:
+            ValueError: The row has no such column, or its answer is no finite number.
+        """
+        try:
+            refuse_infinite_answers(row)
+            if not self.prompt_column and not self.answer_column:
+                return row
+            mapped_row = self._column_map.apply(row, needs_prompt=False)
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+        messages = mapped_row.get("messages")
+        if self.prompt_column and messages and self.model_name_or_path is None:
+            # There is no chat template, so judges get the texts alone
+            texts = [message.get("content") for message in messages]
+            mapped_row["input"] = "\n\n".join(text for text in texts if isinstance(text, str))
+        return mapped_row
 
 
 def verify(config: VerifyConfig) -> None:
@@ -136,7 +173,7 @@ def verify(config: VerifyConfig) -> None:
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses(judge_urls=config.judge_urls, http_scorer_urls=config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
-    rows = read_completion_rows(config.file, _input_renderer(config))
+    rows = read_completion_rows(config.file, config.with_columns, _input_renderer(config))
     _note_local_imports(console, registry, workers)
     report = Report(workers.adapters, config.threshold, any(row.label is not None for row in rows))
     try:

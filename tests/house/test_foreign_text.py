@@ -121,6 +121,12 @@ PATTERNS: dict[str, dict[str, str]] = {
     "cluster/ray_session.py": {
         r"\x1b\[[0-9;]*m": PLAIN,
     },
+    "experience/row_columns.py": {
+        r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""": PLAIN,
+    },
+    "processes/hub.py": {
+        r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*": PLAIN,
+    },
     "environments/control_tokens.py": {
         r"_trie_pattern(normalized)": "control tokens",
         r"_trie_pattern(self.spellings)": "control tokens",

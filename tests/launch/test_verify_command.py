@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -420,3 +421,55 @@ def test_ctrl_c_ends_the_bench_and_its_processes(files, tmp_path):
         bench.communicate(timeout=60)
     assert bench.returncode not in (0, None)
     assert children and not psutil.wait_procs(children, timeout=30)[1]
+
+
+# --- columns with other names ---
+
+COLUMNS = {
+    "verl's": (
+        {
+            "prompt": [{"role": "user", "content": "3 + 4?"}],
+            "reward_model": {"ground_truth": "7"},
+            "completion": "7",
+        },
+        ["--prompt-column=prompt", "--answer-column=reward_model.ground_truth"],
+    ),
+    "GSM8K's": (
+        {"question": "3 + 4?", "answer": "7", "completion": "7"},
+        ["--prompt-column=question"],
+    ),
+    "OpenRLHF's": ({"input": "3 + 4?", "label_key": "7", "completion": "7"}, ["--answer-column=label_key"]),
+    "ours": ({"input": "3 + 4?", "answer": "7", "completion": "7"}, []),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_prompt_and_answer_come_from_the_columns_that_the_options_name(tmp_path, kind):
+    row, options = COLUMNS[kind]
+    (tmp_path / "mine.py").write_text(
+        "def both(sample):\n    return float(sample['input'] == '3 + 4?' and sample['answer'] == '7')\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    output = tmp_path / "out.jsonl"
+    named = f"--reward-fns={tmp_path}/mine.py:both"
+    assert verify(tmp_path / "rows.jsonl", named, f"--output={output}", *options) == 0
+    assert rows_of(output)[0]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (
+            {"completion": "a"},
+            ["--answer-column=label_key"],
+            "line 1: --answer-column label_key: .* is not in",
+        ),
+        ({"completion": "a", "answer": None}, ["--answer-column=answer"], "line 1: .* answer is null"),
+        ({"completion": "a"}, ["--prompt-column=question"], "line 1: --prompt-column question: "),
+        ({"completion": "a", "answer": math.nan}, [], "line 1: answer is NaN, which is no finite number"),
+        ({"completion": "a"}, ["--answer-column=a..b"], "give the name of a column"),
+    ],
+)
+def test_a_row_without_the_named_column_is_refused(files, capsys, row, options, message):
+    assert verify(files(row), "--reward-fns=exact", *options) == 2
+    assert re.search(message, capsys.readouterr().err)

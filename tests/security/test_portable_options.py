@@ -18,6 +18,8 @@ from async_grpo.rewards.judges.remote_judge import RemoteJudge
 # Free text that a folder may say, and why it names no code, file, command or address
 FREE_TEXT = {
     "curriculum": "a column of the data",
+    "prompt_column": "a column of the data",
+    "answer_column": "a column of the data",
     "reward_column": "a column of the data",
     "estimator_options": "numbers and words that the estimator knows",
     "loss_options": "numbers and words that the loss knows",
@@ -25,7 +27,7 @@ FREE_TEXT = {
     "reward_limits": "numbers by name",
     "on_reward_failure": "one of four policies by name",
     "environment_options": "taken over for shipped environments alone",
-    "eval_data_path": "a file that is read as rows of JSON, and that no judge of the user's is sent",
+    "eval_data_path": "a file, not of the hub, that is read as rows, and that no judge of the user's is sent",
 }
 OF_A_TABLE = {"reward_fns", "reward_options", "environment"}
 # Options of shipped rewards that only the user may give, and why

@@ -53,12 +53,15 @@ class CompletionRow:
 
 
 def read_completion_rows(
-    path: str | Path, add_input: Callable[[dict[str, Any], str], None] | None = None
+    path: str | Path,
+    with_columns: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    add_input: Callable[[dict[str, Any], str], None] | None = None,
 ) -> list[CompletionRow]:
     """Return all rows of the file.
 
     Args:
         path: The file.
+        with_columns: Returns a row with the columns of its prompt and its answer, for rows with other names for them.
         add_input: Called with each row and its place (file and line), to add a missing `input`.
 
     Raises:
@@ -74,7 +77,7 @@ def read_completion_rows(
                     raise ValueError(f"longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row")
                 if not line.strip():
                     continue
-                row = _row(line)
+                row = _row(line, with_columns)
                 if add_input is not None:
                     add_input(row, f"{path}, line {number}")
                 if row.get("group_id") is None:
@@ -107,13 +110,14 @@ def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str
     return sample | {"sample_text": f"{sample['input']}{text}"}
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def _row(line: bytes, with_columns: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, not {type(row).__name__}")
+    row = with_columns(row)
     token_ids = row.get("completion_token_ids")
     are_token_ids = token_ids is None
     if isinstance(token_ids, list):
