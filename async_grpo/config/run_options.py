@@ -51,9 +51,12 @@ class RunOptions(
 ):
     """The options of a training run. Sizes are in tokens, samples (completions) or questions (prompts)."""
 
-    model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
+    model_name_or_path: str = required(
+        "Hugging Face folder of the policy to train, or its name on the hub.", everyday=True
+    )
     data_path: str = required(
-        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. "
+        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. Or a "
+        "file .json, .csv, .tsv or .parquet, a folder, or a data set of the hub as NAME:SPLIT. "
         "The word environment: the environment makes the rows.",
         everyday=True,
     )

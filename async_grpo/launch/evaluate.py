@@ -40,6 +40,7 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.portable import portable_options, refuse_named
+from async_grpo.processes.hub import local_model
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.processes.untrusted_files import printable
 from async_grpo.training.checkpoint_folder import MANIFEST, checkpoints_of, read
@@ -178,7 +179,7 @@ def evaluate(config: EvalConfig) -> None:
         ConfigurationError: The folder holds neither a model nor a checkpoint, or an option is wrong.
         AsyncGrpoError: The evaluation failed; see `run_locally`.
     """
-    model = Path(config.path)
+    model = Path(local_model(config.path))
     step = 0
     is_valid_folder = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
     refuse(not is_valid_folder, f"{model} holds no model (config.json), no run and no checkpoint")

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.config.resume import goes_on
@@ -23,6 +24,7 @@ from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.console import show_times, show_waiting
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import dashed, refuse
+from async_grpo.processes.hub import local_model
 from async_grpo.processes.look import request_look
 from async_grpo.processes.supervisor import Program, Supervisor, handling, log_excerpt
 from async_grpo.processes.warm_client import DIES_WITH_STARTER
@@ -46,6 +48,7 @@ def run_locally(config: LocalConfig) -> None:
         RunInterrupted: The trainer saved a checkpoint and ended before the last step.
         KeyboardInterrupt: The run was interrupted, and no checkpoint was saved.
     """
+    config = replace(config, model_name_or_path=local_model(config.model_name_or_path))
     if config.dry_run:
         prepared = read_inputs(config)
         plan.show([*plan.plan(config, prepared), *plan.resources(config, prepared)])

@@ -94,6 +94,17 @@ def fetch_model(name: str) -> Path:
         ) from error
 
 
+def local_model(path: str) -> str:
+    """Return the folder of a model: the path itself, or for the name of a model of the hub the folder it is fetched to.
+
+    Raises:
+        ConfigurationError: The path has the form of a name of the hub, and there is neither such a folder nor such a model.
+    """
+    if Path(path).expanduser().exists() or not is_hub_name(path):
+        return path
+    return str(fetch_model(path))
+
+
 def way_out(name: str, kind: str) -> str:
     """Return what to do on a machine that cannot reach the hub."""
     repo_type = "" if kind == "model" else f" --repo-type {kind}"

@@ -23,7 +23,17 @@ DATA_PAGE, GPU_PAGE = ((DOCS / f"{name}.md").read_text() for name in ("your-data
 # Of other programs: hf download, torchrun, ray start, sbatch, and the makers of our own data
 # Options of other programs, and those of our own that only one program has
 FOREIGN = {
-    *("local-dir", "shutdown-timeout", "num-gpus", "signal", "input", "tokenizer", "output", "deps"),
+    *(
+        "local-dir",
+        "repo-type",
+        "shutdown-timeout",
+        "num-gpus",
+        "signal",
+        "input",
+        "tokenizer",
+        "output",
+        "deps",
+    ),
     *("generate", "head", "address", "nproc", "nnodes", "help", "config", "mode", "model", "reward"),
 }
 QWEN = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied: the models' own config.json
