@@ -18,6 +18,7 @@ import pytest
 import async_grpo
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.errors import ConfigurationError, RunInterrupted
+from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import read_rows
 from async_grpo.experience.dataset import questions_of
 from async_grpo.launch import from_python
@@ -529,3 +530,31 @@ def test_a_claim_can_be_given_back(tmp_path):
     claim(tmp_path)
     release(tmp_path)
     release(tmp_path)
+
+
+COLUMNS = DataConfig(prompt_column="problem", answer_column="reward_model.ground_truth").column_map
+VERL_ROW = {"problem": "3 + 4?", "reward_model": {"ground_truth": "7"}}
+
+
+def test_rows_of_python_are_read_by_the_columns_that_the_options_name(tmp_path):
+    rows = [VERL_ROW, {"problem": "1?", "reward_model": {"ground_truth": ["1"]}, "input": None}]
+    file = row_file(rows, tmp_path, "dataset", COLUMNS)
+    first, second = (row for _, row in read_rows(file.path, COLUMNS))
+    assert first["messages"] == [{"role": "user", "content": "3 + 4?"}] and first["answer"] == "7"
+    assert second["answer"] == ["1"] and "input" not in second
+    assert {"messages", "answer"} <= file.columns
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"reward_model": {"ground_truth": "7"}}, "problem is not in this row"),
+        ({"problem": None, "reward_model": {"ground_truth": "7"}}, "problem is null in this row"),
+        ({"problem": "a", "reward_model": {}}, "reward_model.ground_truth is not in this row"),
+        ({"problem": 7, "reward_model": {"ground_truth": "7"}}, "a prompt must be a text"),
+    ],
+)
+def test_a_row_of_python_without_the_named_columns_is_refused_by_number(tmp_path, row, message):
+    with pytest.raises(ConfigurationError, match=f"dataset, row 1: .*{message}"):
+        row_file([VERL_ROW, row], tmp_path, "dataset", COLUMNS)
+    assert list(tmp_path.iterdir()) == []
