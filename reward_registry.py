@@ -109,6 +109,8 @@ def code(
     memory_mb: float = 1024,
     all_or_nothing: bool = False,
     allow_unsandboxed: bool = False,
+    relative_tolerance: float = 0.0,
+    absolute_tolerance: float = 0.0,
 ) -> dict:
     """Run the Python code in a sandbox, and return the share of the row's `tests` that it passes."""
     from async_grpo.rewards.builtin.code import score
@@ -120,6 +122,8 @@ def code(
         memory_mb=memory_mb,
         all_or_nothing=all_or_nothing,
         allow_unsandboxed=allow_unsandboxed,
+        relative_tolerance=relative_tolerance,
+        absolute_tolerance=absolute_tolerance,
     )
 
 

@@ -168,6 +168,17 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"classif|summary|seq_pair": PLAIN,
         r"drop|jitter|stochastic|noise": PLAIN,
     },
+    "options/file_text.py": {
+        r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?": PLAIN,
+        r"\(at line (?P<number>\d+),": PLAIN,
+        r"\s*(?P<key>[A-Za-z_][\w-]*)\s*:(?:\s+(?P<value>[^#]*)|$)": PLAIN,
+        r"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>[^#]*)": PLAIN,
+        r"\s*--(?P<key>[A-Za-z][\w-]*)(?:[ =]\s*(?P<value>.*))?": PLAIN,
+        r"\s*-\s+\S|---\s*$": PLAIN,
+    },
+    "modeling/incomplete_folders.py": {
+        r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors": PLAIN,
+    },
     "options/redaction.py": {
         r"%[0-9A-F]{2}": OURS,
         r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL": OURS,

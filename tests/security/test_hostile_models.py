@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
         lambda m: (m.folder / "chat_template.jinja").write_text(
             "{{ messages.__class__.__mro__[1].__subclasses__() }}"
         ),
-        "chat template cannot be applied",
+        "chat template refuses these messages: access to attribute '__class__'",
     ),
     "an end token that is text": (
         lambda m: m.say("generation_config.json", eos_token_id="ls"),
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_hostile_model_is_refused_by_name_before_anything_starts(model, tmp_path, capfd, monkeypatch, kind):
     if kind == "a template without end":
-        monkeypatch.setattr("async_grpo.experience.dataset.TEMPLATE_S", 0.5)
+        monkeypatch.setattr("async_grpo.experience.prompts.TEMPLATE_S", 0.5)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
     change, message = REFUSED[kind]
     change(model)

@@ -21,6 +21,8 @@ FREE_TEXT = {
     "prompt_column": "a column of the data",
     "answer_column": "a column of the data",
     "reward_column": "a column of the data",
+    "chat_template_kwargs": "values that the user's own chat template reads",
+    "system_prompt": "a text of the prompt",
     "estimator_options": "numbers and words that the estimator knows",
     "loss_options": "numbers and words that the loss knows",
     "reward_weights": "numbers by name",
