@@ -1,13 +1,14 @@
 """`AgentEndpoint`: a server of OpenAI's API for agents. Turns requested with a trajectory's key are trained on.
 
     POST /v1/chat/completions, /v1/completions     as in OpenAI's API, with tools, streaming, n, stop, max_tokens
-    GET  /v1/models                                lists the policy
+    GET  /v1/models, /v1/models/policy             lists the policy
     POST /v1/result {"reward": 1.0}                reports the trajectory's reward, and optional numbers for metrics;
                                                    or {"failure": "why"}
     POST /v1/trajectories                          with the run's key: claims a trajectory; returns its key and its row
 
 Turns are sampled with the run's settings, because they are trained on. The temperature, top_p, penalties and seed of a
-request are ignored. A streamed answer is sent only when it is complete, in the form that clients expect.
+request are ignored. Fields that would change what an answer contains are refused (`unsupported_fields`). A streamed
+answer is sent only when it is complete, in the form that clients expect.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ from async_grpo.environments.trajectory_client import (
     Whole,
     row_of,
 )
+from async_grpo.environments.unsupported_fields import HINTS, unsupported_field
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
@@ -56,6 +58,10 @@ SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoi
 CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
 # Limit for a field's name in an error, which a request may have invented, and for the description of the error
 MAX_FAULT_CHARACTERS = 300
+
+PATHS = "there are POST /v1/chat/completions, /v1/completions and /v1/result, and GET /v1/models"
+
+_POLICY = {"id": MODEL, "object": "model", "created": 0, "owned_by": "async-grpo"}  # the policy has no date
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
 
@@ -110,6 +116,7 @@ class AgentEndpoint:
                 web.post("/v1/result", self._report),
                 web.post(CLAIM_PATH, self._claim),
                 web.get("/v1/models", self._models),
+                web.get(f"/v1/models/{MODEL}", self._model),
             ]
         )
         self._runner = web.AppRunner(
@@ -197,6 +204,8 @@ class AgentEndpoint:
             return await handler(request)
         except ValidationError as error:
             return _error(400, _fault_of(error))
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+            return _error(error.status, f"{error.status}: no {request.method} {request.path} here; {PATHS}")
         except web.HTTPException as error:
             return _error(error.status, error.text or error.reason)
         except TrajectoryOver as limit:
@@ -294,8 +303,10 @@ class AgentEndpoint:
                 return key, trajectory
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        policy = {"id": MODEL, "object": "model", "owned_by": "async-grpo"}
-        return web.json_response({"object": "list", "data": [policy]})
+        return web.json_response({"object": "list", "data": [_POLICY]})
+
+    async def _model(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response(_POLICY)
 
 
 def _context_tokens(request: web.Request) -> int:
@@ -305,12 +316,23 @@ def _context_tokens(request: web.Request) -> int:
 
 def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the parsed request, and its messages in the form that chat templates expect."""
-    chat_request = ChatRequest.model_validate(parsed_body(body))
+    fields = parsed_body(body)
+    chat_request = ChatRequest.model_validate(fields)
+    _refuse_unsupported(fields)
     return chat_request, [as_template(message) for message in chat_request.messages]
 
 
 def _completion_request_of(body: bytes, context_tokens: int) -> CompletionRequest:
-    return CompletionRequest.model_validate(parsed_body(body, max_token_ids=context_tokens))
+    fields = parsed_body(body, max_token_ids=context_tokens)
+    completion_request = CompletionRequest.model_validate(fields)
+    _refuse_unsupported(fields)
+    return completion_request
+
+
+def _refuse_unsupported(fields: dict[str, Any]) -> None:
+    reason = unsupported_field(fields)
+    if reason is not None:
+        raise web.HTTPBadRequest(text=reason)
 
 
 def _result_of(body: bytes) -> Result:
@@ -333,13 +355,23 @@ def _fault_of(error: ValidationError) -> str:
     """Return a description of what is wrong with a request.
 
     If a value may have several types, pydantic reports one error for each of them. An error about the length is the
-    most helpful, so it is preferred.
+    most helpful, so it is preferred. Otherwise, the error deepest in the value is.
     """
     faults = error.errors(include_url=False, include_input=False)
     length_faults = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
-    fault = (length_faults or faults)[0]
-    field_name = ".".join(str(part) for part in fault["loc"]) or "the request"
-    return f"{field_name[:MAX_FAULT_CHARACTERS]}: {fault['msg'][:MAX_FAULT_CHARACTERS]}"
+    fault = max(length_faults or faults, key=lambda fault: len(fault["loc"]))
+    # Pydantic also puts the type that it tried into the place, such as `constrained-str` and `list[Text]`
+    place = [str(part) for part in fault["loc"] if not _is_type(part)]
+    field_name = ".".join(place) or "the request"
+    hints = [HINTS[part] for part in place if part in HINTS]
+    advice = f" ({hints[-1]})" if hints else ""
+    return f"{field_name[:MAX_FAULT_CHARACTERS]}: {fault['msg'][:MAX_FAULT_CHARACTERS]}{advice}"
+
+
+def _is_type(part: int | str) -> bool:
+    return isinstance(part, str) and (
+        part in ("str", "constrained-str") or part.startswith(("list[", "dict["))
+    )
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:

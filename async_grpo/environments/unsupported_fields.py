@@ -1,0 +1,47 @@
+"""Fields of OpenAI's API, and of vLLM's, that would change what an answer contains and that the endpoint does not obey.
+
+They are refused, because an agent that relies on them would misread the answer. Fields that only set how turns are
+sampled, such as `temperature`, `seed` and `logit_bias`, are ignored: the run's settings apply to turns that are
+trained on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_FREELY = (
+    "turns are sampled freely, because they are trained on: leave it out, and check the text in the program"
+)
+UNSUPPORTED = {
+    "logprobs": "answers have no log probabilities: leave it out",
+    "functions": "use `tools`",
+    "best_of": "use `n`, and choose in the program",
+    "suffix": "answers continue the prompt alone: leave it out",
+    "chat_template_kwargs": "the chat template is used in the same way for all turns of the run: leave it out",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FREELY),
+    **dict.fromkeys(("structured_outputs", "bad_words", "min_tokens", "ignore_eos"), _FREELY),
+}
+# Values that ask for nothing. 0 equals False
+_HARMLESS: tuple[Any, ...] = (None, False, "", [], {})
+_HARMLESS_BEST_OF = 1
+
+# What a field may be, for errors about it
+HINTS = {
+    "content": "a text, or a list of parts {'type': 'text', 'text': ...}; images, audio and files are not supported",
+    "prompt": "one text, or one list of token ids, per request",
+    "tool_choice": _FREELY,
+    "response_format": _FREELY,
+}
+
+
+def unsupported_field(request: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a request that has an unsupported field, or None.
+
+    >>> unsupported_field({"logprobs": True})
+    'logprobs: answers have no log probabilities: leave it out'
+    """
+    for name, reason in UNSUPPORTED.items():
+        value = request.get(name)
+        is_harmless = value in _HARMLESS or (name == "best_of" and value == _HARMLESS_BEST_OF)
+        if not is_harmless:
+            return f"{name}: {reason}"
+    return None
