@@ -39,7 +39,8 @@ from async_grpo.rewards.bench.completions import (
     read_completion_rows,
     score_rows,
 )
-from async_grpo.rewards.bench.report import Report, Scorecard, one_line
+from async_grpo.rewards.bench.kinds import kind_column
+from async_grpo.rewards.bench.report import MAX_EXAMPLES, Report, Scorecard, one_line
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
@@ -104,6 +105,16 @@ class VerifyConfig(PromptOptions):
     )
     threshold: float = _bench(
         0.5, "Lowest reward that counts as right where rewards and labels are compared."
+    )
+    by: str | None = _bench(
+        None,
+        "Column of the rows by whose values the report is divided, in addition to the whole. The default is kind, if "
+        "rows have such a column.",
+    )
+    examples: int = _bench(
+        MAX_EXAMPLES,
+        "Number of failures, of changed results and of disagreements of two rewards that the report shows, each.",
+        range=POSITIVE,
     )
     output: str | None = _bench(
         None, "File for the results, with one JSON line per row. By default only the report is printed."
@@ -175,7 +186,13 @@ def verify(config: VerifyConfig) -> None:
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
     rows = read_completion_rows(config.file, config.with_columns, _input_renderer(config))
     _note_local_imports(console, registry, workers)
-    report = Report(workers.adapters, config.threshold, any(row.label is not None for row in rows))
+    report = Report(
+        workers.adapters,
+        config.threshold,
+        with_label=any(row.label is not None for row in rows),
+        max_examples=config.examples,
+        kind_column=kind_column(rows, config.by),
+    )
     try:
         asyncio.run(_score(config, workers, rows, report))
     except OSError as error:

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.rewards.bench.completions import LABEL, CompletionRow
+from async_grpo.rewards.bench.kinds import KindTable
 from async_grpo.rewards.verifier_worker import quantile
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
-MAX_EXAMPLES = 3  # maximum number of examples to print for each kind of event
+MAX_EXAMPLES = 10  # default maximum number of examples to print for each kind of event
 MAX_RIGHT_ROWS = 2
 BAR_WIDTH = 30  # maximum length of a histogram's bar, in characters
 MAX_EXCERPT = 60  # maximum number of characters to print of a completion
@@ -67,7 +68,7 @@ class Scorecard:
                 result.status.value if result.reward is None else f"{result.reward:.6g}" for result in runs
             ]
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, max_examples: int = MAX_EXAMPLES) -> Iterator[str]:
         """Yield lines to print: a histogram of the rewards, failures, and results that changed on repetition."""
         bars = histogram(self.rewards)
         label_width = max((len(label) for label, _ in bars), default=0)
@@ -84,16 +85,16 @@ class Scorecard:
         changes = []
         for line, results in self.unsteady.items():
             changes.append(f"not steady, line {line}: {', then '.join(results)}")
-        yield from _examples_of(failures)
-        yield from _examples_of(changes)
+        yield from _examples_of(failures, max_examples)
+        yield from _examples_of(changes, max_examples)
 
 
-def _examples_of(texts: Sequence[str]) -> Iterator[str]:
+def _examples_of(texts: Sequence[str], max_examples: int) -> Iterator[str]:
     """Yield the first texts, and a line with the number of the others."""
-    for text in texts[:MAX_EXAMPLES]:
+    for text in texts[:max_examples]:
         yield f"  {text}"
-    if len(texts) > MAX_EXAMPLES:
-        yield f"  and {len(texts) - MAX_EXAMPLES} more"
+    if len(texts) > max_examples:
+        yield f"  and {len(texts) - max_examples} more (--examples {len(texts)} shows them)"
 
 
 class Report:
@@ -107,16 +108,29 @@ class Report:
         compared: For each pair, the number of rows on which both have an opinion.
         differing: For each pair, the number of rows that one calls right and the other wrong.
         examples: Opinions and completion of some rows on which a pair differs, by the row's line.
+        num_differing_rows: Number of rows on which any pair differs.
         seconds: Time in which all rows were scored, without the start of the workers.
 
     Args:
         adapters: Names of the rewards.
         threshold: Lowest reward that counts as right.
         with_label: The file has labels.
+        max_examples: Maximum number of examples to print for each kind of event and each pair.
+        kind_column: Column that names the kind of a row, for a table by kind. None prints no such table.
     """
 
-    def __init__(self, adapters: Sequence[str], threshold: float, with_label: bool) -> None:
+    def __init__(
+        self,
+        adapters: Sequence[str],
+        threshold: float,
+        with_label: bool,
+        max_examples: int = MAX_EXAMPLES,
+        kind_column: str | None = None,
+    ) -> None:
         self.threshold = threshold
+        self.kinds = None if kind_column is None else KindTable(kind_column, adapters, threshold)
+        self.num_differing_rows = 0
+        self._max_examples = max_examples
         self.scorecards = {name: Scorecard() for name in adapters}
         pairs = [*combinations(adapters, 2), *((name, LABEL) for name in adapters if with_label)]
         self.compared = dict.fromkeys(pairs, 0)
@@ -141,15 +155,20 @@ class Report:
             is_right_row = is_right_by_name.get(name, False) and is_right_by_name.get(LABEL, True)
             if is_right_row and len(card.right_rows) < MAX_RIGHT_ROWS:
                 card.right_rows.append(row)
+        if self.kinds is not None:
+            self.kinds.add(row, {result.adapter: result for result in verdicts[0].results})
+        has_differing_pair = False
         for pair in self.compared:
             first_name, second_name = pair
             if first_name not in is_right_by_name or second_name not in is_right_by_name:
                 continue
             self.compared[pair] += 1
             if is_right_by_name[first_name] != is_right_by_name[second_name]:
+                has_differing_pair = True
                 self.differing[pair] += 1
-                if self.differing[pair] <= MAX_EXAMPLES:
+                if self.differing[pair] <= self._max_examples:
                     self.examples[row.line] = (opinions, row.columns["completion"])
+        self.num_differing_rows += int(has_differing_pair)
 
     def print(self, console: Console, rows: Sequence[CompletionRow], repeat: int) -> None:
         """Print results, failures, and which rewards disagree, with examples by their line in the file.
@@ -178,7 +197,9 @@ class Report:
         if repeat < 2:
             console.print("steady: --repeat 2 would tell")
         for name, card in self.scorecards.items():
-            console.print("", name, *card.lines(), sep="\n", soft_wrap=True)
+            console.print("", name, *card.lines(self._max_examples), sep="\n", soft_wrap=True)
+        if self.kinds is not None:
+            self.kinds.print(console, _table(*self.kinds.headers))
         if self.compared:
             self._print_disagreements(console)
 
@@ -194,6 +215,11 @@ class Report:
             ellipsis = "..." if len(completion) > MAX_EXCERPT else ""
             excerpt = completion[-MAX_EXCERPT:]  # answers stand at the end
             console.print(f"  line {line}: {scores}: {ellipsis}{excerpt!r}", soft_wrap=True)
+        num_more = self.num_differing_rows - len(self.examples)
+        if num_more > 0:
+            console.print(
+                f"  and {num_more} more rows (--examples {self.num_differing_rows} shows them, --output FILE has all)"
+            )
 
 
 def one_line(text: str) -> str:
@@ -222,7 +248,8 @@ def _table(*columns: str) -> Table:
     """Return a compact table with left-aligned names and right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("reward", "against") else "right", no_wrap=True)
+        is_name = column in ("reward", "against") or not table.columns
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
     return table
 
 
