@@ -24,7 +24,7 @@ from async_grpo.launch import local_run
 from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
-from async_grpo.rewards.answer_reading import notation
+from async_grpo.rewards.answer_reading import free_text, notation
 from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
 from async_grpo.rewards.answer_reading.sequences import read_sequence
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
@@ -75,6 +75,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/answer_reading/notation.py": {
         r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))": "notation",
+        r"(.{1,100})(?:\s?\\?%)": "notation",
         r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}|[+-]\d{2,5}|\+\d))(?!\w|\.\d)": "notation",  # noqa: E501
         r"(?<![\w.])(\d{1,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s{0,8}(?:\{(\d{1,15})\}|(\d))|\((\d{1,15})\))": "notation",  # noqa: E501
         r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z": "notation",
@@ -110,6 +111,24 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/answer_reading/program_output.py": {
         r"((?<![\w.])[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w|\.\w))": "same_output",
+    },
+    "rewards/answer_reading/free_text.py": {
+        "\n    (?P<newline>\\n)\n    |(?P<blank>(?:[ \\t\\r]|~|\\\\[,;:!\\ ]|\\\\q?quad(?![a-zA-Z]))+)\n    |(?P<tag><<[^<>\\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})\n    |(?P<environment>\\\\begin\\s?\\{)\n    |(?P<delimiter>\\$\\$|\\$|\\\\[(\\[])\n    |(?P<font>\\\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\\s?\\{)\n    |(?P<command>\\\\[a-zA-Z]+)\n    |(?P<escaped>\\\\[{}|%])\n    |(?P<number>(?:\\d{1,3}(?:,\\d{3})+(?!\\d)(?:\\.\\d+)?|\\d+(?:\\.\\d+)?|\\.\\d+)(?:[eE][-+]?\\d{1,5}(?![\\w.]*\\w))?)\n    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))\n    |(?P<word>(?:[^\\W\\d_]['\\u2019])?[^\\W\\d_]{2,}(?:(?<=[a-zA-Z])-?\\d[a-zA-Z0-9]*)?|[a-zA-Z]\\d[a-zA-Z0-9]*|[^\\W\\d_a-zA-Z]\n        |[IaA](?=[ ][a-z]{2}))\n    |(?P<letter>[a-zA-Z])\n    |(?P<open>[(\\[{])\n    |(?P<close>[)\\]}])\n    |(?P<operator>[-+*/^_=<>|:,%])\n    |(?P<other>.)\n    ": "free text",  # noqa: E501
+        "(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])": "free text",
+        r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z": "free text",
+        r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]": "free text",
+        r"(?i:\banswers?\b|respuesta|réponse|antwort|risposta|resposta|ответ)|答案|答え|答|정답": "free text",
+        r"[ \t]*(?:[,;][ \t]*)?(?P<word>and|or|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*": "free text",
+        "[*_`\\\"')\\]}]*[.!,;]?[*_]*(?:\\s*\\n|\\s*\\Z|\\s+(?=[A-Z]))": "free text",
+        "[.!?](?=[*_\\\"')\\]]{0,4}(?:\\s|\\Z))": "free text",
+        "[\\s*_`\\\"'(\\[{:=]*": "free text",
+        "[\\s*_`\\\"')\\]}]*(?:[.!?;:,](?:\\s|\\Z)|\\Z|\\n|[.!?]?\\*)|[ \\t]*\\n": "free text",
+        r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]": "free text",
+        r"\\(?:begin|end)\{[a-z]+\*?\}|\\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}|\\[a-zA-Z]+|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})(?![a-zA-Z])": "free text",  # noqa: E501
+        r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?": "free text",
+        r"\s?(?:\\?%|(?:percent|pct)\b)": "free text",
+        r"\s?/\s?\d": "free text",
+        r"\s{0,2}10\s?\^": "free text",
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
@@ -228,7 +247,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\\.|[{}]": "math_verify's answer",
     },
     "rewards/builtin/mathd.py": {
-        r"(-?\d+)/(-?\d+)": "mathd",
+        r"(-?)(\d+)/(-?\d+)": "mathd",
         r"\s|(?<!\\)\\(?:[,;:! ]|q?quad(?![a-zA-Z]))|~": "mathd",
         r"pattern": "mathd",
     },
@@ -358,6 +377,10 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "math_verify's answer": lambda completion: [
         math_verify._answers_to_parse(completion),
         math_verify._answers_to_parse(f"<answer>{completion[:19_000]}</answer>"),
+    ],
+    "free text": lambda completion: [
+        free_text.stated_formula(completion[:20_000]),
+        free_text.is_formula(completion),
     ],
     "notation": lambda answer: [
         notation.as_latex(answer),

@@ -45,6 +45,7 @@ _SPELLINGS = {  # applied one after the other
     r"\A\s{0,8}\\frac\{\s?-\s?": r"-\\frac{",
     r"([\^_])\{\s?([0-9a-zA-Z])\s?\}(?![0-9a-zA-Z])": r"\1\2",
     r"\s{1,8}(?=\\(?:cup|cap|setminus)(?![a-zA-Z]))": "",
+    r"_([0-9])\s(?=[0-9])": r"_{\1} ",  # so that `\log_2 8` does not become a list
     # Percent in words
     r"\s{0,8}\\text\s{0,8}\{\s{0,8}(?:percent|pct|per cent)\s{0,8}\}": r"\\%",
     r"(?<=\d)\s{0,8}(?:percent|pct|per cent)(?![a-zA-Z])": r"\\%",
@@ -70,6 +71,7 @@ _SURELY_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SURE_SEPARATOR}\d{{3}}){
 _SURE_SEPARATORS = re.compile(_SURE_SEPARATOR)
 _GROUPED_BY_BLANKS = re.compile(r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?")
 _NAME = re.compile(r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)")
+_PERCENTAGE = re.compile(r"(.{1,100})(?:\s?\\?%)")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 
 _MIXED = re.compile(
@@ -175,14 +177,18 @@ def as_latex(text: str) -> str:
     >>> as_latex("4√2 \u2212 3²"), as_latex("6.02e23"), as_latex("2e-1"), as_latex("\u2153")
     ('4\\sqrt{2} - 3^2', '6.02\\times 10^{23}', '2e-1', '\\frac{1}{3}')
     """
-    text = _without_sure_separators(text)
-    text = plain_characters(text)
+    text = plain_text(text)
     for pattern, replacement in _SPELLING_PATTERNS:
         text = pattern.sub(replacement, text)
     text = _without_sure_separators(text)
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _MIXED.sub(_fraction_of_mixed, text)
     return _E_NOTATION.sub(_latex_power, text)
+
+
+def plain_text(text: str) -> str:
+    """Return a text of words and formulas with plain characters, and without thousands separators such as thin spaces."""
+    return plain_characters(_without_sure_separators(text))
 
 
 def plain_choice(text: str) -> str | None:
@@ -290,6 +296,26 @@ def _latex_power(match: re.Match[str]) -> str:
     mantissa = match[1] or match[3]
     exponent = int(match[2] or match[4])
     return rf"{mantissa}\times 10^{{{exponent}}}"
+
+
+def fraction_of(text: str) -> Fraction | None:
+    r"""Return the value of a number, a fraction or a percentage in plain digits, or None for any other text.
+
+    >>> fraction_of("0.25") == fraction_of(r"25\%") == fraction_of("1/4"), fraction_of("1/0"), fraction_of("x")
+    (True, None, None)
+    """
+    percentage = _PERCENTAGE.fullmatch(text)
+    number = text if percentage is None else percentage[1]
+    fraction = _FRACTION.fullmatch(number)
+    try:
+        if fraction is not None:
+            value = Fraction(int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
+            value = -value if fraction[1] else value
+        else:
+            value = Fraction(number) if _DECIMAL.fullmatch(number) else None
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value / 100 if value is not None and percentage is not None else value
 
 
 def number_before_unit(text: str) -> str | None:

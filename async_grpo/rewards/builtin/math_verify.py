@@ -20,6 +20,7 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.answer_reading.free_text import stated_formula
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence
 from async_grpo.rewards.builtin.answers import (
     boxed_answer,
@@ -200,8 +201,8 @@ def _answers_to_parse(text: str) -> list[str]:
     marked = stated_answer(text, ("box", "block", "marker"))
     if marked is not None and (_is_bare_formula(marked) or number_before_unit(without_layout(marked))):
         return _formulas(marked)
-    answer = marked if marked is not None else stated_answer(text, ("box", "rest")) or ""
-    return [readable(answer[-MAX_CHARACTERS - BOX_CHARACTERS :])]
+    formula = stated_formula(marked if marked is not None else stated_answer(text, ("box", "rest")) or "")
+    return [] if formula is None else _formulas(formula)
 
 
 def _formulas(answer: str) -> list[str]:

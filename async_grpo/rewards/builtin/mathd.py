@@ -37,7 +37,7 @@ _RULES = {
     r"(\\frac\{[^{}]*\})\s*(\w)": r"\1{\2}",
 }
 _SPACES = re.compile(r"\s|(?<!\\)\\(?:[,;:! ]|q?quad(?![a-zA-Z]))|~")
-_SIMPLE_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
+_SIMPLE_FRACTION = re.compile(r"(-?)(\d+)/(-?\d+)")
 
 
 def clean(text: str) -> str:
@@ -61,7 +61,7 @@ def normalise(text: str) -> str:
     """
     text = _SPACES.sub("", clean(text))
     fraction = _SIMPLE_FRACTION.fullmatch(text)
-    return rf"\frac{{{fraction[1]}}}{{{fraction[2]}}}" if fraction else text
+    return rf"{fraction[1]}\frac{{{fraction[2]}}}{{{fraction[3]}}}" if fraction else text
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
