@@ -6,6 +6,7 @@ import pytest
 from reported_inputs import reported_rows
 from sandboxes import needs_network_off
 
+from async_grpo.data.reward_registry import REWARD_ADAPTERS, RewardType
 from async_grpo.rewards.answer_reading.fences import fenced_blocks
 from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
 from async_grpo.rewards.answer_reading.python_code import with_prelude
@@ -376,3 +377,12 @@ def test_hostile_texts_are_read_in_linear_time(text):
     with_prelude("import math", text)
     same_output(text, text[::-1], TOLERANCE)
     assert time.process_time() - started_s < HOSTILE_SECONDS
+
+
+@needs_network_off
+def test_the_registered_reward_takes_the_tolerance():
+    row = {"completion": "print('0.333333')", "tests": [{"input": "", "output": "0.3333333333"}]}
+    reward = REWARD_ADAPTERS[RewardType.CODE]
+    assert reward(row)["reward"] == 0.0
+    assert reward(row, relative_tolerance=2e-6)["reward"] == 1.0
+    assert reward(row, absolute_tolerance=1e-6)["reward"] == 1.0
