@@ -95,10 +95,23 @@ class PromptOptions(Section):
             raise ConfigurationError(
                 f"--chat-template {self.chat_template} cannot be read: {error}"
             ) from error
+        # Some editors write this mark in front of a file, and it would begin each prompt
+        text = text.removeprefix("\ufeff")
         refuse(not text.strip(), f"--chat-template {self.chat_template} is empty")
-        return text.removeprefix(
-            "\ufeff"
-        )  # some editors write this mark in front of a file, and it would begin each prompt
+        refuse(
+            _is_json_object(text),
+            f"--chat-template {self.chat_template} is a JSON object: write the text of its chat_template alone into a "
+            "file, such as by jq -r .chat_template FILE",
+        )
+        return text
+
+
+def _is_json_object(text: str) -> bool:
+    """Return whether a text is a JSON object, as tokenizer_config.json is, and so no template."""
+    try:
+        return isinstance(parse_json(text), dict)
+    except ValueError:
+        return False
 
 
 MODEL_DEFAULTS = PromptOptions()

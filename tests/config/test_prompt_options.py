@@ -307,3 +307,20 @@ def test_an_environment_is_told_at_the_start_that_the_template_opens_no_answer(t
     prepare(config_of(tmp_path, changes))
     (record,) = caplog.records
     assert "messages of the environment" in record.getMessage() and "'[assistant: '" in record.getMessage()
+
+
+@pytest.mark.parametrize("content", ['{"chat_template": "{{ messages }}"}', '\ufeff{\n"bos_token": null}\n'])
+def test_a_json_file_is_no_template(tmp_path, content):
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="is a JSON object: write the text of its chat_template"):
+        PromptOptions(chat_template=str(path)).read_template()
+
+
+@pytest.mark.parametrize(
+    "content", ["{}{{ messages }}", "{% if true %}{% endif %}", '["{{ messages }}"]', "{{ messages }}"]
+)
+def test_a_template_with_braces_is_no_json_file(tmp_path, content):
+    path = tmp_path / "template.jinja"
+    path.write_text(content, encoding="utf-8")
+    assert PromptOptions(chat_template=str(path)).read_template() == content
