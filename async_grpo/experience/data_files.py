@@ -36,6 +36,7 @@ Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 BYTE_ORDER_MARK = "\ufeff"
+DELIMITERS = (";", "\t")  # what other tables have between their cells
 
 
 def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:
@@ -215,7 +216,7 @@ def _csv_rows(path: Path, file: BinaryIO, delimiter: str = ",") -> Rows:
             raise ConfigurationError(f"{place}: no row of a table ({error})") from error
         if cells is None:
             return
-        if not cells:  # an empty line
+        if not any(cells):  # an empty line. Excel writes commas for rows that were cleared
             continue
         if not header:
             header = _checked_header(place, cells)
@@ -236,7 +237,14 @@ def _tsv_rows(path: Path, file: BinaryIO) -> Rows:
 
 def _checked_header(place: str, cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
-    twice = [name for name in header if header.count(name) > 1]
+    other_delimiters = [sign for sign in DELIMITERS if sign in header[0]]
+    refuse(
+        len(header) == 1 and bool(other_delimiters),
+        f"{place}: one column, {header[0]!r}: with semicolons, as Excel writes in many languages, or tabs between its "
+        "cells the table cannot be read; save it with commas as .csv, or with tabs as .tsv",
+    )
+    # Excel writes columns without a name for cells that were cleared
+    twice = [name for name in header if name and header.count(name) > 1]
     refuse(bool(twice), f"{place}: two columns have the name {twice[0] if twice else ''!r}")
     return header
 

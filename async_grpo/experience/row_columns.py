@@ -15,6 +15,14 @@ from async_grpo.options.fields import refuse
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
+NO_QUESTIONS = (
+    "system",
+    "gpt",
+    "assistant",
+    "chatgpt",
+    "bard",
+    "bing",
+)  # ShareGPT's names of who does not ask
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
 
 
@@ -52,9 +60,10 @@ class ColumnMap:
         refuse_infinite_answers(mapped_row)
         if self.prompt:
             prompt = _value(row, self.prompt, "--prompt-column")
+            _refuse_other_speakers(row, self.prompt)
             return self._with_prompt(mapped_row, prompt)
         refuse(needs_prompt and not _has_prompt(mapped_row), without_prompt(row))
-        for name in ("prompt", "input"):
+        for name in ("messages", "prompt", "input"):
             _read_serialized(mapped_row, name)
         return mapped_row
 
@@ -106,6 +115,18 @@ def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
     else:
         state = f"is {json.dumps(value)} in this row"  # null or NaN
     raise ConfigurationError(f"{flag} {','.join(paths)}: {path} {state}")
+
+
+def _refuse_other_speakers(row: Mapping[str, Any], paths: tuple[str, ...]) -> None:
+    """Refuse the text of a ShareGPT message whose `from` says that it is no question."""
+    path = next(path for path in paths if not is_missing(value_at(row, path)))
+    message_path, _, field = path.rpartition(".")
+    speaker = value_at(row, f"{message_path}.from") if message_path and field == "value" else None
+    refuse(
+        speaker in NO_QUESTIONS,
+        f"--prompt-column {path}: this message is from {speaker!r}, so it is no question: name the message of the user, or "
+        "write the rows with messages",
+    )
 
 
 def _names_at(row: Mapping[str, Any], path: str) -> str:
@@ -161,7 +182,8 @@ def _messages_in_text(text: str, place: str) -> Any:
 def _read_serialized(row: dict[str, Any], name: str) -> None:
     """Replace a text that is the JSON of messages by the messages."""
     value = row.get(name)
-    if isinstance(value, str) and TOKENS not in row and "messages" not in row:
+    is_prompt = TOKENS not in row and (name == "messages" or "messages" not in row)
+    if isinstance(value, str) and is_prompt:
         messages = _messages_in_text(value, name)
         if messages is not value:
             del row[name]

@@ -125,6 +125,16 @@ NOT_MAPPED = {
         "answer is Inf",
     ),
     "several names": ({"a": "x"}, {"prompt_column": "p,q"}, "--prompt-column p,q: q is not in this row"),
+    "a system message of ShareGPT": (
+        {"turns": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}]},
+        {"prompt_column": "turns.0.value"},
+        "turns.0.value: this message is from 'system', so it is no question",
+    ),
+    "an answer of ShareGPT": (
+        {"turns": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"prompt_column": "turns.2.value,turns.1.value"},
+        "turns.1.value: this message is from 'gpt'",
+    ),
     "an empty text": ({"problem": " \n"}, {"prompt_column": "problem"}, "the text there is empty"),
     "an empty list": ({"chat": []}, {"prompt_column": "chat"}, "a prompt must be a text, a list of messages"),
     "a number": ({"problem": 34}, {"prompt_column": "problem"}, "a list of token ids, not 34"),
@@ -147,6 +157,7 @@ NOT_MAPPED = {
 def test_a_row_without_the_named_column_is_refused_by_line(tmp_path, kind):
     row, options, message = NOT_MAPPED[kind]
     good = {"problem": "a", "chat": USER, "conversations": USER, "q": list("abcd"), "p": "x", "input": "a"}
+    good |= {"turns": [{"from": "human", "value": "q"}] * 2}
     good |= {"label": "7", "reward_model": {"ground_truth": "7"}, "answer": {"value": "7"}}
     text = json.dumps(good) + "\n\n" + json.dumps(row) + "\n"
     with pytest.raises(ConfigurationError, match=f"data.jsonl, line 3: .*{message}"):
@@ -269,6 +280,12 @@ TABLES = {
         'messages,prompt,answer\n,"[{""role"": ""user"", ""content"": ""a""}]",7\n',
         [{"messages": USER, "answer": "7"}],
     ),
+    "messages in messages": (
+        'messages,answer\n"[{""role"": ""user"", ""content"": ""a""}]",7\n',
+        [{"messages": USER, "answer": "7"}],
+    ),
+    "columns that were cleared": ("input,answer,,\na,7,,\n", [{"input": "a", "answer": "7"}]),
+    "rows that were cleared": ("input,answer\na,7\n,\n,\n", [{"input": "a", "answer": "7"}]),
     "a text of 200 KB": (
         "input,answer\n" + "a" * 200_000 + ",7\n",
         [{"input": "a" * 200_000, "answer": "7"}],
@@ -289,6 +306,12 @@ def test_a_table_of_text_is_read(tmp_path, kind):
 
 
 WRONG_TABLES = {
+    "a line for Excel": ("sep=;\ninput;answer\na;7\n", "line 1: one column, 'sep=;'"),
+    "a cell under no name": ("input,answer,\na,7,,\n", "line 2: a row of 4 cells under 3 columns"),
+    "messages of Python in messages": (
+        "messages,answer\n\"[{'role': 'user', 'content': 'a'}]\",7\n",
+        "line 2: messages: the text is a list of messages as Python prints it",
+    ),
     "too many cells": ("input,answer\na,b,7\n", "line 2: a row of 3 cells under 2 columns .input, answer."),
     "too few cells": ("input,answer\na,7\nb\n", "line 3: a row of 1 cells under 2 columns"),
     "a quote without end": ('input,answer\na,7\n"b,7\n', "line 3: no row of a table"),
@@ -301,7 +324,7 @@ WRONG_TABLES = {
     "cp1252": ("input,answer\na,7\né,7\n".encode("cp1252"), "line 3: not UTF-8 .*iconv -f cp1252"),
     "UTF-16": ("input,answer\n".encode("utf-16"), "line 1: not UTF-8"),
     "a mark in the middle": ("input,answer\na,7\n\ufeffinput,answer\n", "line 3: a byte order mark"),
-    "semicolons": ("input;answer\na;7\n", "line 2: a row needs .* its columns are input;answer"),
+    "semicolons": ("input;answer\na;7\n", "line 1: one column, 'input;answer': .* save it with commas"),
     "messages of Python": (
         "prompt,answer\n\"[{'role': 'user', 'content': 'a'}]\",7\n",
         "line 2: prompt: the text is a list of messages as Python prints it",
