@@ -111,8 +111,6 @@ def code(
     relative_tolerance: float = 0.0,
     absolute_tolerance: float = 0.0,
     allow_unsandboxed: bool = False,
-    relative_tolerance: float = 0.0,
-    absolute_tolerance: float = 0.0,
 ) -> dict:
     """Run the Python code in a sandbox, and return the share of the row's `tests` that it passes."""
     from async_grpo.rewards.builtin.code import score
@@ -126,8 +124,6 @@ def code(
         relative_tolerance=relative_tolerance,
         absolute_tolerance=absolute_tolerance,
         allow_unsandboxed=allow_unsandboxed,
-        relative_tolerance=relative_tolerance,
-        absolute_tolerance=absolute_tolerance,
     )
 
 
