@@ -71,7 +71,7 @@ _SURELY_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SURE_SEPARATOR}\d{{3}}){
 _SURE_SEPARATORS = re.compile(_SURE_SEPARATOR)
 _GROUPED_BY_BLANKS = re.compile(r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?")
 _NAME = re.compile(r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)")
-_PERCENTAGE = re.compile(r"(.{1,100})(?:\s?\\?%)")
+_PERCENTAGE = re.compile(r"(.{1,100}?)(?:\s?\\?%)")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 
 _MIXED = re.compile(
@@ -309,13 +309,15 @@ def fraction_of(text: str) -> Fraction | None:
     fraction = _FRACTION.fullmatch(number)
     try:
         if fraction is not None:
-            value = Fraction(int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
-            value = -value if fraction[1] else value
+            sign = -1 if fraction[1] else 1
+            value = Fraction(sign * int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
+        elif _DECIMAL.fullmatch(number):
+            value = Fraction(number)
         else:
-            value = Fraction(number) if _DECIMAL.fullmatch(number) else None
+            return None
     except (ValueError, ZeroDivisionError):
         return None
-    return value / 100 if value is not None and percentage is not None else value
+    return value if percentage is None else value / 100
 
 
 def number_before_unit(text: str) -> str | None:
