@@ -75,7 +75,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/answer_reading/notation.py": {
         r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))": "notation",
-        r"(.{1,100}?)(?:\s?\\?%)": "notation",
+        r"(.{1,100}?)\s?\\?%": "notation",
         r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}|[+-]\d{2,5}|\+\d))(?!\w|\.\d)": "notation",  # noqa: E501
         r"(?<![\w.])(\d{1,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s{0,8}(?:\{(\d{1,15})\}|(\d))|\((\d{1,15})\))": "notation",  # noqa: E501
         r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z": "notation",

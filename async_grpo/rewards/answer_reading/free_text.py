@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from async_grpo.rewards.answer_reading.notation import fraction_of, plain_choice, plain_text
+from async_grpo.rewards.answer_reading.notation import plain_choice, plain_text, plain_value
 
 MAX_CHARACTERS = 20_000  # maximum length of the end of a text in which the answer is searched for
 MAX_FORMULA_CHARACTERS = 2_000  # maximum length of a formula between delimiters
@@ -41,7 +41,6 @@ _TOKEN = re.compile(
 _CLOSINGS = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 _OPENERS = {"(": ")", "[": ")", "{": "}", r"\{": r"\}"}
 _CLOSERS = {")": ")", "]": ")", "}": "}", r"\}": r"\}"}
-_DEPTHS = dict.fromkeys(_OPENERS, 1) | dict.fromkeys(_CLOSERS, -1)
 _FORMULA_WORD = re.compile(
     r"\\(?:begin|end)\{[a-z]+\*?\}|\\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}|\\[a-zA-Z]+"
     r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
@@ -172,8 +171,8 @@ def _link(text: str, formula: _Formula, next_formula: _Formula) -> bool | None:
     match = _LINK.fullmatch(between)
     if match is None or not between.strip():
         return None
-    value = fraction_of(formula.text)
-    if value is not None and value == fraction_of(next_formula.text):
+    value = plain_value(formula.text)
+    if value is not None and value == plain_value(next_formula.text):
         return None  # one number in two spellings, as in "0.25, or 25%"
     return match["word"] is not None
 
@@ -226,7 +225,7 @@ def _formulas_in(text: str) -> list[_Formula]:
             run = _Run()
         if token.kind not in ("break", "blank"):
             run.tokens.append(token)
-            run.depth += _DEPTHS.get(token.text, 0)
+            run.depth += (token.text in _OPENERS) - (token.text in _CLOSERS)
         blank = None
     _end_run(text, run, formulas)
     return formulas

@@ -71,7 +71,7 @@ _SURELY_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SURE_SEPARATOR}\d{{3}}){
 _SURE_SEPARATORS = re.compile(_SURE_SEPARATOR)
 _GROUPED_BY_BLANKS = re.compile(r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?")
 _NAME = re.compile(r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)")
-_PERCENTAGE = re.compile(r"(.{1,100}?)(?:\s?\\?%)")
+_PERCENTAGE = re.compile(r"(.{1,100}?)\s?\\?%")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 
 _MIXED = re.compile(
@@ -157,16 +157,16 @@ def readings(text: str) -> list[str]:
     (['5 N', '5'], ['\\frac{2}{3}', '\\frac{2}{3} = 0.667'], ['7'])
     """
     plain = plain_notation(text)
-    notations = [plain]
+    found = [plain]
     latex = (
         _without_end(without_layout(_without_end(as_latex(text)))) if len(text) <= MAX_CHARACTERS else text
     )
     if _without_approximation(latex) != latex:
-        notations.append(latex)
+        found.append(latex)
     number = number_before_unit(plain)
     if number is not None:
-        notations.append(number)
-    return notations
+        found.append(number)
+    return found
 
 
 def as_latex(text: str) -> str:
@@ -267,8 +267,8 @@ def _written_out(mantissa: str, exponent: str) -> str | None:
     """Return a number without its power of ten, or None if it would be too long."""
     if abs(int(exponent)) > MAX_EXPONENT:
         return None
-    number = f"{Decimal(f'{mantissa}e{exponent}'):f}"
-    return number.rstrip("0").rstrip(".") if "." in number else number
+    written = f"{Decimal(f'{mantissa}e{exponent}'):f}"
+    return written.rstrip("0").rstrip(".") if "." in written else written
 
 
 def _fraction_of_mixed(match: re.Match[str]) -> str:
@@ -283,12 +283,11 @@ def _fraction_of_mixed(match: re.Match[str]) -> str:
 
 
 def _fraction_of_repeating(match: re.Match[str]) -> str:
-    digits_once = match[1] + match[2]  # as far as they do not repeat
-    period = match[3] or match[4] or match[5]
-    if match[5] is not None and match[2]:
+    whole, once, again = match[1], match[2], match[3] or match[4] or match[5]
+    if match[5] is not None and once:
         return match[0]  # `0.5(3)` may be a product
-    denominator = int("9" * len(period)) * 10 ** len(match[2])
-    value = Fraction(int(digits_once + period) - int(digits_once), denominator)
+    nines = int("9" * len(again)) * 10 ** len(once)
+    value = Fraction(int(whole + once + again) - int(whole + once), nines)
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
@@ -298,26 +297,25 @@ def _latex_power(match: re.Match[str]) -> str:
     return rf"{mantissa}\times 10^{{{exponent}}}"
 
 
-def fraction_of(text: str) -> Fraction | None:
+def plain_value(text: str) -> Fraction | None:
     r"""Return the value of a number, a fraction or a percentage in plain digits, or None for any other text.
 
-    >>> fraction_of("0.25") == fraction_of(r"25\%") == fraction_of("1/4"), fraction_of("1/0"), fraction_of("x")
+    >>> plain_value("0.25") == plain_value(r"25\%") == plain_value("1/4"), plain_value("1/0"), plain_value("x")
     (True, None, None)
     """
     percentage = _PERCENTAGE.fullmatch(text)
     number = text if percentage is None else percentage[1]
     fraction = _FRACTION.fullmatch(number)
+    value: Fraction | None = None
     try:
         if fraction is not None:
-            sign = -1 if fraction[1] else 1
-            value = Fraction(sign * int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
+            value = Fraction(int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
+            value = -value if fraction[1] else value
         elif _DECIMAL.fullmatch(number):
             value = Fraction(number)
-        else:
-            return None
     except (ValueError, ZeroDivisionError):
         return None
-    return value if percentage is None else value / 100
+    return value / 100 if value is not None and percentage is not None else value
 
 
 def number_before_unit(text: str) -> str | None:

@@ -33,9 +33,8 @@ from async_grpo.rewards.builtin.equal_answers import equal_answers
 from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit, plain_notation, readings
 from async_grpo.rewards.builtin.sympy import is_computable
 
-# Maximum length of a box, and of the end of a completion in which an answer without a box is searched for
+# Maximum length of a box
 MAX_CHARACTERS = 20_000
-BOX_CHARACTERS = len(r"\boxed{}")
 SECONDS = 5.0  # maximum time of one parse or comparison, after which the sample gets no reward
 
 MAX_READ_DIGITS = 4000  # digits of an integer that the library reads; from 4300 on, Python refuses to read it
