@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
+NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
 BYTE_ORDER_MARK = "\ufeff"
 DELIMITERS = (";", "\t")  # what other tables have between their cells
 
@@ -54,6 +55,7 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
     begin = time.monotonic()
     next_line_s = PROGRESS_S
     num_rows = 0
+    warned_of: set[str] = set()
     for place, raw_row in raw_rows(Path(path)):
         try:
             row = columns.apply(raw_row, needs_prompt=needs_prompt)
@@ -61,6 +63,8 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
             raise ConfigurationError(f"{place}: {error}") from error
         if num_rows == 0 and needs_prompt:
             _warn_of_unread_columns(path, raw_row, row, columns)
+        if columns.prompt and needs_prompt:
+            _warn_of_dropped_texts(place, raw_row, row, columns, warned_of)
         num_rows += 1
         yield place, row
         if time.monotonic() - begin > next_line_s:
@@ -134,7 +138,9 @@ def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
         try:
             row = parse_json(line)
         except ValueError as error:  # not UTF-8, not JSON, or brackets nested too deeply
-            raise ConfigurationError(f"{place}: not JSON ({error})") from error
+            hint = f". {NAME_IT_JSON}" if line.lstrip().startswith(b"[") else ""
+            raise ConfigurationError(f"{place}: not JSON ({error}){hint}") from error
+        refuse(isinstance(row, list), f"{place}: a row must be an object, not list. {NAME_IT_JSON}")
         yield place, row
 
 
@@ -287,6 +293,29 @@ def _warn_of_unread_columns(
         proposed = proposal(raw_row)
         if "--answer-column" in proposed:
             log.warning("%s has no column answer, which most rewards read; %s", path, proposed)
+
+
+def _warn_of_dropped_texts(
+    place: str, raw_row: dict[str, Any], row: dict[str, Any], columns: ColumnMap, warned_of: set[str]
+) -> None:
+    """Warn, once for each column, if a row has a text in a column of prompts that `--prompt-column` does not name.
+
+    Rows of Alpaca, for example, have the task in `instruction` and what it is about in `input`, which is often empty.
+    """
+    for name in PROMPT_COLUMNS:
+        text = raw_row.get(name)
+        if name in warned_of or not isinstance(text, str) or not text.strip() or name in columns.prompt:
+            continue
+        warned_of.add(name)
+        shown = json.dumps(row.get("messages", row.get("input")), ensure_ascii=False)
+        if json.dumps(text.strip(), ensure_ascii=False)[1:-1] not in shown:
+            log.warning(
+                "%s: the text in the column %s is no part of the prompt, which is --prompt-column %s: if both belong to "
+                "the question, join them in one column",
+                place,
+                name,
+                ",".join(columns.prompt),
+            )
 
 
 def _table_rows(path: Path, file: BinaryIO) -> Rows:

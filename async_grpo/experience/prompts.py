@@ -289,7 +289,11 @@ class PromptRenderer:
                 with suppress(Exception):
                     return self._tokenizer.apply_chat_template(with_json_arguments(messages), **settings)
             words = str(error) or type(error).__name__
-            raise ConfigurationError(f"{self._template_name} refuses these messages: {words}") from error
+            is_added = messages[0]["content"] == self._options.system_prompt
+            hint = " (the first message is that of --system-prompt)" if is_added else ""
+            raise ConfigurationError(
+                f"{self._template_name} refuses these messages: {words}{hint}"
+            ) from error
 
     def warn_about_use(self, has_environment: bool) -> None:
         """Warn after all rows were rendered, if an environment needs more of the template than they did.

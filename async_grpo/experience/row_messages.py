@@ -27,7 +27,7 @@ MAX_SHOWN = 80  # characters of a value that an error message shows
 def prompt_of(row: Mapping[str, Any]) -> Any:
     """Return the messages or the text of a row's prompt. None if it has neither.
 
-    A column that is null counts as missing.
+    A column that is null counts as missing, and so does an empty `input` beside a `prompt`.
 
     Raises:
         ConfigurationError: A column of the prompt has a value of another kind.
@@ -43,7 +43,9 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         return prompt
-    text = prompt if row.get("input") is None else row["input"]
+    text = row.get("input")
+    if text is None or (text == "" and prompt is not None):
+        text = prompt
     refuse(
         text is not None and not isinstance(text, str),
         f"the prompt is a {type(text).__name__}: a row needs input_token_ids, messages, or prompt/input text",

@@ -16,6 +16,10 @@ PROMPT = {"messages": USER, "prompt": USER}
 
 def read(path: Path, content: str | bytes, **options) -> list[dict]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return rows_of(path, **options)
+
+
+def rows_of(path: Path, **options) -> list[dict]:
     return [row for _, row in read_rows(path, DataConfig(**options).column_map)]
 
 
@@ -370,3 +374,34 @@ def test_a_large_file_says_how_far_it_is_read(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
     read(tmp_path / "data.jsonl", json.dumps(A) * 1)
     assert "data.jsonl: 1 rows read so far" in caplog.text
+
+
+def test_a_text_that_the_prompt_column_leaves_out_is_named_once(tmp_path, caplog):
+    """The first row of such a file often has an empty `input`."""
+    task = {"instruction": "Add the numbers", "output": "7"}
+    lines = [task | {"input": text} for text in ("", "3 and 4", "5 and 2")]
+    path = tmp_path / "alpaca.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = [
+        row["messages"][0]["content"]
+        for row in rows_of(path, prompt_column="instruction", answer_column="output")
+    ]
+    assert prompts == ["Add the numbers"] * 3
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "line 2: the text in the column input is no part of the prompt" in warning
+    caplog.clear()
+    rows_of(path, prompt_column="instruction,input", answer_column="output")
+    path.write_text(json.dumps({"question": "Say: 3 + 4", "prompt": "3 + 4", "answer": "7"}) + "\n")
+    rows_of(path, prompt_column="question")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"prompt": "a"}, {"prompt": "b"}]', '[\n{"prompt": "a"},\n{"prompt": "b"}]']
+)
+def test_a_list_in_a_file_of_lines_is_refused_with_the_name_that_it_needs(tmp_path, text):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"line 1: .* must have a name that ends in \.json"):
+        rows_of(path)
+    assert len(rows_of(path.rename(tmp_path / "data.json"))) == 2

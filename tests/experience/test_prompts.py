@@ -10,6 +10,7 @@ from async_grpo.environments.chat import Chat
 from async_grpo.environments.trajectory_client import trusted_messages
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.dataset import questions_of
+from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
 from tests.helpers import prompt_models
 from tests.helpers.prompt_models import ASKED, BOS_TEXT, EOS_TEXT, chat, prompt_text, user
@@ -158,6 +159,7 @@ def test_messages_that_are_none_are_refused_by_row(messages, words, column, make
         ({"input": None, "prompt": "3+4?", "messages": None, "tools": None}, "3+4?"),
         ({"prompt": None, "input": "3+4?"}, "3+4?"),
         ({"tools": [], "messages": [user("3+4?")]}, ASKED),
+        ({"prompt": "a", "input": ""}, "a"),
         # neighbours: the order of the columns
         ({"messages": [user("3+4?")], "prompt": "a", "input": "b"}, ASKED),
         ({"prompt": [user("3+4?")], "input": "b"}, ASKED),
@@ -336,6 +338,13 @@ def test_a_template_refuses_in_its_own_words_where_the_endpoint_hears_them_too(
     endpoint_words = "--chat-template" if model == "notemplate" else words
     with pytest.raises(ConfigurationError, match=endpoint_words):
         Chat(tokenizer).render(row["messages"])
+
+
+def test_a_template_that_refuses_the_added_system_message_is_told_with_the_option(make_tokenizer):
+    renderer = PromptRenderer(make_tokenizer("nosystem"), PromptOptions(system_prompt="Be brief."))
+    message = r"refuses these messages: System role .* \(the first message is that of --system-prompt\)"
+    with pytest.raises(ConfigurationError, match=message):
+        renderer.prompt_tokens({"messages": [user("3+4?")]}, 1000)
 
 
 def test_a_template_without_end_is_interrupted_by_row(make_tokenizer, monkeypatch):
