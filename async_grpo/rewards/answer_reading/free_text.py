@@ -41,6 +41,7 @@ _TOKEN = re.compile(
 _CLOSINGS = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 _OPENERS = {"(": ")", "[": ")", "{": "}", r"\{": r"\}"}
 _CLOSERS = {")": ")", "]": ")", "}": "}", r"\}": r"\}"}
+_DEPTHS = dict.fromkeys(_OPENERS, 1) | dict.fromkeys(_CLOSERS, -1)
 _FORMULA_WORD = re.compile(
     r"\\(?:begin|end)\{[a-z]+\*?\}|\\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}|\\[a-zA-Z]+"
     r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
@@ -225,7 +226,7 @@ def _formulas_in(text: str) -> list[_Formula]:
             run = _Run()
         if token.kind not in ("break", "blank"):
             run.tokens.append(token)
-            run.depth += (token.text in _OPENERS) - (token.text in _CLOSERS)
+            run.depth += _DEPTHS.get(token.text, 0)
         blank = None
     _end_run(text, run, formulas)
     return formulas

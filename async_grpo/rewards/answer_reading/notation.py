@@ -157,16 +157,16 @@ def readings(text: str) -> list[str]:
     (['5 N', '5'], ['\\frac{2}{3}', '\\frac{2}{3} = 0.667'], ['7'])
     """
     plain = plain_notation(text)
-    found = [plain]
+    notations = [plain]
     latex = (
         _without_end(without_layout(_without_end(as_latex(text)))) if len(text) <= MAX_CHARACTERS else text
     )
     if _without_approximation(latex) != latex:
-        found.append(latex)
+        notations.append(latex)
     number = number_before_unit(plain)
     if number is not None:
-        found.append(number)
-    return found
+        notations.append(number)
+    return notations
 
 
 def as_latex(text: str) -> str:
@@ -267,8 +267,8 @@ def _written_out(mantissa: str, exponent: str) -> str | None:
     """Return a number without its power of ten, or None if it would be too long."""
     if abs(int(exponent)) > MAX_EXPONENT:
         return None
-    written = f"{Decimal(f'{mantissa}e{exponent}'):f}"
-    return written.rstrip("0").rstrip(".") if "." in written else written
+    number = f"{Decimal(f'{mantissa}e{exponent}'):f}"
+    return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 def _fraction_of_mixed(match: re.Match[str]) -> str:
@@ -283,11 +283,12 @@ def _fraction_of_mixed(match: re.Match[str]) -> str:
 
 
 def _fraction_of_repeating(match: re.Match[str]) -> str:
-    whole, once, again = match[1], match[2], match[3] or match[4] or match[5]
-    if match[5] is not None and once:
+    digits_once = match[1] + match[2]  # as far as they do not repeat
+    period = match[3] or match[4] or match[5]
+    if match[5] is not None and match[2]:
         return match[0]  # `0.5(3)` may be a product
-    nines = int("9" * len(again)) * 10 ** len(once)
-    value = Fraction(int(whole + once + again) - int(whole + once), nines)
+    denominator = int("9" * len(period)) * 10 ** len(match[2])
+    value = Fraction(int(digits_once + period) - int(digits_once), denominator)
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
