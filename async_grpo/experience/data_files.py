@@ -306,9 +306,9 @@ def _warn_of_dropped_texts(
         text = raw_row.get(name)
         if name in warned_of or not isinstance(text, str) or not text.strip() or name in columns.prompt:
             continue
-        warned_of.add(name)
         prompt_text = json.dumps(row.get("messages", row.get("input")), ensure_ascii=False)
         if json.dumps(text.strip(), ensure_ascii=False)[1:-1] not in prompt_text:
+            warned_of.add(name)
             log.warning(
                 "%s: the text in the column %s is no part of the prompt, which is --prompt-column %s: if both belong to "
                 "the question, join them in one column",

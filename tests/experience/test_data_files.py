@@ -377,18 +377,18 @@ def test_a_large_file_says_how_far_it_is_read(tmp_path, caplog, monkeypatch):
 
 
 def test_a_text_that_the_prompt_column_leaves_out_is_named_once(tmp_path, caplog):
-    """The first row of such a file often has an empty `input`."""
+    """The first row of such a file often has an empty `input`, or one that the prompt repeats."""
     task = {"instruction": "Add the numbers", "output": "7"}
-    lines = [task | {"input": text} for text in ("", "3 and 4", "5 and 2")]
+    lines = [task | {"input": text} for text in ("", "numbers", "3 and 4", "5 and 2")]
     path = tmp_path / "alpaca.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     prompts = [
         row["messages"][0]["content"]
         for row in rows_of(path, prompt_column="instruction", answer_column="output")
     ]
-    assert prompts == ["Add the numbers"] * 3
+    assert prompts == ["Add the numbers"] * 4
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "line 2: the text in the column input is no part of the prompt" in warning
+    assert "line 3: the text in the column input is no part of the prompt" in warning
     caplog.clear()
     rows_of(path, prompt_column="instruction,input", answer_column="output")
     path.write_text(json.dumps({"question": "Say: 3 + 4", "prompt": "3 + 4", "answer": "7"}) + "\n")
