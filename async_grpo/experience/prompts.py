@@ -82,7 +82,7 @@ class PromptRenderer:
 
     @cached_property
     def _tests_for_none(self) -> bool:
-        """Whether the template expects none, and not an empty text, as the content beside tool calls."""
+        """Return whether the template expects none, and not an empty text, as the content beside tool calls."""
         return TESTS_FOR_NONE.search(self._template_text) is not None
 
     def _check_variables(self) -> None:

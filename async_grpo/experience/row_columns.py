@@ -15,14 +15,8 @@ from async_grpo.options.fields import refuse
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
-NO_QUESTIONS = (
-    "system",
-    "gpt",
-    "assistant",
-    "chatgpt",
-    "bard",
-    "bing",
-)  # ShareGPT's names of who does not ask
+# ShareGPT's names of those who do not ask
+NO_QUESTIONS = ("system", "gpt", "assistant", "chatgpt", "bard", "bing")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
 
 

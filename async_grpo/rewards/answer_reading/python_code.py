@@ -90,14 +90,19 @@ def _unindented(code: str, prelude: str) -> str:
 
 @dataclass(frozen=True)
 class _Content:
-    """The names in a block of code, and whether it defines or prints something."""
+    """The names in a block of code, and whether it defines or prints something.
+
+    Attributes:
+        may_answer: Whether the block defines a function or a class, or prints.
+        definitions: Names that the block binds outside of functions and classes.
+        bound_names: Names that the block binds anywhere.
+        missing_names: Names that the block uses, and that neither it nor Python defines.
+    """
 
     may_answer: bool
-    definitions: frozenset[str] = frozenset()  # names that the block binds outside of functions and classes
-    bound_names: frozenset[str] = frozenset()  # names that the block binds anywhere
-    missing_names: frozenset[str] = (
-        frozenset()
-    )  # names that the block uses, and that neither it nor Python defines
+    definitions: frozenset[str] = frozenset()
+    bound_names: frozenset[str] = frozenset()
+    missing_names: frozenset[str] = frozenset()
 
 
 def _content_of(code: str) -> _Content:

@@ -21,6 +21,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.answer_reading.free_text import stated_formula
+from async_grpo.rewards.answer_reading.notation import as_latex, number_before_unit, plain_notation, readings
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence
 from async_grpo.rewards.builtin.answers import (
     boxed_answer,
@@ -30,7 +31,6 @@ from async_grpo.rewards.builtin.answers import (
     without_layout,
 )
 from async_grpo.rewards.builtin.equal_answers import equal_answers
-from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit, plain_notation, readings
 from async_grpo.rewards.builtin.sympy import is_computable
 
 # Maximum length of a box

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from async_grpo.rewards.answer_reading.notation import as_latex, number_before_unit
 from async_grpo.rewards.builtin import sympy
-from async_grpo.rewards.builtin.math_notation import as_latex, number_before_unit
 from async_grpo.rewards.builtin.math_verify import _answers_to_parse, score
 
 FORMS = ["<answer>%s</answer>", "It is so.\n#### %s"]
