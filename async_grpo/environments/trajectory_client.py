@@ -243,8 +243,8 @@ class TrajectoryClient:
             turn_rewards: The environment's rewards, one per turn.
             states: Name of the state before each turn, for GiGPO.
             failure: The reason why the trajectory cannot be scored; "" if it can.
-            truncated: Whether a limit cut the trajectory off, so that its reward means little. A trajectory that
-                reached a limit always counts as truncated. If None, so does one whose last turn has no end token.
+            truncated: Whether a limit cut the trajectory off, so that its reward means little. None means that it was
+                cut off if its last turn has no end token. A trajectory that reached a limit is always truncated.
             numbers: Values for the metrics.
 
         Raises:

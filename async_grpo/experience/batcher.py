@@ -170,11 +170,11 @@ class ExperienceBatcher:
         self._note_utilization()
 
     def workers_joined(self) -> None:
-        """Tell every rank that workers wait for weights, at the same position in its sequence of messages."""
+        """Tell every rank that workers wait for weights. All ranks get this message at the same position."""
         self._put([WorkersJoined()] * len(self._queues))
 
     def request_save(self, end_reason: str = "") -> None:
-        """Make every rank save a checkpoint at the same position in its sequence of messages.
+        """Make every rank save a checkpoint. All ranks get this message at the same position.
 
         Args:
             end_reason: Why the run ends after the checkpoint; "" if the run continues.

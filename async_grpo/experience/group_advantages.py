@@ -161,9 +161,11 @@ class GroupAdvantages:
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
         """Call the estimator, and return the advantages (B, K). The K columns are those of `RewardTensors`.
 
-        The estimator gets the form of the rewards that its `rewards` names, which is a property of `batch`. Its further
-        inputs are those that its `inputs` read from each sample, the properties of `batch` in LAID_OUT for which it has
-        a keyword, and the weights of the rewards if it has the keyword `weights`.
+        `estimator.rewards` names the property of `batch` that the estimator gets as its rewards. In addition, it gets
+
+        - the values that the functions in `estimator.inputs` read from each sample,
+        - those properties of `batch` that LAID_OUT names and that the estimator has as keywords,
+        - the weights of the rewards, if it has the keyword `weights`.
         """
         rewards = getattr(batch, self.estimator.rewards)
         inputs: dict[str, Any] = {}

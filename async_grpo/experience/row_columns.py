@@ -15,7 +15,7 @@ from async_grpo.options.fields import refuse
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
-# ShareGPT's names of those who do not ask
+# Values of `from` in ShareGPT messages that do not come from the user, so that the message is not a question
 NO_QUESTIONS = ("system", "gpt", "assistant", "chatgpt", "bard", "bing")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
 
@@ -112,7 +112,7 @@ def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
 
 
 def _refuse_other_speakers(row: Mapping[str, Any], paths: tuple[str, ...]) -> None:
-    """Refuse the text of a ShareGPT message whose `from` says that it is no question."""
+    """Raise ConfigurationError if the prompt is a ShareGPT message whose `from` does not name the user."""
     path = next(path for path in paths if not is_missing(value_at(row, path)))
     message_path, _, field = path.rpartition(".")
     speaker = value_at(row, f"{message_path}.from") if message_path and field == "value" else None
@@ -124,7 +124,7 @@ def _refuse_other_speakers(row: Mapping[str, Any], paths: tuple[str, ...]) -> No
 
 
 def _names_at(row: Mapping[str, Any], path: str) -> str:
-    """Return the names beside which the first missing part of a dotted path was looked for."""
+    """Return the names that the row has at the place where the first part of a dotted path is missing."""
     value: Any = row
     read = ""
     for part in path.split("."):

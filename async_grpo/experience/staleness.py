@@ -84,8 +84,8 @@ class StalenessBudget:
 class FirstStepPace:
     """Lets no more completions than one step needs be generated at once, until the first step is trained.
 
-    An engine that computes the next step's completions beside the first step's takes longer for these. On a CPU it takes
-    twice as long, during which the trainer has nothing to do.
+    If an engine also computed completions of the second step at this time, those of the first step would take longer, on
+    a CPU twice as long. The trainer has nothing to do until they are finished.
 
     Args:
         samples_per_step: Number of completions that one optimizer step trains.

@@ -199,7 +199,10 @@ def _name_process(command: Iterable[str]) -> None:
 
 
 def _seed_and_count_threads() -> None:
-    """Do what libraries do when they are imported, and what must not be the same in all processes."""
+    """Seed numpy and set torch's number of threads, as these libraries do when they are imported.
+
+    The forked process did not import them itself. Without a new seed, all forked processes would draw the same numbers.
+    """
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):

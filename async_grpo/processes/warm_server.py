@@ -1,7 +1,8 @@
 """Start processes from one that has already imported the libraries: a warm server.
 
-A run on one machine has about ten Python processes. Importing vLLM takes 9 s of CPU time, and torch with transformers 5.
-On two cores, most of the time until the first step would go into imports. Instead, a server imports them once, and forks.
+A run on one machine has about ten Python processes. Importing vLLM takes 9 s of CPU time, and importing torch and
+transformers takes 5 s. On two cores, most of the time until the first step would go into imports. Instead, a server
+imports them once, and forks.
 
     server of torch and transformers  --fork-->  server that goes on with vLLM
           |  fork per request                          |  fork per request
@@ -14,8 +15,8 @@ which sends the server its arguments, environment and open files. The process th
 `python` would do with them. The client stays, passes signals on, and ends with the process, so that whoever started
 `python` watches, signals and kills it as usual. The process dies if the client or the server dies.
 
-The fork server of `multiprocessing` does not do: it serves only what the same program starts by `multiprocessing`, and
-neither Ray's actors nor torchrun's ranks are among that.
+The fork server of `multiprocessing` cannot be used: it only starts processes that the same program starts with
+`multiprocessing`. Ray and torchrun start their actors and ranks in another way.
 
 Only processes of this user can connect: the socket is in a private folder.
 """

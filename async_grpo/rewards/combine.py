@@ -54,7 +54,9 @@ class Combination:
 
     def __post_init__(self) -> None:
         if not self.adapters or len(set(self.adapters)) != len(self.adapters):
-            raise ConfigurationError(f"at least one adapter is needed, and each once, not {self.adapters}")
+            raise ConfigurationError(
+                f"the adapters are {self.adapters}: name at least one, and none of them twice"
+            )
         if self.mode not in MODES:
             modes = ", ".join(MODES)
             raise ConfigurationError(f"unknown reward combination {self.mode!r}; choose one of {modes}")

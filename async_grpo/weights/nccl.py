@@ -56,8 +56,8 @@ class RecordingSource:
             full_weight = full_tensor(weight, self.wire_dtype).contiguous()
             self.sent[name] = record(full_weight)
             if full_weight.is_cuda:
-                # The ranks' communicator has finished before vLLM begins a broadcast in that of the engines. Two
-                # communicators at work on one device can wait for each other
+                # Wait until the gathering is finished, before vLLM broadcasts the tensor with another communicator.
+                # Two communicators that work on one device at the same time can wait for each other forever
                 torch.cuda.synchronize(full_weight.device)
             yield name, full_weight
 

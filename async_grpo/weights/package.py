@@ -156,11 +156,12 @@ def prove_landed(
         is_test = package.version == SELF_TEST
         weights = "the start-up self-test" if is_test else f"policy version {package.version}"
         raise WeightsDidNotLand(
-            f"worker {worker_id} received {weights} bit by bit, yet computes other log-probs: they differ by "
-            f"{change:.3g} (root mean square without the largest tenth, or the median of {BLOCK_TOKENS} tokens in a row; "
-            f"allowed: {package.tolerance:.3g}). A tensor does not reach the place where the engine uses it (a tied "
-            "head, a packed copy), or engine and trainer disagree on the model or its dtype. --canary-tolerance sets what "
-            "is allowed; an engine with quantised weights (--engine-options quantization=...) may need it"
+            f"worker {worker_id} received {weights} unchanged, but its log-probs differ from the trainer's by "
+            f"{change:.3g} (the root mean square over tokens without the largest tenth, or the largest median over "
+            f"{BLOCK_TOKENS} consecutive tokens; allowed: {package.tolerance:.3g}). Either a tensor does not reach the "
+            "place where the engine uses it (a tied head, a packed copy), or engine and trainer disagree on the model or "
+            "its dtype. --canary-tolerance sets what is allowed; an engine with quantised weights (--engine-options "
+            "quantization=...) may need it"
         )
     return difference
 

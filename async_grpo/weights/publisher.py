@@ -39,8 +39,9 @@ from async_grpo.weights.self_test import (
 Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
 # Delivers weights; returns their package, and the workers' receipts by worker id
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`); it is higher if the
-# trainer rounds more coarsely. It is above a trainer's usual rounding, so that engines with quantized weights pass, too
+# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`), by the engines' dtype.
+# A trainer whose log-probs change more by rounding gets a higher tolerance. The value for bfloat16 is above the usual
+# rounding, because engines with quantized weights differ from the trainer by more than rounding
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 # Largest difference in nats that the first sync accepts, with a warning, of a bfloat16 engine whose weights were all read
 # back
@@ -134,7 +135,9 @@ class Publisher:
         )
 
     def _run_self_test(self, model: nn.Module) -> Callable[[], Any]:
-        """Send the weights unchanged, then with all tensors changed, and prove both. Return what waits for the last proof.
+        """Send the weights unchanged, then with all tensors changed, and prove both.
+
+        Return a function that waits for the last proof.
 
         While the engines load the weights of a round, this rank computes what the next round needs.
 
@@ -286,7 +289,8 @@ class Publisher:
                 joined late does not raise it.
         """
         is_self_test = package.version == SELF_TEST
-        # The changed weights of a self-test cause other rounding errors than the last weights, so they do not cancel
+        # The changed weights of a self-test cause different rounding errors than the last weights, so the errors of both
+        # would not cancel
         last_differences = {} if is_self_test else self._last_differences
         differences = Differences()
         failures: dict[str, WeightsDidNotLand] = {}
@@ -318,11 +322,11 @@ class Publisher:
     def _with_observed_rounding(
         self, package: WeightPackage, worker_id: str, receipt: Receipt
     ) -> WeightPackage:
-        """Return the package, of the first sync with the tolerance that a coarsely rounding engine needs.
+        """Return the package, in the first sync with a higher tolerance if this engine rounds more coarsely than expected.
 
         UNCHANGED_ALLOWED was measured on models with random weights. A trained model may amplify rounding more. If the
-        engine is known to compute with the weights that were sent, a difference up to LARGEST_ROUNDING is a warning, and
-        later comparisons are made with it.
+        engine is known to compute with the weights that were sent, a difference up to LARGEST_ROUNDING only causes a
+        warning, and later syncs are compared with this difference.
         """
         received, logprobs = receipt
         is_first = self._rounding is None and self.config.canary_tolerance is None

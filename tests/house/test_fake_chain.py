@@ -124,7 +124,7 @@ def test_a_proof_that_fails_while_the_next_step_accumulates_ends_the_run_and_no_
         noted = lambda self, *args, name=name, real=real: done.append(name) or real(self, *args)  # noqa: E731
         monkeypatch.setattr(GradientAccumulator, name, noted)
     chain = Chain(tmp_path, engine=Wrong)
-    with pytest.raises((WeightsDidNotLand, RunFailed), match="policy version 2 bit by bit"):
+    with pytest.raises((WeightsDidNotLand, RunFailed), match="policy version 2 unchanged"):
         chain.train()
     assert done.count("finish") == 2 and done[-1] == "add"
     assert [line["step"] for line in chain.lines] == [1, 2]

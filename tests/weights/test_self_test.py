@@ -191,7 +191,7 @@ def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_meas
     change(policy, 0.002)
     sender.publish(policy, 1)()
     engine.bias = 4 * rounding
-    with pytest.raises(WeightsDidNotLand, match="policy version 2 bit by bit"):
+    with pytest.raises(WeightsDidNotLand, match="policy version 2 unchanged"):
         sender.publish(policy, 2)()
 
 

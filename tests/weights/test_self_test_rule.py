@@ -239,7 +239,7 @@ def test_single_tokens_that_rounding_sends_elsewhere_are_no_fault_and_many_are()
     answer[:9] += 7.0  # as single tokens of a trained model do
     prove_landed(package, "g0", ({}, answer))
     answer[9:12] += 7.0
-    with pytest.raises(WeightsDidNotLand, match="worker g0 received policy version 1 bit by bit"):
+    with pytest.raises(WeightsDidNotLand, match="worker g0 received policy version 1 unchanged"):
         prove_landed(package, "g0", ({}, answer))
     for odd in (np.nan, np.inf):  # not left out as one of the largest
         answer = expected.copy()

@@ -137,7 +137,7 @@ def test_a_tensor_that_is_lost_or_not_used_is_noticed(name):
     with pytest.raises(WeightsDidNotLand, match=f"missing: {name}"):
         publisher(FakeLink(loses=name)).publish(TwoLayers(), 0)()
     publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=False)()
-    with pytest.raises(WeightsDidNotLand, match="the start-up self-test bit by bit, yet computes other"):
+    with pytest.raises(WeightsDidNotLand, match="the start-up self-test unchanged, but its log-probs differ"):
         publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=True)()
 
 

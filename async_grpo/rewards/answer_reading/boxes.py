@@ -86,7 +86,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     names = {box.name for box in boxes}
     name = next((name for name in _BOX_COMMANDS if name in names), None)
     spans: list[_Span] = []  # boxes of the answer, from the last to the first
-    # True after a box that does not belong to the answer. Then an earlier box belongs to it only if it contains it.
+    # True once a box is not part of the answer. Then an earlier box is part of it only if it contains all of its boxes
     is_group_whole = False
     group_begin = len(text)
     group_end = len(text)
@@ -129,7 +129,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
 
 
 def _is_words_only(text: str) -> bool:
-    r"""Return whether a text around a box is only words or "x =". Single letters may be factors: `\boxed{5}x`."""
+    r"""Return whether a text around a box is only words or "x =". A single letter may be a factor, as in `\boxed{5}x`."""
     if not _WORDS_ONLY.fullmatch(text):
         return False
     return _LETTER.search(text) is None or _WORD_OR_RELATION.search(text) is not None
@@ -250,7 +250,7 @@ def _without_spaces(text: str) -> str:
     text = text.strip()
     whole = text
     if text.endswith("\\") and not text.endswith("\\\\"):
-        # This backslash is the rest of the spacing command `\ `, whose blank was stripped
+        # This backslash is the rest of the spacing command `\ `, whose blank was already stripped
         text = text[:-1]
     leading = _LEADING_SPACE.match(text)
     if leading is not None:

@@ -133,7 +133,7 @@ def _plain_character(match: re.Match[str]) -> str:
 def _beside_the_line(match: re.Match[str], operator: str) -> str:
     content = match[0].translate(_ON_THE_LINE)
     next_character = match.string[match.end() : match.end() + 1]
-    # `2^34` would be ambiguous
+    # LaTeX reads only one character after `^`, so that the exponent of `2^34` would be 3
     needs_braces = len(content) > 1 or next_character.isalnum()
     return f"{operator}{{{content}}}" if needs_braces else f"{operator}{content}"
 

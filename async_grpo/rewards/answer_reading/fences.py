@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TAB_COLUMNS = 4  # width of a tab stop in CommonMark
-# A closing fence that is indented further than the opening fence by this many columns belongs to the block's text
+# A fence that is indented by at least this many columns more than the opening fence ends the block only if no other does
 DEEPER_COLUMNS = 4
 MIN_FENCE = 3  # minimum number of characters of a fence
 PYTHON = ("python", "python3", "python2", "py", "py3", "pypy", "pypy3")
 
 # The marks of block quotes and list items that hold the block, then the fence, then the language and its attributes.
-# The information behind a fence of backticks contains no backtick, so that a line such as ```x``` is no fence.
+# A fence of backticks must not have another backtick after it on its line, so that a line such as ```x``` is no fence.
 _OPENING = re.compile(
     r"(?P<place>(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t])))*[ \t]*)"
     r"(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})[\s{.]*(?P<language>\w*)"
@@ -41,8 +41,9 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """
     lines = text.split("\n")
     blocks: list[tuple[str, str]] = []
-    # Once a block has had no proper end, loose ends are taken at once. Otherwise, each further block might search the
-    # rest of the text in vain, which would take quadratic time. The same holds for blocks without any end.
+    # Once a block had no proper end, each later block ends at the first fence that may end it. Once a block had no end at
+    # all, later fences of the same character are ignored. Otherwise, each later block might search the rest of the text
+    # in vain, which would take quadratic time
     takes_loose_ends = False
     endless_characters = ""
     index = 0
@@ -72,7 +73,7 @@ class _Opening:
     language: str
 
     def inside(self, line: str) -> str | None:
-        """Return a line of the block without its quote marks, or None if it is outside of the quotes."""
+        """Return a line without the marks of the block quotes that hold the block, or None if it is not in these quotes."""
         position = 0
         for _ in range(self.num_quotes):
             mark = _QUOTE_MARK.match(line, position)
@@ -92,12 +93,12 @@ class _Opening:
         return "".join(_dedented(line, columns) + "\n" for line in inner_lines)
 
     def is_end(self, line: str) -> bool:
-        """Return whether a line of the block, from `inside`, is a fence that may end it."""
+        """Return whether a line, as `inside` returns it, is a fence that may end the block."""
         fence = line.strip(" \t\r")
         return len(fence) >= MIN_FENCE and not fence.strip(self.character)
 
     def is_proper_end(self, line: str) -> bool:
-        """Return whether a line for which `is_end` is true is long enough, and not indented too far."""
+        """Return whether a fence for which `is_end` is true is long enough to end the block, and not indented too far."""
         has_length = len(line.strip(" \t\r")) >= self.length
         return has_length and _columns_of(line) < self.columns + DEEPER_COLUMNS
 
@@ -106,9 +107,11 @@ class _Opening:
 class _End:
     """The end of a block."""
 
-    first_line: int  # index of the first line that is not content any more
+    first_line: int  # index of the first line after the content: the closing fence, if there is one
     next_line: int  # index of the line that follows the block
-    is_loose: bool = False
+    is_loose: bool = (
+        False  # whether the fence ends the block only by the looser rules (see the module's docstring)
+    )
 
 
 def _opening_of(line: str) -> _Opening | None:
@@ -146,11 +149,11 @@ def _end_of(opening: _Opening, lines: Sequence[str], start: int, takes_loose_end
 
 
 def open_string_after(line: str, open_string: str = "") -> str:
-    r"""Return the quotation marks of the triple-quoted string of Python that is open behind a line, or "".
+    r"""Return the quotation marks of the triple-quoted Python string that is still open at the end of a line, or "".
 
     Args:
         line: A line of code.
-        open_string: The quotation marks of the string that is open before the line, or "".
+        open_string: The quotation marks of the string that is open at the beginning of the line, or "".
 
     >>> open_string_after("x = '''a # b"), open_string_after("c'''  # '''", "'''")
     ("'''", '')
@@ -163,7 +166,7 @@ def open_string_after(line: str, open_string: str = "") -> str:
             break
         elif mark[0] in "\"'":
             open_string = mark
-    # A string between single quotation marks ends with its line at the latest
+    # A string that is not triple-quoted ends at the end of its line at the latest
     return open_string if len(open_string) == 3 else ""
 
 
@@ -174,9 +177,9 @@ def _columns_of(line: str) -> int:
 
 
 def _dedented(line: str, columns: int) -> str:
-    """Return a line without its first columns, as far as they are white space.
+    """Return a line without the white space in its first `columns` columns.
 
-    A tab that reaches beyond these columns leaves spaces.
+    A tab that reaches beyond these columns is replaced by spaces for the rest of its width.
     """
     column = 0
     for position, character in enumerate(line):

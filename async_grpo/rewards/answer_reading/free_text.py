@@ -65,13 +65,13 @@ _AFTER_CHOICE = re.compile(r"[*_`\"')\]}]*[.!,;]?[*_]*(?:\s*\n|\s*\Z|\s+(?=[A-Z]
 
 @dataclass
 class _Formula:
-    """A formula in a text: its begin and end with delimiters, its own text, and what it consists of."""
+    """A formula in a text: its begin and end, including delimiters, and its text without them."""
 
     begin: int
     end: int
     text: str
     follows_equals: bool = False
-    is_choice: bool = False  # whether it is nothing but one letter
+    is_choice: bool = False  # whether the formula is a single letter, which may be the choice of an option
 
 
 @dataclass
@@ -107,7 +107,7 @@ def stated_formula(text: str) -> str | None:
 
 
 def is_formula(text: str) -> bool:
-    r"""Return whether a text consists of a formula, without words except in \text{} and "and", "or" and functions."""
+    r"""Return whether a text is only a formula. It may contain words in \text{}, "and", "or" and names of functions."""
     return _PROSE.search(_FORMULA_WORD.sub(" ", text)) is None
 
 
@@ -137,7 +137,7 @@ def _answer_among(text: str, formulas: Sequence[_Formula]) -> str | None:
 
 
 def _choice_after(text: str, begin: int, formulas: Sequence[_Formula]) -> str | None:
-    """Return the letter that alone follows "answer is", or None if something else does."""
+    """Return the letter after "answer is", or None if no letter follows, or if more text belongs to it."""
     start = _BEFORE_CHOICE.match(text, begin)
     for formula in formulas:
         if start is not None and formula.is_choice and begin <= formula.begin <= start.end():
@@ -148,9 +148,9 @@ def _choice_after(text: str, begin: int, formulas: Sequence[_Formula]) -> str | 
 
 
 def _lists_of(text: str, formulas: Sequence[_Formula]) -> list[list[_Formula]]:
-    """Return the formulas in groups. Those of one group are a list, which commas, "and" or "or" connect."""
+    """Group the formulas into lists. Commas, "and" or "or" connect the formulas of one list."""
     groups: list[list[_Formula]] = []
-    has_word = False  # whether "and" or "or" stands in the current group
+    has_word = False  # whether the current list contains "and" or "or"
     for formula in formulas:
         link = _link(text, groups[-1][-1], formula) if groups else None
         if link is None:
@@ -165,7 +165,7 @@ def _lists_of(text: str, formulas: Sequence[_Formula]) -> list[list[_Formula]]:
 
 
 def _link(text: str, formula: _Formula, next_formula: _Formula) -> bool | None:
-    """Return whether "and" or "or" stands between two formulas of a list, or None if they are no list."""
+    """Return whether "and" or "or" connects two formulas, or None if they do not belong to one list."""
     if next_formula.begin - formula.end > MAX_DISTANCE or next_formula.follows_equals:
         return None
     between = text[formula.end : next_formula.begin]
@@ -179,7 +179,7 @@ def _link(text: str, formula: _Formula, next_formula: _Formula) -> bool | None:
 
 
 def _split_unfinished(text: str, groups: list[list[_Formula]], has_word: bool) -> None:
-    """Split the last group if only commas connect it and a sentence goes on behind it, as in "In 2005, 17 people"."""
+    """Split the last group if it has only commas and its sentence continues after it, as in "In 2005, 17 people"."""
     if not groups or len(groups[-1]) == 1 or has_word or _LIST_END.match(text, groups[-1][-1].end):
         return
     formulas = groups.pop()
@@ -233,7 +233,7 @@ def _formulas_in(text: str) -> list[_Formula]:
 
 
 def _delimited(text: str, token: _Token) -> _Formula | None:
-    """Return the formula whose opening delimiter is given, or None if it is a currency or has no end."""
+    """Return the formula that begins with a delimiter, or None if the delimiter is a currency sign or is not closed."""
     if token.kind == "environment":
         end = text.find(r"\end", token.end, token.end + MAX_FORMULA_CHARACTERS)
         brace = text.find("}", end) + 1 if end >= 0 else 0
@@ -278,7 +278,7 @@ def _classified(text: str, token: _Token, run: _Run) -> _Token:
         is_table = token.text == "|" and (before.isspace() or not before) and (after.isspace() or not after)
         if token.text == "|" and not is_table:
             return token
-        # A sign on one side of a word is Markdown
+        # A sign with white space on only one side marks bold or italic text in Markdown
         if not is_between or is_table or token.text == "|" or (token.text == "_" and before.isspace()):
             return _Token("break", token.text, token.begin, token.end)
     if token.text == ":" and not (before.isdigit() and after.isdigit()):
@@ -287,7 +287,7 @@ def _classified(text: str, token: _Token, run: _Run) -> _Token:
 
 
 def _font(text: str, token: _Token, run: _Run) -> _Token:
-    r"""Return \text{} and the like as one token if it is a unit or a letter, and else as the begin of some words."""
+    r"""Return a font command such as \text{} as one token if it contains a unit or a letter, else as a `break`."""
     end = text.find("}", token.end, token.end + 100) + 1
     content = text[token.begin : end]
     choice = plain_choice(content) if end else None
@@ -300,7 +300,7 @@ def _font(text: str, token: _Token, run: _Run) -> _Token:
 
 
 def _continues(text: str, run: _Run, token: _Token, blank: _Token | None) -> bool:
-    """Return whether a token belongs to the formula before it."""
+    """Return whether a token continues the formula of the previous tokens."""
     if token.kind == "break" or not run.tokens:
         return False
     previous = run.tokens[-1]
@@ -331,7 +331,7 @@ def _continues(text: str, run: _Run, token: _Token, blank: _Token | None) -> boo
 
 
 def _end_run(text: str, run: _Run, formulas: list[_Formula]) -> None:
-    """Append the formula of a run, if it is one."""
+    """Append the formula that the tokens of a run form, if they form one."""
     tokens, follows_equals = _trimmed(text, run.tokens)
     if not tokens:
         return
@@ -347,7 +347,7 @@ def _end_run(text: str, run: _Run, formulas: list[_Formula]) -> None:
 
 
 def _trimmed(text: str, tokens: Sequence[_Token]) -> tuple[list[_Token], bool]:
-    """Return the tokens without operators and single brackets at both ends, and whether "=" stood before them."""
+    """Return the tokens without operators and unmatched brackets at both ends, and whether "=" was removed before them."""
     tokens = _balanced(tokens)
     first = 0
     last = len(tokens)
@@ -367,7 +367,7 @@ def _trimmed(text: str, tokens: Sequence[_Token]) -> tuple[list[_Token], bool]:
 
 
 def _is_no_begin(text: str, token: _Token) -> bool:
-    """Return whether no formula begins with this token. A minus sign begins one unless it is a dash or a hyphen."""
+    """Return whether a formula cannot begin with this token. It can begin with a minus sign, but not with a dash."""
     if token.text == r"\approx":
         return True
     if token.kind != "operator" or token.text == "<":
@@ -382,7 +382,7 @@ def _is_no_begin(text: str, token: _Token) -> bool:
 
 
 def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
-    """Return the longest end of the tokens up to the first bracket without a partner, in which all others have one."""
+    """Return the tokens before the first unmatched closing bracket, without those up to the last unmatched opening one."""
     open_tokens: list[int] = []
     end = len(tokens)
     for position, token in enumerate(tokens):
@@ -393,7 +393,7 @@ def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
                 end = position
                 break
             open_tokens.pop()
-    # A bracket that stays open at the very end belongs to the words behind it, as in "12 (so ...)"
+    # An opening bracket at the very end belongs to the words that follow the formula, as in "12 (so ...)"
     while open_tokens and open_tokens[-1] == end - 1:
         end = open_tokens.pop()
     begin = open_tokens[-1] + 1 if open_tokens else 0

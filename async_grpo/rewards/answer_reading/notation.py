@@ -18,7 +18,7 @@ SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))"
 
 _FONTS = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt|normal)|boldsymbol|bm|mbox|operatorname)(?![a-zA-Z])"
 _SPELLINGS = {  # applied one after the other
-    r"\\\\(?=(?:d|t|c|nice|s)?frac|sqrt|text|boxed|pi)": r"\\",  # a backslash that was escaped twice
+    r"\\\\(?=(?:d|t|c|nice|s)?frac|sqrt|text|boxed|pi)": r"\\",  # a command with two backslashes
     r"\\(?:d|t|c|nice|s|flat)frac(?![a-zA-Z])": r"\\frac",
     r"\\left\s{0,8}\\langle(?![a-zA-Z])|\\langle(?![a-zA-Z])": "(",
     r"\\right\s{0,8}\\rangle(?![a-zA-Z])|\\rangle(?![a-zA-Z])": ")",
@@ -29,7 +29,7 @@ _SPELLINGS = {  # applied one after the other
     r"\\(?:degree|textdegree)(?![a-zA-Z])": r"^\\circ ",
     r"\^\s{0,8}\{\s{0,8}\\circ\s{0,8}\}": r"^\\circ ",
     r",\s{0,8}\.\.\.": r", \\ldots ",
-    # Letters of constants, and numbers in a font
+    # The constants e, i and pi, numbers, and single letters without their font
     r"\\(?:text(?:rm)?|mathrm|operatorname)\s{0,8}\{\s{0,8}([ei]|\\pi)\s{0,8}\}": r"\1",
     r"\{\\rm\s{1,8}([ei])\s{0,8}\}|\\rm\s{1,8}([ei])(?![a-zA-Z])": r"\1\2",
     rf"{_FONTS}\s{{0,8}}\{{\s{{0,8}}([-+]?\d[\d.,]{{0,40}})\s{{0,8}}\}}": r"\1",
@@ -202,18 +202,18 @@ def plain_choice(text: str) -> str | None:
 
 
 def words_of(text: str) -> str:
-    r"""Return the words of a text that is nothing but words in a font, such as \textbf{Yes}, or the text itself."""
+    r"""Return the words if a text is only a font command with words, such as \textbf{Yes}. Else return the text itself."""
     match = _WORDS_IN_FONT.fullmatch(text)
     return text if match is None else match[1][1:-1].strip()
 
 
 def _without_end(text: str) -> str:
-    """Return the text without the full stop or comma at its end."""
+    """Return the text without a full stop or a comma at its end."""
     return _END_OF_SENTENCE.sub("", text)
 
 
 def _without_approximation(text: str) -> str:
-    r"""Return a formula without the decimals behind it that approximate it, as in `3\pi \approx 9.42` or `2/3 = 0.67`."""
+    r"""Return a formula without the approximation that follows it, as in `3\pi \approx 9.42` or `2/3 = 0.67`."""
     approximation = _APPROXIMATION.search(text)
     if approximation is None or approximation.start() == 0:
         return text
@@ -231,12 +231,12 @@ def _without_approximation(text: str) -> str:
 
 
 def _without_sure_separators(text: str) -> str:
-    """Remove the thousands separators that no list or tuple contains, such as `{,}` and the thin space."""
+    """Remove thousands separators that cannot separate the elements of a list, such as `{,}` and the thin space."""
     return _SURELY_GROUPED.sub(lambda match: _SURE_SEPARATORS.sub("", match[0]), text)
 
 
 def _without_unit(text: str) -> str:
-    """Return the number of a price or a quantity. Other texts only lose a unit in a font."""
+    r"""Return the number of a price or a quantity. From other texts, only a unit such as \text{cm} is removed."""
     price = _PRICE.fullmatch(text)
     if price is not None:
         return (price[1] or "") + (price[2] or price[3])
@@ -246,7 +246,7 @@ def _without_unit(text: str) -> str:
 
 
 def _plain_number(text: str) -> str:
-    """Return a number in plain decimals, without thousands separators and needless zeros. Other texts are unchanged."""
+    """Return a number in plain decimals, without separators and superfluous zeros. Return any other text unchanged."""
     if _GROUPED_BY_BLANKS.fullmatch(text):
         text = text.replace(" ", "").replace("'", "")
     text = ungrouped(text)
@@ -264,7 +264,7 @@ def _plain_number(text: str) -> str:
 
 
 def _written_out(mantissa: str, exponent: str) -> str | None:
-    """Return a number without its power of ten, or None if it would be too long."""
+    """Return the number mantissa * 10^exponent in plain decimals, or None if it would be too long."""
     if abs(int(exponent)) > MAX_EXPONENT:
         return None
     number = f"{Decimal(f'{mantissa}e{exponent}'):f}"
@@ -275,7 +275,7 @@ def _fraction_of_mixed(match: re.Match[str]) -> str:
     whole = int(match[1])
     numerator = int(match[2] or match[4])
     denominator = int(match[3] or match[5])
-    # `2\frac{10}{3}` may be a product, but nobody writes "2 10/3" for one
+    # `2\frac{10}{3}` may be a product, but nobody writes a product as "2 10/3"
     is_product = match[2] is not None and numerator >= denominator
     if is_product or denominator == 0:
         return match[0]
@@ -283,7 +283,7 @@ def _fraction_of_mixed(match: re.Match[str]) -> str:
 
 
 def _fraction_of_repeating(match: re.Match[str]) -> str:
-    digits_once = match[1] + match[2]  # as far as they do not repeat
+    digits_once = match[1] + match[2]  # the digits before the repeating ones
     period = match[3] or match[4] or match[5]
     if match[5] is not None and match[2]:
         return match[0]  # `0.5(3)` may be a product

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-# A number that is not a part of a word. No two parts of the pattern match the same character
+# A number that is not part of a word. Each character can be matched in one way only, so that matching takes linear time
 _NUMBER = re.compile(r"((?<![\w.])[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w|\.\w))", re.ASCII)
 
 
@@ -28,7 +28,7 @@ class Tolerance:
     def __post_init__(self) -> None:
         if not (self.relative >= 0 and self.absolute >= 0):
             raise ValueError(
-                f"relative_tolerance={self.relative} and absolute_tolerance={self.absolute}: give numbers from 0 on"
+                f"relative_tolerance={self.relative} and absolute_tolerance={self.absolute} must be numbers of at least 0"
             )
 
     def is_close(self, number: str, expected: str) -> bool:
@@ -62,7 +62,7 @@ def same_output(output: str, expected: str, tolerance: Tolerance = EXACT) -> boo
 
 
 def _are_close(line: str, expected_line: str, tolerance: Tolerance) -> bool:
-    # Texts and numbers take turns, and the first part is a text
+    # The parts are text and numbers alternately, beginning with text
     parts = _NUMBER.split(line)
     expected_parts = _NUMBER.split(expected_line)
     if parts[::2] != expected_parts[::2]:

@@ -139,7 +139,7 @@ def _content_of(code: str) -> _Content:
 
 
 def _definitions_of(tree: ast.Module) -> set[str]:
-    """Return the names of a module's functions and classes, and of its simple variables."""
+    """Return the names that a module defines: functions, classes, and variables with a simple assignment."""
     names: set[str] = set()
     for statement in tree.body:
         names |= _names_bound_by(statement)
@@ -174,7 +174,7 @@ def _is_of_library(node: ast.ImportFrom) -> bool:
 
 def _without_future(code: str) -> tuple[list[str], str]:
     """Return the `from __future__` statements at the beginning of code, and the code with `pass` in their places."""
-    # As Python does when it reads code; the positions in the tree count these line ends
+    # Python does the same when it reads code, so the line numbers in the tree refer to these line ends
     code = code.replace("\r\n", "\n").replace("\r", "\n")
     tree = _parsed(code)
     if tree is None:

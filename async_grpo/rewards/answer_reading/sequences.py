@@ -27,7 +27,7 @@ class Sequence(NamedTuple):
 def read_sequence(text: str) -> Sequence | None:
     r"""Return the terms of a sequence with dots, or None if the text is not such a sequence.
 
-    A name before the sequence, as in `n = 1, 2, \dots`, is no part of it.
+    A name before the sequence, as in `n = 1, 2, \dots`, is not part of the sequence.
 
     >>> read_sequence(r"\{1, f(2, 3), \dots, n\}")
     Sequence(brackets='', terms=['1', 'f(2, 3)', '…', 'n'])

@@ -76,7 +76,7 @@ def score(
             out. Keep it below `--reward-timeout-s`, after which the whole sample would have no reward.
         memory_mb: Maximum address space of the process, in MiB.
         all_or_nothing: Whether the reward is 1 if the code passes all tests and 0 otherwise.
-        relative_tolerance: See `Tolerance`, as for the next one. By default, outputs are compared as text.
+        relative_tolerance: See `Tolerance`. If neither tolerance is given, outputs are compared as text.
         absolute_tolerance: See `Tolerance`.
         allow_unsandboxed: Whether to run the code even if this machine cannot block its network access.
 

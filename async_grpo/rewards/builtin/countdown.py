@@ -47,7 +47,9 @@ def parse_arithmetic(expression: str) -> ast.expr:
     """
     text = expression.strip()
     if len(text) > MAX_CHARACTERS or not _TEXT.fullmatch(text):
-        raise ValueError(f"not {MAX_CHARACTERS} characters of + - * / ( ), blanks and plain numbers at most")
+        raise ValueError(
+            f"only + - * / ( ), blanks and plain numbers are allowed, at most {MAX_CHARACTERS} characters"
+        )
     return ast.parse(text, mode="eval").body
 
 

@@ -10,7 +10,7 @@ def environment(sample: dict[str, Any]) -> float:
     reward = sample.get("environment_reward")
     if reward is None:
         raise ValueError(
-            "the environment gives no reward, or did not end in time: others, by --reward-fns, score the last turn"
+            "the environment gives no reward, or did not end in time: name rewards with --reward-fns to score the last turn"
         )
     return float(reward)
 

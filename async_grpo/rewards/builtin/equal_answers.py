@@ -1,8 +1,8 @@
 """Decides whether two answers that the library math-verify has parsed are equal.
 
-The library itself compares decimals to six places, so that all numbers below 5e-7 are equal to it. Here, every number
+math-verify itself compares decimals to six places, so that it takes all numbers below 5e-7 as equal. Here, every number
 in the gold answer and in the answer is first replaced by its exact value (`equal_numbers`), and a number of the answer
-that may count as a number of the gold answer is replaced by that number. Then nothing is left for the library to round.
+that may count as a number of the gold answer is replaced by that number. Then math-verify has nothing left to round.
 
 A decimal may be rounded. It counts as another number if the two agree to six decimals and five significant digits, or
 if the decimal is that number, rounded to at least six decimals and three significant digits.
@@ -29,12 +29,12 @@ from async_grpo.rewards.builtin.sympy import SYMPY_ERRORS, is_computable
 
 RELATIVE_TOLERANCE = 5e-5  # five significant digits
 ABSOLUTE_TOLERANCE = 5e-7  # six decimals, the last one rounded
-MIN_PLACES = 6  # fewest decimals of a number that may be another one in a form that is rounded more
-MIN_DIGITS = 3  # fewest significant digits of such a number
-PRECISION_DIGITS = 50  # number of digits to which the library computes what is no plain number
+MIN_PLACES = 6  # minimum number of decimals of a number that may be the rounded form of another number
+MIN_DIGITS = 3  # minimum number of significant digits of such a number
+PRECISION_DIGITS = 50  # number of digits to which math-verify computes values such as roots
 
 _SET_NAME = re.compile(r"[a-zA-Z](?:_\{?\w{1,8}\}?)?'{0,3}")
-_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # the library reads 5% as this factor and 5
+_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # math-verify reads 5% as 5 times this factor
 # Names, in small letters and without blanks, that an answer in words may give to the empty set
 _EMPTY_SET_NAMES = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"}
 
@@ -51,7 +51,7 @@ def equal_answers(gold_answers: list[Any], answers: list[Any]) -> bool:
 
 def _equal_readings(gold: Any, answer: Any) -> bool:
     if isinstance(gold, str) or isinstance(answer, str):
-        # A text is compared only with a text
+        # If only one of the readings is a text, they are not comparable
         are_texts = isinstance(gold, str) and isinstance(answer, str)
         return are_texts and gold.strip() != "" and _without_order(gold) == _without_order(answer)
     if not is_computable(gold):
@@ -66,7 +66,7 @@ def _equal_readings(gold: Any, answer: Any) -> bool:
 
 
 def _without_order(text: str) -> str:
-    r"""Return the text of an answer in a form in which A \cup B is equal to B \cup A."""
+    r"""Return the text with the operands of \cup or \cap in alphabetical order, so that A \cup B equals B \cup A."""
     for operator in (r"\cup", r"\cap"):
         operands = [operand.strip() for operand in text.split(operator)]
         if len(operands) > 1 and all(_SET_NAME.fullmatch(operand) for operand in operands):
@@ -94,7 +94,7 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
 
 
 def _candidates(gold: Any, answer: Any) -> Iterator[Any]:
-    """Yield what the answer may state: itself, and the exact value that it rounds, as in 2/3 = 0.667."""
+    """Yield the values that the answer may state: the whole answer and, as in 2/3 = 0.667, the value before rounding."""
     yield answer
     relation = answer
     while isinstance(relation, And) and relation._unsorted_args:
@@ -111,7 +111,7 @@ def _candidates(gold: Any, answer: Any) -> Iterator[Any]:
 
 
 def _equal_values(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Return whether two numbers are equal. If only one of them is a percentage, 5% may be 0.05 or 5."""
+    """Return whether two numbers are equal. If only one of them is a percentage, 5% may mean 0.05 or 5."""
     gold_readings = [gold]
     answer_readings = [answer]
     if _is_percentage(gold) != _is_percentage(answer):
@@ -156,7 +156,12 @@ def _exact_value(number: sympy.Expr) -> sympy.Expr:
 
 
 def _counterpart(number: sympy.Expr, exact_values: Mapping[sympy.Expr, sympy.Expr]) -> sympy.Expr:
-    """Return the exact value of the gold answer's number to which a number is equal, or else its own exact value."""
+    """Return the exact value of the number in the gold answer that `number` equals, or else that of `number` itself.
+
+    Args:
+        number: A number in the answer of the completion.
+        exact_values: Exact value of each number in the gold answer.
+    """
     own_value = _exact_value(number)
     if own_value in exact_values.values():
         return own_value
@@ -167,7 +172,7 @@ def _counterpart(number: sympy.Expr, exact_values: Mapping[sympy.Expr, sympy.Exp
 
 
 def _replaced(expression: Any, replacements: Mapping[sympy.Expr, sympy.Expr]) -> Any:
-    """Replace parts of an expression, and keep the order in which its own parts were written."""
+    """Replace parts of an expression, and keep the written order of the other parts."""
     if isinstance(expression, sympy.MatrixBase):
         return expression.applyfunc(lambda entry: _replaced(entry, replacements))
     if expression in replacements:
@@ -183,7 +188,7 @@ def _replaced(expression: Any, replacements: Mapping[sympy.Expr, sympy.Expr]) ->
 
 
 def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """If only one of two answers is a set, make a set of the other, where it states one in another form."""
+    """Return both answers. If only one of them is a set, the other is converted to a set if it describes one."""
     if isinstance(gold, sympy.Set) and not _is_list_of_inequalities(gold):
         answer = _set_of(answer, gold)
     elif isinstance(answer, sympy.Set) and not _is_list_of_inequalities(answer):
@@ -192,9 +197,10 @@ def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
-    """Return the set that inequalities of one variable or the words "no solution" describe; other things unchanged.
+    """Return the set that inequalities of one variable or the words "no solution" describe, or `expression` unchanged.
 
-    The inequalities may hold together, as in x > 1, x < 3. If they cannot, one of them holds, as in x < 1, x > 3.
+    The set of inequalities is their intersection, as for x > 1, x < 3. If that is empty, it is their union, as for
+    x < 1, x > 3.
     """
     if compared_set is sympy.S.EmptySet and isinstance(expression, sympy.Symbol):
         return compared_set if expression.name.lower() in _EMPTY_SET_NAMES else expression
@@ -206,7 +212,7 @@ def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
 
 
 def _is_list_of_inequalities(expression: Any) -> bool:
-    """Return whether an expression is several inequalities of the same single variable."""
+    """Return whether an expression is a list of inequalities that all have the same single variable."""
     if not isinstance(expression, sympy.FiniteSet) or len(expression.free_symbols) != 1:
         return False
     kinds = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)

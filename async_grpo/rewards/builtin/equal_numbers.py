@@ -10,18 +10,15 @@ from typing import Any
 import sympy
 
 PRECISION_DIGITS = 40  # number of digits to which numbers that are not rational must agree
-WORKING_DIGITS = 60  # number of digits to which they are computed
-MAX_BINARY_EXPONENT = (
-    33_000  # largest exponent of a decimal number that is computed exactly; 2**33,000 is about 1e10,000
-)
-
-MAX_PRECISION_BITS = (
-    14_000  # largest precision of such a number. Python does not read integers of 4300 digits and more
-)
+WORKING_DIGITS = 60  # number of digits to which such numbers are computed
+# Largest exponent of a decimal number that is computed exactly; 2**33,000 is about 1e10,000
+MAX_BINARY_EXPONENT = 33_000
+# Largest precision of such a number. Python does not convert text of 4300 digits or more to an integer
+MAX_PRECISION_BITS = 14_000
 
 
 def exact_decimal(number: sympy.Float) -> sympy.Rational:
-    """Return a decimal number as the fraction that its digits say.
+    """Return the fraction that equals the decimal digits of a number.
 
     The value of a `Float` is a binary fraction near that number: 0.1 is not exactly one tenth.
 
@@ -68,7 +65,8 @@ def equal_numbers(
         gold: The gold number.
         answer: The number to compare.
         relative_tolerance: Largest difference, relative to the gold number, if one of the two contains a decimal.
-        absolute_tolerance: If given, the difference of such numbers must not be larger than this either.
+        absolute_tolerance: Largest absolute difference if one of the two contains a decimal. Both limits apply. None
+            sets no such limit.
 
     Raises:
         ValueError: A decimal number is too large or too small to be converted.
@@ -110,7 +108,7 @@ def is_rounded(value: sympy.Expr, decimal: sympy.Expr, min_digits: int, min_plac
 
     Args:
         value: The number that may be rounded.
-        decimal: The number that may be its rounded form. Other numbers than decimals are no rounded form.
+        decimal: The number that may be its rounded form. If it is not a decimal, the result is False.
         min_digits: Number of significant digits that the decimal must have.
         min_places: Number of decimal places that the decimal must have.
 
@@ -131,5 +129,5 @@ def is_rounded(value: sympy.Expr, decimal: sympy.Expr, min_digits: int, min_plac
 
 
 def _exact(tolerance: float) -> sympy.Rational:
-    """Return a tolerance as the fraction that its digits say, because 1e-6 is no exact binary fraction."""
+    """Return the fraction that equals the decimal digits of a tolerance. The float 1e-6 is not exactly 1/1000000."""
     return sympy.Rational(repr(tolerance))

@@ -76,4 +76,4 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
         # The value is nested too deeply to be validated
         return {"reward": 0.0, "parsed": 1.0}
     except Unresolvable as error:
-        raise ValueError(f"the schema refers to what is not in it: {error}") from error
+        raise ValueError(f"the schema has a reference to something outside of it: {error}") from error

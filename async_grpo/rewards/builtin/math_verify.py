@@ -2,14 +2,14 @@ r"""Compares answers with the library math-verify: LaTeX, sets, intervals, equat
 
 The answer is the content of the last \boxed{} (see `stated_answer`). Without a box, it is the first of these that the
 text after the thought contains: the content of the only <answer>, the text after "####" (as in GSM8K), the text after
-"the answer is", or the last formula or number. Of an equation, the right side is compared. Numbers are compared
+"the answer is", or the last formula or number. If it is an equation, its right side is compared. Numbers are compared
 exactly, except that a decimal may be rounded (`equal_answers`).
 
-The text comes from a model, so it must not be evaluated as code: the library parses LaTeX with a grammar, and passes
+The text comes from a model, so it must not be evaluated as code: math-verify parses LaTeX with a grammar, and passes
 only digits and + - * / ^ ( ) to sympy's own parser.
 
-A signal limits the time, so this adapter raises an error outside of the main thread. The time limits of the library are
-switched off, because the library counts an answer that takes too long as wrong.
+A signal limits the time, so this adapter raises an error outside of the main thread. The time limits of math-verify are
+switched off, because it counts an answer that takes too long as wrong.
 """
 
 import logging
@@ -37,7 +37,9 @@ from async_grpo.rewards.builtin.sympy import is_computable
 MAX_CHARACTERS = 20_000
 SECONDS = 5.0  # maximum time of one parse or comparison, after which the sample gets no reward
 
-MAX_READ_DIGITS = 4000  # digits of an integer that the library reads; from 4300 on, Python refuses to read it
+MAX_READ_DIGITS = (
+    4000  # largest number of digits of an integer that math-verify reads; Python refuses 4300 and more
+)
 
 _INTEGER = re.compile(r"-?[1-9]\d*")
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
@@ -56,15 +58,15 @@ _FORMULA_WORD = re.compile(
 # letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# The library logs a warning for each of its time limits that is switched off
+# math-verify logs a warning for each of its time limits that is switched off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
 def readable(text: str) -> str:
-    """Replace characters that the library misreads.
+    """Replace characters that math-verify misreads.
 
-    The library ignores digits of other scripts, which become ASCII digits, and control characters, which become blanks.
+    math-verify ignores digits of other scripts, which become ASCII digits, and control characters, which become blanks.
     It adds two numbers that are separated by a blank, as in the mixed number "1 1/2", so a comma separates whole
     numbers.
 
@@ -83,7 +85,7 @@ def readable(text: str) -> str:
 
 
 def parsed(text: str, text_name: str) -> list[Any]:
-    """Return the answers that the library finds in a text.
+    """Return the answers that math-verify finds in a text.
 
     Args:
         text: The text.
@@ -137,7 +139,7 @@ def _parsed_gold(gold: str) -> list[Any]:
 
 
 def _long_integer(text: str) -> list[Any]:
-    """Return an integer of thousands of digits as text, because the library cannot read it; other texts give []."""
+    """Return [text] if the text is an integer of thousands of digits, which math-verify cannot read, else []."""
     text = text.strip()
     return [text] if len(text) > MAX_READ_DIGITS and _INTEGER.fullmatch(text) else []
 
@@ -147,7 +149,7 @@ def _computable(answers: list[Any]) -> list[Any]:
 
 
 def _equal_sequences(gold: Sequence | None, answer: Sequence | None) -> bool:
-    """Return whether two sequences agree in every term that is written, and leave out terms at the same places."""
+    """Return whether two sequences have equal terms, and have dots for left-out terms at the same places."""
     if gold is None or answer is None:
         return False
     if gold.brackets != answer.brackets or len(gold.terms) != len(answer.terms):
@@ -165,14 +167,14 @@ def _equal_terms(gold: str, answer: str) -> bool:
 
 
 def _marked(gold: str) -> str:
-    """Return the text in which the library is to search for the gold answer."""
+    """Return the gold answer in the form that math-verify can parse: as a formula with its delimiters."""
     plain = plain_notation(gold)
     formula = plain if _is_bare_formula(plain) else as_latex(gold).replace(r"\$", "")
     return formula if "$" in formula else f"${formula}$"
 
 
 def _is_bare_formula(text: str) -> bool:
-    """Return whether a text is nothing but a formula, without the delimiters that the library needs to find it."""
+    """Return whether a text is only a formula, without delimiters. math-verify finds a formula only between delimiters."""
     text = without_layout(text)
     if len(text) > MAX_CHARACTERS or _DELIMITER.search(text) or not _has_balanced_braces(text):
         return False
@@ -189,10 +191,10 @@ def _has_balanced_braces(text: str) -> bool:
 
 
 def _answers_to_parse(text: str) -> list[str]:
-    """Return the texts in which the library is to search for the answer of a completion.
+    """Return the texts that math-verify should parse to find the answer of a completion.
 
-    There are two texts if the answer ends with a letter that may be a unit or a variable. There is none if a box is too
-    long.
+    There are two texts if the answer ends with a letter that may be a unit or a variable. There is none if the content
+    of the box is too long.
     """
     boxed = stated_answer(text, ("box",))
     if boxed is not None:
@@ -205,7 +207,7 @@ def _answers_to_parse(text: str) -> list[str]:
 
 
 def _formulas(answer: str) -> list[str]:
-    """Return the texts for the library for a formula: with its unit, if it ends with one, and without the unit."""
+    """Return the texts to parse for a formula: with its unit, if it ends with one, and without the unit."""
     return [readable(rf"\boxed{{{reading}}}") for reading in readings(answer) if reading]
 
 

@@ -41,7 +41,7 @@ _SIMPLE_FRACTION = re.compile(r"(-?)(\d+)/(-?\d+)")
 
 
 def clean(text: str) -> str:
-    r"""Apply all rules that keep the text readable for a LaTeX parser. `normalise` applies the others, too.
+    r"""Apply only the rules that keep the text readable for a LaTeX parser. `normalise` applies all rules.
 
     >>> clean(r"x = \dfrac12 \text{ cm}")
     '\\frac{1}{2}'

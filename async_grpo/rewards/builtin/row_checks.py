@@ -115,10 +115,10 @@ def _is_plain_number(row: Row) -> bool:
     _refuse_infinite(row.get("answer"))
     gold = gold_answer(row)
     if gold.lower() == _MISSING_VALUE:
-        raise ValueError(f"the row's answer {row['answer']!r} is no number: it says that a value is missing")
+        raise ValueError(f"the row's answer {row['answer']!r} is no number: the value is missing")
     return _PLAIN_NUMBER.fullmatch(gold) is not None
 
 
 def _refuse_infinite(gold: Any) -> None:
     if isinstance(gold, float) and not math.isfinite(gold):
-        raise ValueError(f"the row's answer is the number {gold!r}, with which nothing can be compared")
+        raise ValueError(f"the row's answer is {gold!r}, and no completion can be compared with this number")

@@ -135,7 +135,7 @@ def check_row(row: dict[str, Any]) -> None:
 
 def is_computable(expression: Any) -> bool:
     """Return whether a parsed expression is small enough to be computed. The value of a short `9^{9^{9}}` is not."""
-    # Not an expression but a matrix, which is compared entry by entry
+    # This is a matrix, which is compared entry by entry
     if not isinstance(expression, sympy.Basic):
         return True
     nodes = list(islice(sympy.preorder_traversal(expression), MAX_NODES + 1))

@@ -37,7 +37,7 @@ CATCH_UP_S = 5.0  # maximum lost time that the limiter makes up for, in seconds
 
 
 class RateLimiter(Protocol):
-    """Grants permits for calls. It is a `Limiter` in this process, or one for a whole cluster."""
+    """Grants permits for calls. `Limiter` does so for one process, and `RemoteRateLimiter` for a whole cluster."""
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """Wait for a permit for one call that is expected to use `tokens`. The wait may be cancelled."""
@@ -50,8 +50,8 @@ class Limiter:
     """The `RateLimiter` of this process. Use it from one event loop.
 
     Args:
-        resumed: Whether it replaces an earlier limiter whose calls it does not know. Then no key may begin with a
-            burst.
+        resumed: Whether this limiter replaces an earlier one whose calls it does not know. Then no key may begin with
+            a burst.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:

@@ -142,7 +142,7 @@ class Solution(dict[str, Any]):
                     error = _exception(names, message)
                     self.error = error
                 case _:
-                    raise WireError(f"no answer: {answer!r:.100}")
+                    raise WireError(f"the tested process sent something else than an answer: {answer!r:.100}")
         except (WireError, Unsendable) as failure:
             self.failure = self.failure or failure
             raise
