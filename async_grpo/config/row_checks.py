@@ -13,10 +13,10 @@ from async_grpo.experience.dataset import Question
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.decorators import accepted_options
 
-CHECK_S = 2.0  # time for all rows of all rewards. Rows that are left when it is over are not checked
+CHECK_S = 2.0  # time for all checks together. Rows that are not reached in this time are not checked
 ROW_S = 5.0  # maximum time of one check
-FIRST_ROWS = 100  # number of rows that are checked first, before rows from everywhere in the files
-STRIDE = 101  # distance of the rows that are checked after them
+FIRST_ROWS = 100  # number of rows at the beginning that are checked first, in their order
+STRIDE = 101  # distance between rows that are checked next to each other after the first rows
 
 RowCheck = Callable[..., None]
 log = logging.getLogger(__name__)
@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 def check_rows(config: RunConfig, rewards: ResolvedRewards, questions: Sequence[Question]) -> None:
     """Have each reward check the rows that it will score (`rows_checked_by`).
 
-    The first `FIRST_ROWS` rows are checked, then every 101st row, beginning at each of the first 101 in turn, until
-    all rows are checked or `CHECK_S` is over. A reward with a fallback may fail, so its rows are not checked, and
-    neither are the rows of an environment, which may add columns.
+    The first `FIRST_ROWS` rows are checked one by one. The other rows are then checked in steps of `STRIDE`, so that a
+    short time covers all parts of the files. The checks end when all rows are checked, or after `CHECK_S` seconds.
+    Rewards with a fallback are not asked, because they may fail. Nothing is checked in a run with an environment,
+    because the environment may add columns to the rows.
 
     Raises:
         ConfigurationError: A row cannot be scored. The message names its file and line, the reward and the reason.

@@ -7,7 +7,7 @@ from typing import Any
 from async_grpo.options.fields import refuse
 from async_grpo.processes.untrusted_files import parse_json
 
-MISSING = object()  # the value at a path that leads to none
+MISSING = object()  # what `value_at` returns for a path that the value does not have
 
 
 def parse_paths(text: str | None, flag: str) -> tuple[str, ...]:
@@ -33,8 +33,8 @@ def parse_paths(text: str | None, flag: str) -> tuple[str, ...]:
 def value_at(value: Any, path: str) -> Any:
     """Return the value at a dotted path, or MISSING if there is none.
 
-    A name that contains dots itself is found, too. A number is a place in a list. Objects that were written as JSON
-    text are read.
+    A name that contains dots itself is also found. A number is the index of an item in a list. A text that is the
+    JSON of an object or a list is read as such.
 
     >>> row = {"reward_model": {"ground_truth": ["34"]}, "a.b": 1, "info": '{"x": 2}'}
     >>> value_at(row, "reward_model.ground_truth.0"), value_at(row, "a.b"), value_at(row, "info.x")
@@ -55,12 +55,12 @@ def value_at(value: Any, path: str) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value says that there is none: a null, or the NaN that pandas writes for it."""
+    """Return whether a value stands for a missing value: null, or NaN, which pandas writes for missing values."""
     return value is MISSING or value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def parsed_text(text: str) -> Any:
-    """Return the object or list that a text is as JSON, or the text itself."""
+    """Return the object or list if the text is JSON of one, else the text itself."""
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:

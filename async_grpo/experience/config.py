@@ -293,7 +293,7 @@ class RunFacts:
 
     max_completion_tokens: int = 0  # maximum length of a completion after the longest prompt
     process_rewards: tuple[str, ...] = ()  # names of the process rewards
-    whole_groups: bool = False  # some rewards process a whole group (`post_process_scores`)
+    whole_groups: bool = False  # whether a reward processes whole groups (`post_process_scores`)
     weights: Mapping[str, float] = field(default_factory=dict)  # values of `--reward-weights`, by reward
     # values of `--on-reward-failure`, by reward
     failure_policies: Mapping[str, str] = field(default_factory=dict)

@@ -17,5 +17,6 @@ def control_token_spellings(tokenizer: Any) -> list[str]:
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         if token.special or WITH_BARS.fullmatch(str(token)):
             spellings.add(str(token))
-    # Single letters are left out, because they cannot be cut. Some tokenizers use one as the unknown token
+    # Single letters are left out, because `ControlTokens` cuts spellings into pieces, and a letter has no pieces. Some
+    # tokenizers use a single letter as the unknown token
     return sorted(spelling for spelling in spellings if len(spelling) > 1)

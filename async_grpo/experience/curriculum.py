@@ -62,7 +62,7 @@ class Curriculum:
     def observe(self, row: Mapping[str, Any], reward: float) -> None:
         """Record the mean reward of a group, and change the level of its task if the recent rewards require it.
 
-        Groups of any other level than the current one are ignored.
+        Groups whose level is not the current level of their task are ignored.
         """
         if not self.admits(row):
             return

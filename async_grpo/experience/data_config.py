@@ -17,14 +17,14 @@ class DataConfig(Section):
     prompt_column: str | None = _data(
         None,
         "Column of the prompt, in training and held-out files: a name such as problem, or a dotted path such as "
-        "conversations.0.value. Of several, separated by commas, the first that a row has counts. By default the prompt "
-        "is input_token_ids, messages, prompt or input.",
+        "conversations.0.value. Several are separated by commas, and the first one that a row has is used. By default the "
+        "prompt is input_token_ids, messages, prompt or input.",
         form=LIST,
     )
     answer_column: str | None = _data(
         None,
         "Column of the answer that rewards get as `answer`: a name such as label, or a dotted path such as "
-        "reward_model.ground_truth. Of several, separated by commas, the first that a row has counts.",
+        "reward_model.ground_truth. Several are separated by commas, and the first one that a row has is used.",
         form=LIST,
     )
     prompt_as: str = _data(

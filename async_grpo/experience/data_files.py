@@ -37,7 +37,7 @@ PROGRESS_S = 10.0  # seconds between two lines about the progress of a large fil
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
 BYTE_ORDER_MARK = "\ufeff"
-DELIMITERS = (";", "\t")  # what other tables have between their cells
+DELIMITERS = (";", "\t")  # delimiters of tables whose cells are not separated by commas
 
 
 def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:
@@ -74,7 +74,7 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
 
 
 def raw_rows(path: Path) -> Rows:
-    """Yield (file and line number as text, row) for each row of a data file, as it stands there.
+    """Yield (file and line number as text, row) for each row of a data file, with the columns of the file.
 
     Raises:
         ConfigurationError: The file does not exist, or has another format.
@@ -93,7 +93,7 @@ def _rows_of_no_file(path: Path) -> Rows:
     """Yield the rows of a folder, or of a data set of the hub.
 
     Raises:
-        ConfigurationError: The path names neither, or they cannot be read.
+        ConfigurationError: The path names neither a folder nor a data set, or its rows cannot be read.
     """
     from async_grpo.experience.table_files import dataset_rows
 
@@ -145,9 +145,9 @@ def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Rows:
-    """Yield the rows of a JSON file: those of a list, or of the only list of objects in an object.
+    """Yield the rows of a JSON file. They are its list, or the only list of objects in its object.
 
-    Many public files are JSONL in spite of this extension, so their lines are read as such.
+    Many public files with this extension are JSONL, so their lines are read as rows.
     """
     is_jsonl = _is_jsonl(file)
     file.seek(0)
@@ -182,7 +182,7 @@ def _listed_rows(path: Path, value: Any) -> list[Any]:
     """Return the rows in the value of a JSON file.
 
     Raises:
-        ConfigurationError: The value holds no rows, or its rows cannot be told from other values.
+        ConfigurationError: The value holds no rows, or it is unclear which of its values are the rows.
     """
     if isinstance(value, list):
         return value
@@ -246,8 +246,8 @@ def _checked_header(place: str, cells: list[str]) -> list[str]:
     other_delimiters = [sign for sign in DELIMITERS if sign in header[0]]
     refuse(
         len(header) == 1 and bool(other_delimiters),
-        f"{place}: one column, {header[0]!r}: with semicolons, as Excel writes in many languages, or tabs between its "
-        "cells the table cannot be read; save it with commas as .csv, or with tabs as .tsv",
+        f"{place}: the table has only one column, {header[0]!r}, probably because semicolons (as Excel writes in many "
+        "languages) or tabs separate its cells: save it with commas as .csv, or with tabs as .tsv",
     )
     # Excel writes columns without a name for cells that were cleared
     twice = [name for name in header if name and header.count(name) > 1]
@@ -281,10 +281,10 @@ def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
 def _warn_of_unread_columns(
     path: str | Path, raw_row: dict[str, Any], row: dict[str, Any], columns: ColumnMap
 ) -> None:
-    """Warn if the first row has columns that look like a prompt or an answer, and that nobody reads."""
+    """Warn if the first row has columns that look like a prompt or an answer, but are not read."""
     for name in unread_columns(row):
         log.warning(
-            "%s: the column %s is no part of the prompt, though it may be the question: --prompt-column %s reads it",
+            "%s: the column %s is not part of the prompt, though it may be the question: --prompt-column %s reads it",
             path,
             name,
             name,
@@ -310,7 +310,7 @@ def _warn_of_dropped_texts(
         if json.dumps(text.strip(), ensure_ascii=False)[1:-1] not in prompt_text:
             warned_of.add(name)
             log.warning(
-                "%s: the text in the column %s is no part of the prompt, which is --prompt-column %s: if both belong to "
+                "%s: the text in the column %s is not part of the prompt, which is --prompt-column %s: if both belong to "
                 "the question, join them in one column",
                 place,
                 name,

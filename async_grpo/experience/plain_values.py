@@ -12,14 +12,14 @@ TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta)
 
 
 def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a row of a table with values of JSON alone.
+    """Return a row of a table in which all values are JSON values.
 
     Arrow gives all objects of a list the same keys, and fills those that an object lacks with nulls, so these nulls are
     left out. A message's `content` stays, because its null has a meaning.
 
     Args:
         row: The columns of the row.
-        place: Where the row stands, for messages.
+        place: File and number of the row, for messages.
 
     Raises:
         ConfigurationError: A value cannot be written as JSON. The message names its column.
@@ -37,7 +37,7 @@ def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the value made of dicts, lists, texts, numbers, booleans and None.
+    """Convert a value to dicts, lists, texts, numbers, booleans and None.
 
     Raises:
         TypeError: The value cannot be written as JSON. The message says what it is.

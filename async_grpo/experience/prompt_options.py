@@ -11,7 +11,7 @@ from async_grpo.options.fields import TABLE, Section, option, parse_assignments,
 from async_grpo.processes.untrusted_files import all_is_text, is_text, parse_json, read_text
 
 MAX_TEMPLATE_BYTES = 1 << 20
-# What the library itself passes to `apply_chat_template`, and parameters of that method that are not for templates
+# Arguments of `apply_chat_template` that this library sets itself, or that are not variables of a template
 RESERVED_NAMES = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation "
     "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -44,7 +44,7 @@ class PromptOptions(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chat_template is not None:
-            # Other programs of the run have other working directories
+            # Made absolute, because other programs of the run have other working directories
             object.__setattr__(self, "chat_template", os.path.abspath(self.chat_template))
         for name in self.template_variables:
             refuse(
@@ -76,7 +76,7 @@ class PromptOptions(Section):
             variables = parse_json(text)
         except ValueError as error:
             raise ConfigurationError(
-                f"--chat-template-kwargs {text!r:.80} begins like a JSON object, and is none: {error}"
+                f"--chat-template-kwargs {text!r:.80} begins like a JSON object, but is not valid JSON: {error}"
             ) from error
         assert isinstance(variables, dict), "a JSON text that begins with a brace is an object"
         return variables
@@ -95,7 +95,7 @@ class PromptOptions(Section):
             raise ConfigurationError(
                 f"--chat-template {self.chat_template} cannot be read: {error}"
             ) from error
-        # Some editors write this mark in front of a file, and it would begin each prompt
+        # Some editors write a byte order mark at the beginning of a file, which would become part of each prompt
         text = text.removeprefix("\ufeff")
         refuse(not text.strip(), f"--chat-template {self.chat_template} is empty")
         refuse(
@@ -107,7 +107,7 @@ class PromptOptions(Section):
 
 
 def _is_json_object(text: str) -> bool:
-    """Return whether a text is a JSON object, as tokenizer_config.json is, and so no template."""
+    """Return whether a text is a JSON object, such as tokenizer_config.json, and therefore not a template."""
     try:
         return isinstance(parse_json(text), dict)
     except ValueError:

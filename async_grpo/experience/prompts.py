@@ -34,12 +34,13 @@ TEMPLATE_S = 30.0  # maximum number of seconds that a chat template may take for
 # A prompt with more characters per allowed token than this is refused, because tokenizing it would take minutes and
 # gigabytes of memory
 MAX_CHARACTERS_PER_TOKEN = 256
-# A template that tests whether a content is none expects none beside tool calls; others would write the word "None"
+# A template that compares the content of a message with none expects none as the content of a message with tool calls.
+# Any other template would write the word "None" into the prompt
 TESTS_FOR_NONE = re.compile(
     r"content['\"]?\]?\s{0,9}(?:is\s{1,9}(?:not\s{1,9})?|[!=]=\s{0,9})none", re.IGNORECASE
 )
-# `role == "ipython"`, and `role in ["user", "observation"]`. The lengths are limited, because the model's folder may be
-# anybody's, and a search without an end would take quadratic time
+# Comparisons such as `role == "ipython"` and `role in ["user", "observation"]`. The lengths are limited, because a template
+# from an untrusted folder could make an unlimited search take quadratic time
 COMPARES_ROLE = re.compile(
     r"""\brole['"]?\]?\s{0,9}(?:[!=]=|(?:not\s{1,9})?in)\s{0,9}(['"][^'"]{1,80}['"]|[\[(][^\])]{0,400}[\])])"""
 )
@@ -82,11 +83,11 @@ class PromptRenderer:
 
     @cached_property
     def _tests_for_none(self) -> bool:
-        """Return whether the template expects none, and not an empty text, as the content beside tool calls."""
+        """Return whether the template expects none, and not an empty text, as the content of messages with tool calls."""
         return TESTS_FOR_NONE.search(self._template_text) is not None
 
     def _check_variables(self) -> None:
-        """Refuse a variable of `--chat-template-kwargs` that the template does not read: it would change nothing."""
+        """Raise ConfigurationError if the template does not read a variable of `--chat-template-kwargs`."""
         words = sorted(set(WORD.findall(self._template_text)))
         for name, value in self._variables.items():
             refuse(
@@ -96,7 +97,7 @@ class PromptRenderer:
             )
 
     def _roles_in_template(self) -> list[str]:
-        """Return the roles that the template compares with, beside those of OpenAI's API."""
+        """Return the roles that the template compares with and that OpenAI's API does not have."""
         roles: set[str] = set()
         for comparison in COMPARES_ROLE.findall(self._template_text):
             roles.update(QUOTED.findall(comparison))
@@ -180,7 +181,7 @@ class PromptRenderer:
         return text
 
     def _refuse_control_tokens(self, text: str) -> None:
-        """Refuse a text with control tokens as a user's message: a chat template was applied to it already."""
+        """Raise ConfigurationError if a text contains control tokens, because a chat template was already applied to it."""
         spellings = control_token_spellings(self._tokenizer)
         spelled_token = next((spelling for spelling in spellings if spelling in text), None)
         refuse(
@@ -192,8 +193,8 @@ class PromptRenderer:
     def beginning_tokens(self, text: str) -> list[int]:
         """Return the special tokens that the tokenizer puts in front of a text that begins a sequence.
 
-        They are [] if the text itself begins with the first one. Special tokens that the tokenizer appends to a text
-        are left out, because the policy continues the text.
+        The result is [] if the text itself begins with the first of these tokens. Special tokens that the tokenizer
+        appends to a text are left out, because the policy continues the text.
         """
         spelling = ""
         if self._tokens_before_text:
@@ -226,7 +227,7 @@ class PromptRenderer:
         continues = bool(messages) and messages[-1].get("role") == "assistant"
         refuse(
             continues and "tool_calls" in template_messages[-1],
-            "the last message is the assistant's and has tool calls, behind which nothing can be continued: add a message "
+            "the last message is the assistant's and has tool calls, after which it cannot be continued: add a message "
             "of the role tool with the answer of each call",
         )
         return self._applied(
@@ -296,9 +297,10 @@ class PromptRenderer:
             ) from error
 
     def warn_about_use(self, has_environment: bool) -> None:
-        """Warn after all rows were rendered, if an environment needs more of the template than they did.
+        """Warn about a chat template that no row has used. Call this after all prompts were rendered.
 
-        Also warn if options of the template were given, and neither rows nor an environment use it.
+        If the run has an environment, check whether the template fits its messages. Otherwise, warn if options of the
+        template are set, because they have no effect.
 
         Args:
             has_environment: Whether the run has an environment, which renders messages of its own.

@@ -25,8 +25,8 @@ class ColumnMap:
     """The columns of prompt and answer, from the options of a run.
 
     Attributes:
-        prompt: Dotted paths for the prompt; the first that a row has is used. Without any, `PROMPT_COLUMNS`.
-        answer: Dotted paths for the answer; without any, the column `answer`.
+        prompt: Dotted paths for the prompt; the first that a row has is used. () stands for `PROMPT_COLUMNS`.
+        answer: Dotted paths for the answer; the first that a row has is used. () stands for the column `answer`.
         text_is_message: Whether a text in the prompt's column is the user's message. If not, it is the whole prompt.
     """
 
@@ -89,7 +89,7 @@ class ColumnMap:
         return other_columns | {"messages": prompt, "prompt": prompt}
 
 
-DEFAULT_COLUMNS = ColumnMap()  # the columns without any option
+DEFAULT_COLUMNS = ColumnMap()  # the columns if no option names any
 
 
 def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
@@ -156,10 +156,10 @@ def _has_prompt(row: Mapping[str, Any]) -> bool:
 
 
 def _messages_in_text(text: str, place: str) -> Any:
-    """Return the messages that a text is as JSON, or the text itself if it is no list of messages.
+    """Return the messages if a text is the JSON of a list of messages, else the text itself.
 
     Raises:
-        ConfigurationError: The text is what Python prints for a list of messages, which cannot be read back.
+        ConfigurationError: The text is a list of messages as Python prints it, which cannot be read back.
     """
     stripped = text.strip()
     if not (SERIALIZED_BEGIN.match(stripped) and stripped.endswith(SERIALIZED_ENDS)):
@@ -174,7 +174,7 @@ def _messages_in_text(text: str, place: str) -> Any:
 
 
 def _read_serialized(row: dict[str, Any], name: str) -> None:
-    """Replace a text that is the JSON of messages by the messages."""
+    """If a column of the prompt is the JSON of a list of messages, replace it by these messages."""
     value = row.get(name)
     is_prompt = TOKENS not in row and (name == "messages" or "messages" not in row)
     if isinstance(value, str) and is_prompt:
@@ -185,7 +185,7 @@ def _read_serialized(row: dict[str, Any], name: str) -> None:
 
 
 def refuse_infinite_answers(row: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an answer that no completion can state."""
+    """Raise ConfigurationError for an answer that is infinite or NaN, because no completion can state it."""
     for name in ("answer", "answers"):
         for number in _numbers(row.get(name)):
             refuse(

@@ -18,7 +18,7 @@ Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, to
 # Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
-# Other formats' names for a message's fields
+# Names of a message's fields in other formats, and their names here
 FOREIGN_FIELDS = {"from": "role", "value": "content"}
 JSON_NULLS = ("default", "const")  # fields of a JSON schema whose value may be null
 MAX_SHOWN = 80  # characters of a value that an error message shows
@@ -27,7 +27,7 @@ MAX_SHOWN = 80  # characters of a value that an error message shows
 def prompt_of(row: Mapping[str, Any]) -> Any:
     """Return the messages or the text of a row's prompt. None if it has neither.
 
-    A column that is null counts as missing, and so does an empty `input` beside a `prompt`.
+    A column that is null counts as missing. An empty `input` counts as missing if there is a `prompt`.
 
     Raises:
         ConfigurationError: A column of the prompt has a value of another kind.
@@ -125,11 +125,11 @@ def _nearest_role(role: Any, known_roles: Collection[str]) -> str:
 def template_message(message: Message) -> dict[str, Any]:
     """Return a message in the form that chat templates expect.
 
-    The text parts of the content are joined, a number becomes its text, and the arguments of tool calls become objects:
-    OpenAI's API has JSON texts. Fields that are null count as missing, except the content beside tool calls.
+    The text parts of the content are joined, and a number becomes text. The arguments of tool calls, which are JSON texts
+    in OpenAI's API, become objects. Fields that are null count as missing, except the content of a message with calls.
 
     Raises:
-        ConfigurationError: The content is not text, or the tool calls are no list of calls.
+        ConfigurationError: The content is not text, or the tool calls are not a list of calls.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("tool_calls"):

@@ -7,7 +7,7 @@ from typing import Any
 from async_grpo.experience.column_paths import MISSING, is_missing, value_at
 
 TOKENS = "input_token_ids"
-# Columns that hold a prompt without any option. docs/your-data.md says which of several is used
+# Columns that hold a prompt if no option names another. docs/your-data.md says which one is used if a row has several
 PROMPT_COLUMNS = (TOKENS, "messages", "prompt", "input")
 # Columns of other libraries and of public data sets that hold a question
 PROMPT_LIKE = (
@@ -30,7 +30,7 @@ class Schema:
     """The schema of a kind of public rows.
 
     Attributes:
-        name: Whose rows they are, for messages.
+        name: Name of the data set or format, in the genitive, for messages ("these look like ... rows").
         columns: Dotted paths that all of these rows have.
         prompt: Dotted path of the prompt.
         answer: Dotted path of the answer; "" if the rows have none.
@@ -90,7 +90,10 @@ def proposal(row: Mapping[str, Any]) -> str:
 
 
 def unread_columns(row: Mapping[str, Any]) -> list[str]:
-    """Return the columns that look like a prompt, and whose text is not in the prompt of this mapped row."""
+    """Return the columns that look like a prompt, but whose text is not part of the row's prompt.
+
+    The row must already have its prompt in the columns that this library reads (`ColumnMap.apply`).
+    """
     if TOKENS in row:
         return []
     prompt = " ".join(_texts([row[name] for name in PROMPT_COLUMNS if name in row]))

@@ -38,7 +38,7 @@ GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
-# Keys of the files whose fields have other names by now. Checkpoints of earlier versions of this library have them, too
+# Keys in the saved files that differ from the names of the fields. They stay, because older checkpoints have them
 SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key
 VERDICT = TypeAdapter(Verdict | None)

@@ -25,7 +25,7 @@ def parquet_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
     Raises:
         ConfigurationError: The packages of the extra `data` are missing, the file is not Parquet, or a row holds values
-            that are no JSON.
+            that cannot be written as JSON.
     """
     parquet = imported("pyarrow.parquet", f"{path} is a Parquet file")
     number = 0
@@ -39,7 +39,7 @@ def parquet_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
         raise
     except Exception as error:  # pyarrow raises exceptions of several kinds for broken files
         raise ConfigurationError(
-            f"{path}: cannot be read as Parquet behind row {number} ({error}): copy the file again"
+            f"{path}: cannot be read as Parquet after row {number} ({error}): copy the file again"
         ) from error
 
 
@@ -47,11 +47,11 @@ def dataset_rows(path: str) -> Iterator[tuple[str, Any]]:
     """Yield (name and row number as text, row) for each row of a folder, or of a data set of the hub.
 
     Args:
-        path: FOLDER or OWNER/NAME; behind it, `:SPLIT` or `:CONFIGURATION:SPLIT` if there are several.
+        path: FOLDER or OWNER/NAME, followed by `:SPLIT` or `:CONFIGURATION:SPLIT` if there are several.
 
     Raises:
         ConfigurationError: The package is missing, there is no such data set, it has several splits, or a row holds
-            values that are no JSON.
+            values that cannot be written as JSON.
     """
     name, *selection = path.split(":")
     is_folder = Path(name).is_dir()
@@ -88,7 +88,7 @@ def _loaded(datasets: Any, name: str, selection: list[str]) -> Any:
     """Return the data set of one split.
 
     Raises:
-        ConfigurationError: The selection names no split, or leaves several.
+        ConfigurationError: The selection names a split that does not exist, or does not say which of several is meant.
     """
     if any((Path(name) / file).is_file() for file in SAVED_FILES):
         dataset = datasets.load_from_disk(name)
@@ -108,7 +108,7 @@ def _loaded(datasets: Any, name: str, selection: list[str]) -> Any:
 
 
 def _chosen(kind: str, name: str, selection: list[str], choices: list[str]) -> str:
-    """Return the choice that is selected, or the only one there is.
+    """Return the selected choice. Without a selection, return the only choice.
 
     Raises:
         ConfigurationError: The selection is none of the choices, or is missing.

@@ -51,7 +51,7 @@ def check(config: LocalConfig, early: EarlyStart) -> Checked:
 
     Args:
         config: The run's options.
-        early: What was started already. The check runs in a process of the warm servers if there are any.
+        early: The programs that were already started. If they include warm servers, the check runs in a process of them.
 
     Raises:
         ConfigurationError: An option or an input cannot work.
@@ -88,7 +88,7 @@ def read_inputs(config: LocalConfig) -> "Prepared":
 
 
 def refuse_at_once(config: LocalConfig) -> None:
-    """Check what needs neither torch nor transformers, before anything is started.
+    """Run those checks that need neither torch nor transformers, before anything is started.
 
     Raises:
         ConfigurationError: vLLM is not installed, the environment of --engine-python cannot be used, a reward is unknown or
@@ -154,7 +154,7 @@ def _check_in_warm_process(config: LocalConfig, early: EarlyStart) -> Checked:
         f"--result-file={result}",
     ]
     deadline = time.monotonic() + config.start_timeout_s
-    # In its own session, so that Ctrl-C reaches only this process. The end of the early start ends it
+    # A session of its own, so that Ctrl-C reaches only this process. When `early_start` ends, it ends the process
     process = subprocess.Popen(command, env=early.variables, start_new_session=True)
     while process.poll() is None:
         early.supervisor.check()
@@ -183,7 +183,7 @@ class CheckConfig(MayHaveNoTrainer):
 
 
 def check_for_launcher(config: CheckConfig) -> None:
-    """Check, and write what was found, or why the run is refused, to a file for the launcher."""
+    """Check the inputs, and write the findings, or the reason why the run is refused, to a file for the launcher."""
     set_up_logging(config.logging_level)
     answer: dict[str, Any]
     try:

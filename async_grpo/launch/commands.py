@@ -162,7 +162,7 @@ def typer_command(name: str) -> Any:
 
 
 def run_program(name: str, argv: Sequence[str] | None = None) -> None:
-    """Run the command of that name with the arguments `argv`, and exit. None takes the arguments of this process."""
+    """Run a command with the arguments `argv` (by default the arguments of this process), and exit."""
     run_app(typer_command(name), argv, f"async-grpo {name}")
 
 
@@ -176,7 +176,7 @@ def foreign_keys() -> dict[str, set[str]]:
     """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run.
 
     Returns:
-        The packages that define each option, in whose tables the option may stand; none for the facts.
+        For each name, the packages that define the option: a file may have the option in their tables. () for the facts.
     """
     # Imported here, because `async-grpo --help` needs none of the configurations
     from async_grpo.config.run import FACTS

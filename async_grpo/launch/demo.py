@@ -66,18 +66,19 @@ TASKS: dict[str, dict[str, Any]] = {
         "eval_samples": 8,
         "reward_fns": "regex",
         "reward_options": "search=true",
-        # The reward is quick, and each of its processes takes a second of the start
+        # One process is enough, because the reward is quick. Each process prolongs the start by a second
         "verifiers_per_reward": 1,
         "evaluation_verifiers": 1,
         "num_training_batches": 8,
         "batch_size": 8,
         "nproc_per_node": 1,
         "max_tokens_per_gpu": 2048,
-        # Long enough to name a capital, so a completion that is cut off is nothing to warn of, or to leave out
+        # Enough to name a capital. Truncated completions are therefore trained on, and cause no alarm
         "max_generation_tokens": 12,
         "mask_truncated": False,
         "truncation_alarm": 1.0,
-        # Later on the answers to many questions are all right; computing their gradient would take most of a step
+        # Late in the run, all answers to many questions are right. Their gradient is zero, but takes most of a step to
+        # compute
         "zero_variance": "filter",
         "learning_rate": 2e-5,
         "num_warmup_steps": 0,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
 LOOK_S = 300.0  # seconds that one check may take
-PROGRAM_S = 90.0  # seconds that a program may take that a check starts
+PROGRAM_S = 90.0  # seconds that a program started by a check may take
 REPLY_S = 3.0  # seconds that a server may take to reply
 NUM_REWARD_ROWS = 4  # rows of the data on which rewards are tried
 NUM_TOKENIZER_ROWS = 64  # rows of the data on which the tokenizer is tried
@@ -157,7 +157,7 @@ def in_main_thread(look: Callable[..., Iterable[Finding]], *arguments: Any) -> l
 
 
 def packages(engine_python: str = "") -> Iterator[Finding]:
-    """Compare the installed packages with the library's requirements. Engines elsewhere need no vLLM here."""
+    """Compare the installed packages with the library's requirements. vLLM is not needed if engines run elsewhere."""
     problems = []
     if not engine_python and not find_spec("vllm"):
         problems.append("vllm is missing: async-grpo[gpu] or async-grpo[cpu]")
@@ -216,7 +216,7 @@ def machine() -> Iterator[Finding]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), REPLY_S).close()
     yield Finding("ports", OK, "the loopback interface has free ones")
-    # The current time cannot be earlier than the time at which this file was installed
+    # A clock that is earlier than the installation of this file is certainly wrong
     is_clock_wrong = time.time() < Path(__file__).stat().st_mtime
     yield Finding(
         "clock", WARNING if is_clock_wrong else OK, time.ctime(), "set it (timedatectl set-ntp true)"

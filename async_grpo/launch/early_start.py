@@ -1,7 +1,7 @@
 """Start what every run on this machine needs, while its inputs are still being checked.
 
-Ray and the warm servers take longest until they are up (`benchmarks/start_up.py`). Neither depends on the run's inputs, and
-neither writes to the output folder.
+Ray and the warm servers take the longest time to start (`benchmarks/start_up.py`). Neither depends on the run's inputs,
+and neither writes to the output folder.
 """
 
 import logging
@@ -50,7 +50,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
     """Start Ray and the warm servers. At the end of the block, end all programs of the run.
 
     Raises:
-        ConfigurationError: Sockets would have too long names in every directory for temporary files.
+        ConfigurationError: In every directory for temporary files, the names of sockets would be too long.
         KeyboardInterrupt: In the block, SIGTERM or SIGHUP arrived.
     """
     with (
@@ -87,7 +87,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
             )
             raise
         finally:
-            # Before Ray is up, no program of the run has begun anything that it would have to end in order
+            # Before Ray is up, no program of the run has done anything that would need an orderly end
             supervisor.stop(at_once=not ray_is_up.exists())
 
 

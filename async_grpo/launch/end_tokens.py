@@ -16,7 +16,7 @@ MESSAGE_COLUMNS = ("messages", "prompt")  # columns of a row that may hold the m
 
 
 def end_tokens(tokenizer: Any, options: PromptOptions, stop_ids: Sequence[int]) -> Finding:
-    """Name the tokens at which completions end. It is a warning if none of them ends an answer of the chat template."""
+    """Return a finding with the tokens at which completions end: a warning if the chat template ends answers otherwise."""
     text = ", ".join(f"{stop} is {tokenizer.convert_ids_to_tokens(stop)}" for stop in stop_ids)
     renderer = PromptRenderer(tokenizer, options)
     cure = "add the template's end token to eos_token_id in generation_config.json"
@@ -35,7 +35,7 @@ def end_tokens(tokenizer: Any, options: PromptOptions, stop_ids: Sequence[int]) 
 
 
 def answers_without_end(prepared: "Prepared") -> Iterator[Finding]:
-    """Yield the finding of `end_tokens` if it is a warning, and rows of the data are chats."""
+    """Yield the finding of `end_tokens` if it is a warning and the data contains chats."""
     from async_grpo.modeling.load import load_tokenizer
 
     rows = (question.row for question in prepared.questions)

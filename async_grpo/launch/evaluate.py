@@ -70,7 +70,7 @@ OPTIONS_OF_THIS_COMMAND = (
     "judge_model_id",
     "endpoint_host",
 )
-# Options whose addresses are sent rows and completions
+# Options with addresses to which rows and completions are sent
 ADDRESS_OPTIONS = {"judge_urls", "http_scorer_urls"}
 # Keyword options and the option that names their receiver. They are taken over only if all named rewards, or the
 # environment, ship with the library: an untrusted folder must not pass arguments to the user's code

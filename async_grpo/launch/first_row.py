@@ -19,18 +19,21 @@ from async_grpo.types import AdapterResult, RewardStatus
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-TRIAL_S = 6.0  # time for all rewards. A reward that needs longer, for example to load a model, is not tried
-# Further forms of the right answer, because a reward may raise an exception for a completion without its form
+TRIAL_S = (
+    6.0  # time for all rewards together. If they need more, for example to load a model, nothing is refused
+)
+# Answers in several forms, because a reward may raise an exception for a completion that lacks the form it expects
 COMPLETIONS = (*ANSWERS, "#### {}", "The answer is {}.")
-# Errors that are more likely due to the completion than to the row or the reward
+# Names of errors that are more likely caused by the completion than by the row or the reward
 OF_COMPLETION = ("AttributeError", "IndexError", "JSONDecodeError")
 log = logging.getLogger(__name__)
 
 
 def try_first_row(config: LocalConfig, prepared: "Prepared") -> None:
-    """Score completions of the first row with each reward of the user that is a function and does not check rows itself.
+    """Score completions of the first row with the user's reward functions, except those that check rows themselves.
 
-    Nothing is tried if the rewards run elsewhere (`--ray-address`) or need an environment, or in a running event loop.
+    Nothing is tried if the rewards run on other machines (`--ray-address`) or need an environment, or if this thread
+    already runs an event loop.
 
     Raises:
         ConfigurationError: A reward fails for the same reason on every completion. The message names file, line, reward
@@ -63,7 +66,7 @@ def _names_to_try(config: LocalConfig, prepared: "Prepared") -> list[str]:
         shown_name = display_name(name)
         adapter = prepared.rewards.adapters[shown_name]
         is_checked = hasattr(adapter, "check_row") or adapter in BOUNDED
-        # A call of a judge costs money
+        # A reward with a fallback may fail, and a call of a judge costs money
         may_fail = shown_name in config.fallbacks or shown_name in prepared.rewards.judges
         if shown_name in chosen and not is_checked and not may_fail:
             names.append(name)
@@ -91,7 +94,7 @@ async def _results_in_time(
 
 
 async def _failures(config: LocalConfig, names: list[str], prepared: "Prepared") -> list[AdapterResult]:
-    """Score completions of the row until every reward has scored one. Return the results of those that have not."""
+    """Score completions of the row until every reward has scored one. Return the results of rewards that scored none."""
     assert prepared.rewards is not None
     failures: list[AdapterResult] = []
     failing = set(map(display_name, names))

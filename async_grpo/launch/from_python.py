@@ -145,7 +145,8 @@ def _claimed_config(
 
     The output folder is claimed: until `release`, no other process can start a run in it.
     """
-    # Options are checked before anything is written. Until the input files exist, placeholders take their places
+    # All options are checked before anything is written. The input files do not exist yet, so their options get
+    # placeholders
     values = {**values, "model_name_or_path": model, "data_path": "dataset", "output_dir": str(output_dir)}
     placeholders = {"reward_fns": "countdown"}
     if eval_dataset is not None:

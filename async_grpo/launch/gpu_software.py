@@ -1,4 +1,4 @@
-"""Check that driver, CUDA, torch and vLLM fit each other. A wrong pair fails late, with a message about something else."""
+"""Check that driver, CUDA, torch and vLLM fit each other. Two that do not fit fail late, with a misleading message."""
 
 import os
 import subprocess

@@ -104,7 +104,7 @@ def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
 
 @contextmanager
 def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
-    """Run the judge's servers, and yield the options that tell the run's judges the addresses.
+    """Run the judge's servers, and yield the options that name their addresses to the run's rewards.
 
     Without `--judge-model` no server is started, and the options are empty.
 
@@ -138,7 +138,7 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         sleep_mode=config.judge_idle_sleep_s is not None,
     ) as server:
         if server.sleep_mode:
-            # An awake server would leave too little memory for other programs on its GPUs to start
+            # While a server is awake, other programs on its GPUs may not have enough memory to start
             server.sleep()
         yield {"judge_urls": ",".join(server.urls), "judge_model_id": folder_id(config.judge_model)}
 

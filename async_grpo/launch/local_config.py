@@ -26,8 +26,8 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     )
     warm_start: str = option(
         "auto",
-        "Whether the run's processes are forked from one that has imported the libraries, which starts them many seconds "
-        "earlier: yes, no, or auto (yes without GPUs).",
+        "Whether to fork the run's processes from a process that has already imported the libraries, which saves many "
+        "seconds of the start: yes, no, or auto (yes without GPUs).",
         "Local",
         choices=("auto", "yes", "no"),
     )
@@ -104,6 +104,6 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MayHaveNoTrainer(LocalConfig):
-    """Options of a run that may have no trainer ranks, because it evaluates."""
+    """Options of a run that may have no trainer ranks, because it only evaluates."""
 
     nproc_per_node: int = option(1, "Number of trainer ranks.", "Local", range=NOT_NEGATIVE)

@@ -32,7 +32,7 @@ from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RAY_START_S = 90.0
 TRAINER = "async_grpo.launch.trainer"  # in the command line of every rank
-SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer
+SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer has ended
 # Matches torchrun's report of a rank that refused an option or an input
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def start(config: LocalConfig, early: EarlyStart, evaluator: Sequence[str] = ())
 
     Args:
         config: The run's options.
-        early: What was started already.
+        early: The programs that were already started.
         evaluator: Command of a program that runs instead of the trainer, without saving checkpoints. () runs the
             trainer.
 
@@ -129,7 +129,7 @@ def _trainer_variables(config: LocalConfig, scratch: Path) -> dict[str, str]:
         config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
     )
     memory = process_variables.trainer_memory(config.trainer_gpu_share)
-    # torchrun's ranks end with it, and torchrun with this process
+    # Makes the ranks end when torchrun ends, and torchrun end when this process ends
     death = {DIES_WITH_STARTER: "1"}
     return process_variables.torchrun_environment(scratch) | memory | threads | death
 
@@ -176,7 +176,7 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
 
 
 def _raise_if_saved(config: LocalConfig, start_time: float) -> None:
-    """Raise RunInterrupted if a checkpoint was saved after `start_time` that tells why the trainer ended early."""
+    """Raise RunInterrupted if a checkpoint of after `start_time` contains a reason why the trainer ended early."""
     for folder in checkpoints_of(config.output_path)[:1]:
         if folder.stat().st_mtime >= start_time and (reason := read(folder).ended):
             raise RunInterrupted(f"{reason}: saved in {folder}; the same command goes on from there")

@@ -35,7 +35,7 @@ MIN_SHARED_MEMORY_BYTES = GIB // 4  # with less, Ray stores all objects on the d
 # process and connection
 FEW_FILES = 4096
 TOO_FEW_FILES = 256
-# Errors of `cards`, and ValueError where nvidia-smi prints a word instead of a number
+# Errors of `cards`, and ValueError, which is raised if nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
 # Memory on rank 0 of the tensors of one broadcast of the NCCL transport, and of their packed copy
 NCCL_BYTES = 2 * GIB
@@ -92,9 +92,9 @@ def parameters_of(folder: Path) -> int:
 
 
 def limits(package_bytes: int = 0) -> Iterator[Finding]:
-    """Check the limit of open files, and that three copies of the weights fit into the shared memory.
+    """Check the limit of open files, and whether three copies of the weights fit into the shared memory.
 
-    Two copies may be on their way to the engines while the trainer makes the next one.
+    Two copies may still be in transfer to the engines while the trainer makes the next one.
 
     Args:
         package_bytes: Size of one copy of the weights.
@@ -244,7 +244,7 @@ def shared_gpu(config: LocalConfig, prepared: "Prepared", num_parameters: int, c
     state_bytes = 0 if config.cpu_offload else int(_state_bytes(config, num_parameters))
     engine_bytes = int(config.gpu_memory_utilization * card_bytes)
     trainer_bytes = int(config.trainer_gpu_share * card_bytes)
-    # Shares between which both fit, in hundredths
+    # Lowest and highest `--gpu-memory-utilization` with which both programs fit, in hundredths
     least_share = math.ceil(100 * weight_bytes / card_bytes) / 100
     largest_share = math.floor(100 * (1 - CONTEXTS_SHARE - state_bytes / card_bytes)) / 100
     cure = f"--gpu-memory-utilization between {least_share} and {largest_share}"

@@ -29,7 +29,7 @@ END_OF_PORTS = 32_768  # Linux assigns ports from here on to outgoing connection
 # A rank with a larger model is faster with more than one thread (docs/log.md, 2026-11-22)
 LARGE_MODEL_BYTES = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
-# Devices of the drivers of NVIDIA (also under Windows) and AMD. Without any, there is no GPU
+# Device files of the drivers of NVIDIA (also in WSL) and AMD. If none exists, there is no GPU
 GPU_DEVICES = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 
 
@@ -39,7 +39,7 @@ def ray_command(address: str, scratch: Path, num_gpus: int = 0) -> list[str]:
     Args:
         address: `host:port` of the head node.
         scratch: Private folder that contains Ray's folder, because Ray makes its own folder accessible to all users.
-        num_gpus: Number of GPUs for workers. Ray would otherwise look for them itself, by the driver's library.
+        num_gpus: Number of GPUs for workers. Without this number, Ray would detect GPUs with the driver's library.
     """
     host, port = address.split(":")
     folder = ray_folder(scratch)
@@ -128,11 +128,11 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    # A checkout need not be installed, so the programs need its path
+    # This library may run from a checkout that is not installed, so the programs need its path
     variables |= checkout_variables()
     variables |= compile_cache()
-    # Precompiled headers are off: PyTorch keeps them in the folder of temporary files, which belongs to the run, so
-    # each run would spend seconds on compiling them again
+    # Precompiled headers are switched off: PyTorch keeps them in the folder of temporary files, and each run has its own
+    # such folder, so each run would spend seconds on compiling them again
     headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
     variables[headers] = os.environ.get(headers, "0")
     if not ray_address:
@@ -146,7 +146,7 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: 
         variables["ASYNC_GRPO_LOGS"] = str(logs.absolute())
         # With Ray's default niceness of 15, engines would only get the cores that the trainer leaves idle
         variables["RAY_worker_niceness"] = "0"
-        # Ray starts no processes in advance: each actor has environment variables of its own, so none could be used
+        # Ray must not start processes in advance. Each actor has its own environment variables, so it could not use them
         variables["RAY_prestart_worker_first_driver"] = "0"
         variables["RAY_enable_worker_prestart"] = "0"
     if devices := gpus():
@@ -186,7 +186,7 @@ def trainer_memory(share: float) -> dict[str, str]:
         return {}
     variables = {}
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Micro-batches differ in their number of tokens. Without this, blocks of one size could not serve another
+        # Micro-batches differ in size. Without this, memory blocks of one size cannot be reused for blocks of another
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if share < 1.0:
         variables["ASYNC_GRPO_GPU_SHARE"] = f"{share:.4f}"  # read in training/distributed.py

@@ -75,7 +75,7 @@ def _name_of(reward: Any, position: int) -> str:
 
 
 def _free_name(name: str, used_names: Collection[str]) -> str:
-    """Return the name, with a number appended if it is used already, as for two closures of one definition."""
+    """Return the name. If it is already used, as by another closure of the same function, append a number."""
     free_name = name
     number = 1
     while free_name in used_names:

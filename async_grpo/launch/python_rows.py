@@ -137,7 +137,7 @@ def _as_json(row: dict[str, Any], place: str) -> str:
                 json.dumps({column: value}, allow_nan=False, default=plain)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigurationError(
-                    f"{place}: the column {column} cannot be written as JSON ({error}): make it of texts, finite numbers, "
+                    f"{place}: the column {column} cannot be written as JSON ({error}): use only texts, finite numbers, "
                     "lists and dicts, or leave the column out"
                 ) from error
         raise ConfigurationError(f"{place} cannot be written as JSON ({row_error})") from row_error

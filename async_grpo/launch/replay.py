@@ -33,7 +33,8 @@ def _option_names(*config_classes: type) -> set[str]:
     return {field.name for config_class in config_classes for field in fields(config_class)}
 
 
-# Options without an effect, because a replay has no engines, rewards or questions. They are not taken over or compared
+# Options that have no effect, because a replay has no engines, rewards or questions. They are not copied from the run,
+# and not compared with it
 UNUSED_OPTIONS = {
     *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
     "data_path",
@@ -99,7 +100,7 @@ def replay(config: ReplayConfig) -> None:
     config = replace(config, record=False)
     run = Path(config.recorded)
     run_options = options_of(run)
-    refuse("settings" not in run_options, f"{run / PARAMS_FILE} is of a run that never began")
+    refuse("settings" not in run_options, f"{run / PARAMS_FILE} belongs to a run that never began")
     checkpoint = _checkpoint(run, config.from_step) if config.from_step else None
     # These imports take seconds, so a wrong option is refused before them
     from pydantic import TypeAdapter, ValidationError

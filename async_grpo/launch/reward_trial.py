@@ -52,7 +52,7 @@ async def try_rewards(
     questions: Sequence[Question],
     time_limit_s: float,
 ) -> None:
-    """Score right and wrong answers, and add the scores to `cards`.
+    """Score right and wrong answers to questions, and add the scores to `cards`.
 
     Samples are scored one after the other, because parallel calls would make each other slower.
 

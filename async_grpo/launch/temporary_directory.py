@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def short_temporary_directory() -> Iterator[None]:
-    """Use a temporary directory with a short name in the block, where that of TMPDIR is too long for sockets.
+    """In the block, use a temporary directory with a short name if the directory of TMPDIR is too long for sockets.
 
     Clusters often set TMPDIR to a folder of the job, such as `/scratch/slurm/job_12345678/tmp`.
 

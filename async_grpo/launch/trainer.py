@@ -71,7 +71,7 @@ def _train(config: RunConfig, rank: int) -> None:
     from async_grpo.cluster.trainer_rank import train_as_rank
 
     if rank:
-        # The handler that Ray sets on import would print a stack trace when torchrun ends this rank after another one
+        # Ray sets a handler on import, which would print a stack trace when torchrun ends this rank because another one
         # failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train_as_rank(config, prepared)

@@ -14,7 +14,7 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch.from_python import Rewards, TrainResult, train, with_defaults
 
-# The only defaults that are taken over from TRL 1.18's `GRPOConfig`; schedule, AdamW's betas and seed stay ours
+# The only defaults that are taken from `GRPOConfig` of TRL 1.18. Schedule, AdamW's betas and seed differ from TRL's
 TRL_DEFAULTS = {
     "batch_size": 1,  # number of questions; TRL counts completions instead: 8, those of one question
     "samples_per_question": 8,
@@ -28,14 +28,13 @@ TRL_EPOCHS = 3
 class AsyncGRPOTrainer:
     """`async_grpo.train` in the form of TRL's `GRPOTrainer`.
 
-    Number of questions and completions, completion length, learning rate, epochs, and the treatment of truncated
-    completions have the defaults of TRL's `GRPOConfig`. All other options have ours.
+    The numbers of questions and completions, the completion length, the learning rate, the epochs, and the treatment of
+    truncated completions have the defaults of TRL's `GRPOConfig`. All other options have the defaults of this library.
 
     Args:
         model: A Hugging Face folder.
         reward_funcs: One reward or several; see `async_grpo.train`. Several rewards are added up, as in TRL.
-        args: A dict of this library's options. docs/coming-from.md lists the names of TRL's options and of ours side by
-            side.
+        args: A dict of this library's options. docs/coming-from.md lists their names next to TRL's.
         train_dataset: The questions, with the column `prompt`.
         eval_dataset: Held-out questions, or several such sets by name.
         options: Further options of this library.

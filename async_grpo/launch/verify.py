@@ -104,16 +104,17 @@ class VerifyConfig(PromptOptions):
         range=POSITIVE,
     )
     threshold: float = _bench(
-        0.5, "Lowest reward that counts as right where rewards and labels are compared."
+        0.5, "Lowest reward that counts as right when rewards are compared with labels."
     )
     by: str | None = _bench(
         None,
-        "Column of the rows by whose values the report is divided, in addition to the whole. The default is kind, if "
-        "rows have such a column.",
+        "Column of the rows whose values divide the report into parts, which are shown in addition to the whole. The "
+        "default is kind, if rows have such a column.",
     )
     examples: int = _bench(
         MAX_EXAMPLES,
-        "Number of failures, of changed results and of disagreements of two rewards that the report shows, each.",
+        "Maximum number of examples that the report shows of each kind: failures, changed results, and disagreements of "
+        "two rewards.",
         range=POSITIVE,
     )
     output: str | None = _bench(
@@ -140,7 +141,9 @@ class VerifyConfig(PromptOptions):
         if self.output is None or not os.path.exists(self.output) or not os.path.exists(self.file):
             return
         if os.path.samefile(self.output, self.file):
-            raise ConfigurationError(f"--output {self.output} is the file of completions itself: use another")
+            raise ConfigurationError(
+                f"--output {self.output} is also the file of completions: name another file"
+            )
 
     @property
     def _column_map(self) -> ColumnMap:
@@ -165,7 +168,7 @@ class VerifyConfig(PromptOptions):
             raise ValueError(str(error)) from error
         messages = mapped_row.get("messages")
         if self.prompt_column and messages and self.model_name_or_path is None:
-            # There is no chat template, so judges get the texts alone
+            # Without a model there is no chat template, so judges get only the texts of the messages
             texts = [message.get("content") for message in messages]
             mapped_row["input"] = "\n\n".join(text for text in texts if isinstance(text, str))
         return mapped_row

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from async_grpo.processes.warm_server import Stage, listen, write_executable
 
-# Imported by all processes. Modules that run as programs are left out, because Python warns when such a module is
-# imported already. So are those that import Ray (see `warm_server`)
+# Imported by all processes. Modules that run as programs are left out, because Python warns if such a module was already
+# imported. Modules that import Ray are also left out (see `warm_server`)
 SHARED_MODULES = """
     torch torch.distributed.tensor torch.distributed.fsdp transformers async_grpo.modeling.policy
 """.split()
@@ -30,7 +30,7 @@ VLLM_MODULES = """
 
 @dataclass(frozen=True)
 class WarmPythons:
-    """The files that start processes with imported libraries, and what starts their servers.
+    """The files that start processes with imported libraries, and the command that starts the warm servers.
 
     Attributes:
         torch: Starts processes with torch and transformers.

@@ -72,7 +72,7 @@ def _base_model(folder: Path) -> str:
 
 
 def problem_without_config(path: Path) -> str:
-    """Return what a path without a `config.json` is instead of a model's folder, with a way out.
+    """Describe what a path without a `config.json` is, and what the user can do about it.
 
     The text continues a sentence that begins with the path.
     """
@@ -97,12 +97,12 @@ def problem_without_config(path: Path) -> str:
 
 
 def _configs_below(folder: Path) -> list[Path]:
-    """Return the `config.json` files one or two folders below, such as those of checkpoints or of a cache of the hub."""
+    """Return the `config.json` files one or two levels below a folder, as in folders of checkpoints and the hub's cache."""
     return [*sorted(folder.glob("*/config.json")), *sorted(folder.glob("*/*/config.json"))]
 
 
 def problem_without_weights(folder: Path) -> str:
-    """Return which other weights a folder without safetensors has, with a way out; "" if there are none that are known."""
+    """Describe the weights of a folder without safetensors, and what the user can do; "" if their format is unknown."""
     for pattern, name in OTHER_FORMATS.items():
         files = _names(folder, pattern)
         if files:
@@ -116,13 +116,13 @@ def _names(folder: Path, pattern: str) -> list[str]:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise ConfigurationError if a file is the pointer that git leaves where git-lfs did not fetch the content."""
+    """Raise ConfigurationError if a file is only a pointer of git-lfs, because its content was not fetched."""
     if _beginning(path).startswith(LFS_BEGINNING):
         raise ConfigurationError(f"{path} is a pointer of git-lfs, and not the file itself: {LFS_WAY_OUT}")
 
 
 def content_instead_of_weights(path: Path) -> str:
-    """Return what an unreadable file of weights holds, such as an error message of a server; "" if that is unknown."""
+    """Describe the content of an unreadable file of weights, such as a server's error message; "" if it is unknown."""
     if not is_regular(path, follow_links=True):
         return ""
     beginning = _beginning(path)
@@ -145,7 +145,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def refuse_incomplete_shards(folder: Path) -> None:
-    """Raise ConfigurationError if a model in several files lacks one of them, or its index.
+    """Raise ConfigurationError if a model that consists of several files lacks one of them, or its index.
 
     With an index, `model_files.weight_shapes` compares the files with it.
     """

@@ -69,7 +69,7 @@ class OptionsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Old spellings and retired options are accepted."""
         if "--help" in args and not ctx.resilient_parsing:
-            # Whoever asks for help gets it, also beside a wrong option
+            # `--help` is answered before any option is checked, so a wrong option does not prevent it
             self.epilog = _fit_help()
             return super().parse_args(ctx, ["--help"])
         # When a shell asks for completions, the line may be incomplete, which `normalized` would refuse
@@ -112,7 +112,7 @@ def options_command(
             if source is not None and source.name in SET_BY_USER:
                 set_by_user.add(field.name)
             elif context.obj.get(field.name) is not None:
-                # Set to null in a file. Typer would take the default
+                # The file sets the option to null. Typer would take the default instead
                 set_by_user.add(field.name)
                 options[field.name] = None
         if hasattr(config_class, "from_options"):
@@ -251,7 +251,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if isinstance(result, ParsedCommand):
-            # Run outside of `main`, because Typer would handle a broken pipe of the program as one of its own output
+            # Run outside of `main`, because Typer would handle a broken pipe in the program as one of Typer's output
             result.run(result.config)
     except AsyncGrpoError as error:
         _end_with_error(str(error), error.exit_code, error)
@@ -259,7 +259,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
         message = error.format_message()
         context = getattr(error, "ctx", None)
         if not message:
-            # Without a message, Typer has already shown the help; there is no error to print
+            # If there is no message, Typer has already shown the help, so there is no error to print
             raise SystemExit(error.exit_code) from error
         if context is not None:
             message = f"{message.rstrip('.')}; see {context.command_path} --help"
@@ -337,7 +337,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
 
 
 def _positional_or_short(argument: str, remaining: list[str], fields: Fields) -> str:
-    """Return a positional argument unchanged, or a one-letter option in the form `--name=value`.
+    """Return a positional argument unchanged, and a one-letter option in the form `--name=value`.
 
     The value of the option is removed from `remaining`, the arguments that follow.
 
@@ -360,7 +360,7 @@ def _positional_or_short(argument: str, remaining: list[str], fields: Fields) ->
 def _fit_help() -> str | None:
     """Choose the width of the help text, and return a hint if names of options are cut.
 
-    A pipe has no width, so Typer would assume 80 columns. Names of options would be cut at this width, so that a search
+    A pipe has no width, so Typer would assume 80 columns. It would cut long names of options at this width, and a search
     in the output would not find them.
     """
     columns = shutil.get_terminal_size().columns

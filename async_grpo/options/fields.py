@@ -71,8 +71,8 @@ def option(
         form: LIST or TABLE for a text of comma-separated names or of assignments, `name=value,...`. Only these may be a
             list or a table in a TOML file.
         portable: Whether `eval` and `replay` may take the value from another run's folder, which is untrusted. True:
-            any value, or a shipped name if there are `choices`. `module:DICT` or a tuple: the entries allowed in a
-            comma list. A mapping: the names allowed in `name=value,...`, each with its maximum (None: no maximum).
+            any value, or only shipped names if there are `choices`. `module:DICT` or a tuple: the allowed entries of a
+            comma list. A mapping: the allowed names in `name=value,...`, each with its maximum (None: no maximum).
     """
     metadata = {
         "help": help,
@@ -240,7 +240,7 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
 
 
 def _comma_hint(text: str) -> str:
-    """Return how to write a value that holds a comma, if the text may hold such a value."""
+    """Return a hint on how to write a value with a comma, or "" if the text probably contains no such value."""
     return f"; {COMMAS}" if "=" in text and "," in text else ""
 
 

@@ -1,4 +1,4 @@
-"""Parse the text of a file of options, and say what is wrong with it in the words of its user.
+"""Parse the text of a file of options, and explain the mistakes in it that users commonly make.
 
 Common mistakes are files of other formats (YAML, JSON, lines of a command line), the encodings of Windows, and values
 without quotes.

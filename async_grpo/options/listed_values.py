@@ -1,7 +1,7 @@
 """Write lists and tables of options as text, and read them: `a,b` and `name=value,name=value`, or JSON.
 
-The text of an option is JSON only if a name or value holds a comma, or a name holds an equals sign, such as in the names
-of files. The command line takes both forms.
+This module writes JSON only if a name or value contains a comma, or a name contains an equals sign, as names of files
+may. Users may write both forms.
 """
 
 import json
@@ -76,7 +76,7 @@ def split_table(text: str, flag: str) -> list[tuple[str, Scalar]]:
         flag: Name of the option, for messages.
 
     Raises:
-        ConfigurationError: The text begins as JSON, and is not a table of texts, numbers and booleans.
+        ConfigurationError: The text begins like JSON, but is not a table of texts, numbers and booleans.
 
     >>> split_table("a=1, b = c=d", "x"), split_table('{"a": "1,2", "b": 3}', "x")
     ([('a', '1'), ('b', 'c=d')], [('a', '1,2'), ('b', 3)])

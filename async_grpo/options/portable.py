@@ -1,4 +1,4 @@
-"""Take over options from another run's folder, but none that could name code, a command or an address.
+"""Take options from another run's folder, except those that could name code, a command or an address.
 
 `async-grpo eval` reads a checkpoint's manifest, and `replay` a run's parameters. Options that the user does not give
 are taken from that file. The folder is untrusted, because it may come from anybody. The definition of an option says
@@ -75,7 +75,7 @@ def _refuse_other_kind(field: "dataclasses.Field[Any]", value: Any, folder: Path
     is_finite = isinstance(value, int | float) and not math.isinf(value)
     if is_finite and value != field.default and abs(value) > LARGEST_NUMBER:
         raise ConfigurationError(
-            f"the run of {folder} says {field.name} = {value!r:.80}, and at most {LARGEST_NUMBER:g} is taken over: give "
+            f"the run of {folder} says {field.name} = {value!r:.80}, but at most {LARGEST_NUMBER:g} is taken over: give "
             f"--{dashed(field.name)} yourself"
         )
 

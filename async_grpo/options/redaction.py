@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TextIO
 from urllib.parse import quote, quote_plus
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# Shorter values are not treated as secrets, such as the "false" of TOKENIZERS_PARALLELISM, or the "1" of a switch.
-# Otherwise, every "false" or "1" in a text would be replaced by the mask
+# Shorter values are not treated as secrets. Otherwise, for example, every "false" in a text would be replaced by the mask
+# because TOKENIZERS_PARALLELISM is set to it
 SHORTEST_CHARACTERS = 8
 # In a secret of several lines, such as a private key, each line of at least this length is a secret of its own
 SHORTEST_LINE_CHARACTERS = 16
@@ -41,7 +41,7 @@ def secrets() -> dict[str, str]:
 def register_secrets(values: Iterable[str]) -> None:
     """Hide these values in this process from now on.
 
-    They are the values of the variables that `--reward-env` names and of the judges' keys, whose variables may have any
+    This is for the variables that `--reward-env` names and for the judges' keys, because their variables may have any
     name. Values shorter than 8 characters, and paths that exist on this machine, are not hidden.
     """
     _registered.update(value for value in values if _may_be_secret(value))
@@ -98,8 +98,8 @@ def _hidden_spellings() -> tuple[str, ...]:
 def spellings(value: str) -> frozenset[str]:
     """Return the texts that reveal the secret, without those shorter than `SHORTEST_CHARACTERS`.
 
-    They are the value itself, and its forms after quoting by `repr`, JSON or HTML, percent-encoding, hexadecimal and
-    base64 (as in Basic authentication).
+    These are the value itself, and its forms after quoting by `repr`, JSON or HTML, and in percent-encoding, hexadecimal
+    and base64 (as in Basic authentication).
 
     >>> {"top/secret", "top%2Fsecret", "746f702f736563726574", "dG9wL3NlY3Jld"} <= spellings("top/secret")
     True
@@ -178,7 +178,7 @@ def _may_be_secret(value: str) -> bool:
 
 
 class RedactedRecord(logging.LogRecord):
-    """A log record without secrets. All loggers of the process create such records, also those of other libraries."""
+    """A log record without secrets. All loggers of the process, also those of other libraries, create such records."""
 
     def getMessage(self) -> str:
         """Return the message without secrets."""

@@ -57,7 +57,7 @@ class ShippedModule:
             return loaded
         module = ModuleType(self.module_name)
         vars(module)["__sha256__"] = self.sha256
-        # Tracebacks take the lines that they show from this cache, because no such file exists
+        # Tracebacks show lines from this cache, because the module has no file on this machine
         file = self.file_name
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         # Registered before the text runs, because dataclasses look up their own module
@@ -143,7 +143,7 @@ def library_version() -> str:
 def sources_digest(package: Path) -> str:
     """Return the SHA-256 of the sources of a copy of the library, in hexadecimal.
 
-    Its folder `data` does not count: it is a link in a checkout, and holds the user's own rewards.
+    The folder `data` is left out: it is a link in a checkout, and holds the user's own rewards.
     """
     paths = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "data"]
     return text_digest("".join(read_source(path) for path in sorted(paths)))

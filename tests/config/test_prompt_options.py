@@ -228,7 +228,7 @@ def test_environments_and_the_endpoint_render_with_them(tmp_path, options):
         ),
         ({"chat_template_kwargs": "effort"}, "'effort' is not name=value"),
         ({"chat_template_kwargs": "effort=1,effort=2"}, "effort is given twice"),
-        ({"chat_template_kwargs": '{"effort": '}, "begins like a JSON object, and is none"),
+        ({"chat_template_kwargs": '{"effort": '}, "begins like a JSON object, but is not valid"),
         ({"chat_template_kwargs": '{"effort": "\\ud800"}'}, "is not valid text"),
         ({"system_prompt": "a\udc80"}, "--system-prompt .* is not valid text"),
     ],

@@ -310,7 +310,7 @@ def test_a_table_of_text_is_read(tmp_path, kind):
 
 
 WRONG_TABLES = {
-    "a line for Excel": ("sep=;\ninput;answer\na;7\n", "line 1: one column, 'sep=;'"),
+    "a line for Excel": ("sep=;\ninput;answer\na;7\n", "line 1: the table has only one column, 'sep=;'"),
     "a cell under no name": ("input,answer,\na,7,,\n", "line 2: a row of 4 cells under 3 columns"),
     "messages of Python in messages": (
         "messages,answer\n\"[{'role': 'user', 'content': 'a'}]\",7\n",
@@ -328,7 +328,7 @@ WRONG_TABLES = {
     "cp1252": ("input,answer\na,7\né,7\n".encode("cp1252"), "line 3: not UTF-8 .*iconv -f cp1252"),
     "UTF-16": ("input,answer\n".encode("utf-16"), "line 1: not UTF-8"),
     "a mark in the middle": ("input,answer\na,7\n\ufeffinput,answer\n", "line 3: a byte order mark"),
-    "semicolons": ("input;answer\na;7\n", "line 1: one column, 'input;answer': .* save it with commas"),
+    "semicolons": ("input;answer\na;7\n", "line 1: the table has only one column, 'input;answer', .* save it with commas"),
     "messages of Python": (
         "prompt,answer\n\"[{'role': 'user', 'content': 'a'}]\",7\n",
         "line 2: prompt: the text is a list of messages as Python prints it",
@@ -388,7 +388,7 @@ def test_a_text_that_the_prompt_column_leaves_out_is_named_once(tmp_path, caplog
     ]
     assert prompts == ["Add the numbers"] * 4
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "line 3: the text in the column input is no part of the prompt" in warning
+    assert "line 3: the text in the column input is not part of the prompt" in warning
     caplog.clear()
     rows_of(path, prompt_column="instruction,input", answer_column="output")
     path.write_text(json.dumps({"question": "Say: 3 + 4", "prompt": "3 + 4", "answer": "7"}) + "\n")

@@ -362,7 +362,7 @@ def test_a_missing_or_empty_file_is_exit_code_2_and_the_output_never_overwrites_
     assert verify(path, "--reward-fns=mathd", "--output", path) == 2
     assert verify(files(""), "--reward-fns=mathd") == 2
     said = capsys.readouterr().err
-    assert "is the file of completions itself" in said and "holds no completions" in said
+    assert "is also the file of completions" in said and "holds no completions" in said
 
 
 def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys):
