@@ -21,7 +21,7 @@ from ray.exceptions import (
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.device_variables import is_cluster_variable
 
-# The environment variables that are passed to other processes through Ray, beside those of `is_cluster_variable`. All
+# Environment variables that are passed to other processes through Ray, in addition to `is_cluster_variable`'s. All
 # users of the cluster can read Ray's job table, so the list has no variables that may hold a key. It also has none that
 # belong to one node, such as devices, addresses or interfaces
 FORWARDED = """

@@ -231,7 +231,7 @@ class _UnfinishedCompletions:
     def begun(self) -> dict[int, Tokens] | None:
         """Return the tokens after which the next engine continues, by index in the group.
 
-        The result is None if no engine has reported tokens. So an engine that never reports any needs no such argument.
+        The result is None if no engine has reported tokens. So an engine that never reports any needs no parameter `begun`.
         """
         if not self._tokens:
             return None
@@ -311,7 +311,7 @@ class GenerationWorkers(RegisteredWorkers):
             num_futile_attempts = 0 if has_progressed else num_futile_attempts + 1
             if num_futile_attempts == ATTEMPTS_WITHOUT_PROGRESS:
                 break
-        raise PromptSetAside(f"worker after worker was lost over prompt {prompt.ordinal}: {self._last_lost}")
+        raise PromptSetAside(f"several workers were lost over prompt {prompt.ordinal}: {self._last_lost}")
 
     async def take_stats(self) -> dict[str, Any]:
         """Return the engines' statistics since the last call; see `Generation`.

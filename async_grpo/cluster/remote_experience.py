@@ -55,7 +55,7 @@ class RemoteExperience:
         # step and reference to the results of the current evaluation
         self._evaluation: tuple[int, Any] | None = None
         self._eval_metrics: dict[str, Any] = {}  # results to add to the next step's metrics
-        # set when the run shall end; then training waits for no evaluation
+        # set when the run is asked to end; from then on, training waits for no evaluation
         self.told_to_end = threading.Event()
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class RemoteExperience:
             answer(self.controller.start.remote())
 
     def _is_start_evaluation_due(self) -> bool:
-        """Return whether the last due evaluation has no results, because the run is new or ended before they came."""
+        """Return whether the last due evaluation has no results, because the run is new or ended before it finished."""
         eval_every = self.config.eval_every
         due_step = self.resumed_at - self.resumed_at % eval_every if eval_every else 0
         evaluations = last_records(self.config.output_path / EVAL_FILE, MAX_EVALUATIONS_READ)

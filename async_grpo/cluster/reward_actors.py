@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 # Maximum number of adapter processes of one verifier actor. The processes run on the actor's node, and the actor sends
 # their answers together in one message
 SLOTS_PER_ACTOR = 8
-# Seconds that an answer waits so that other answers can be sent in the same message. For processes without prefetch,
-# which get no new work before the answer is sent
+# Seconds that an answer of a process without prefetch waits, so that other answers can be sent in the same message. This
+# is short, because such a process gets no new work before its answer is sent
 ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 

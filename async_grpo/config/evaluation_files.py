@@ -7,7 +7,7 @@ from async_grpo.options.fields import COMMAS, refuse
 
 
 def refuse_ambiguous_files(config: RunConfig) -> None:
-    """Refuse a file that is there, but whose name holds an equals sign, so that its beginning is read as a name.
+    """Refuse an existing file with an equals sign in its name, because the part before the sign is read as NAME.
 
     Raises:
         ConfigurationError: `--eval-data-path lr=1.jsonl` names the file `1.jsonl`, and only `lr=1.jsonl` exists.

@@ -142,7 +142,7 @@ def _check_sources(config: RunConfig) -> None:
     if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
         cpu_transports = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
         raise ConfigurationError(
-            f"--weight-transport {config.weight_transport} needs GPUs; everywhere works {cpu_transports}"
+            f"--weight-transport {config.weight_transport} needs GPUs; {cpu_transports} work everywhere"
         )
 
 

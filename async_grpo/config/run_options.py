@@ -55,9 +55,9 @@ class RunOptions(
         "Hugging Face folder of the policy to train, or its name on the hub.", everyday=True
     )
     data_path: str = required(
-        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. Or a "
-        "file .json, .csv, .tsv or .parquet, a folder, or a data set of the hub as NAME:SPLIT. "
-        "The word environment: the environment makes the rows.",
+        "JSONL file of questions. Each row has one of input_token_ids, messages, prompt or input, and usually answer. It "
+        "may also be a .json, .csv, .tsv or .parquet file, a folder, or a data set of the hub as NAME:SPLIT. With the "
+        "value environment, the environment makes the rows.",
         everyday=True,
     )
     output_dir: str = option(

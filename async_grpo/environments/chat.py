@@ -1,7 +1,7 @@
 """`Chat`: converts messages to text and tokens with the model's chat template, and turns of the policy to messages.
 
 The policy's turn reaches the agent split into content, tool calls and thoughts. When the agent sends that message back,
-the template gets the originally sampled text, so the output shows whether it kept the history unchanged.
+the template gets the originally sampled text. So the rendered text shows whether the agent kept the history unchanged.
 """
 
 import json
@@ -213,7 +213,7 @@ def take_out_calls(text: str) -> tuple[str, list[str]]:
     """
     texts: list[str] = []
     calls: list[str] = []
-    text_begin = 0  # where the text begins that is not in `texts` yet
+    text_begin = 0  # beginning of the part that is not in `texts` yet
     begin = text.find(BEGIN_CALL)
     while begin >= 0:
         end = text.find(END_CALL, begin + len(BEGIN_CALL))

@@ -56,7 +56,7 @@ from async_grpo.processes.offload import offloaded
 CLAIM_PATH = "/v1/trajectories"
 SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoint closes
 CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
-# Limit for a field's name in an error, which a request may have invented, and for the description of the error
+# Limit for the description of an error, and for the name of a field in it, because a request may invent any name
 MAX_FAULT_CHARACTERS = 300
 
 PATHS = "there are POST /v1/chat/completions, /v1/completions and /v1/result, and GET /v1/models"

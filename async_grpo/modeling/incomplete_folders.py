@@ -36,7 +36,7 @@ MERGE = "merge the adapter into that model (peft's merge_and_unload), and give t
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise ConfigurationError if a folder holds the files of an adapter, such as LoRA, alone or beside a model.
+    """Raise ConfigurationError if a folder holds the files of an adapter, such as LoRA, with or without a model.
 
     transformers would load the base model that the adapter names, and engines would read the adapter's weights as the
     model's.

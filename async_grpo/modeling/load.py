@@ -115,7 +115,7 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ConfigurationError(
-            f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be made up: "
+            f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be random: "
             "fetch the whole model (hf download NAME --local-dir FOLDER)"
         )
     return model

@@ -44,7 +44,7 @@ PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
 # x values to forecast, as multiples of the last x of the run
 HORIZONS = (1, 2, 4)
-# By default, the last steps of a timeline are drawn, as far as they are among its last lines
+# By default, a timeline shows this number of last steps. Only this number of last lines of its file is read
 LAST_STEPS = 10
 LAST_LINES = 5000
 MIN_TABLE_WIDTH = 60  # columns of text

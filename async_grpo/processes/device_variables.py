@@ -17,7 +17,7 @@ DEVICE_PREFIXES = (
     "VLLM_",
 )
 COMPILERS = ("CC", "CXX")  # compilers with which Triton and Inductor build their launchers
-# Those that programs on other nodes get, too
+# The prefixes of those variables that are also passed to programs on other nodes
 CLUSTER_PREFIXES = ("FLASHINFER_", "FLASH_ATTN_", "NCCL_", "TORCH_NCCL_", "TRITON_", "VLLM_")
 # Ends of the names of variables that hold an interface, an address, an adapter or a path of one node
 NODE_ENDS = (

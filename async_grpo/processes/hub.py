@@ -1,7 +1,7 @@
 """Ask the Hugging Face hub for models and data sets, within a time limit.
 
-A machine without network access would otherwise wait for minutes. The hub's own variables hold: HF_ENDPOINT, HF_TOKEN,
-HF_HOME, and HF_HUB_OFFLINE, with which only what was fetched before is used.
+A machine without network access would otherwise wait for minutes. The environment variables of the hub's library apply:
+HF_ENDPOINT, HF_TOKEN, HF_HOME, and HF_HUB_OFFLINE, with which only files that were fetched before are used.
 """
 
 import os
@@ -15,7 +15,7 @@ from async_grpo.errors import ConfigurationError
 
 REACH_S = 20.0  # seconds within which the hub must answer
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-TRUE_WORDS = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+TRUE_WORDS = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub reads as true
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 KINDS = {"dataset": "data set", "model": "model"}
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
@@ -31,7 +31,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def offline_variable() -> str:
-    """Return the environment variable that forbids to ask the hub, or "" if none does."""
+    """Return the name of the environment variable that forbids asking the hub, or "" if none does."""
     for name in OFFLINE_VARIABLES:
         if os.environ.get(name, "").upper() in TRUE_WORDS:
             return name
@@ -39,7 +39,7 @@ def offline_variable() -> str:
 
 
 def reach_hub(name: str, kind: str) -> None:
-    """Ask the hub whether it has this model or data set. Do nothing if an environment variable forbids to ask.
+    """Ask the hub whether it has this model or data set. Do nothing if an environment variable forbids it.
 
     Args:
         name: OWNER/NAME.
@@ -75,7 +75,7 @@ def reach_hub(name: str, kind: str) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """Return the folder with the files of a model of the hub, which are fetched unless they were before.
+    """Return the folder with the files of a model of the hub. Files that were not fetched before are fetched.
 
     Raises:
         ConfigurationError: The hub does not have the model, or cannot be reached, and the model was not fetched before.
@@ -112,7 +112,7 @@ def way_out(name: str, kind: str) -> str:
 
 
 def _call_within(seconds: float, call: Callable[[], Any]) -> None:
-    """Call a function that cannot be interrupted, such as one that waits for the network's names.
+    """Call a function that cannot be interrupted, such as one that looks up the name of a host.
 
     Raises:
         TimeoutError: It takes longer. Its thread is left behind, and does not keep the process from ending.

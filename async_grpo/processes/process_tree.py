@@ -84,7 +84,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(root: int, spared: Collection[int] = ()) -> list[int]:
-    """Return the ids of all descendants of a process, including zombies. `spared` ones and theirs are left out."""
+    """Return the ids of all descendants of a process, including zombies, but without `spared` and their descendants."""
     pids = [root]
     # The list grows during the iteration, so that children of children are visited
     for pid in pids:
@@ -126,10 +126,10 @@ def end_descendants(
 
 
 def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
-    """Add the exit codes of ended children to `codes`, and return whether the caller must look again.
+    """Add the exit codes of ended children to `codes`, and return whether the caller must call this again.
 
-    It must if this process had children that must be ended, even if all of them have ended: their own children became
-    this process's after its children were listed.
+    This is necessary if there were any children that must be ended, even if all of them have ended now: this process may
+    have adopted their children after it listed its own.
 
     Raises:
         ChildProcessError: This process has no children any more.

@@ -117,9 +117,10 @@ class Supervisor:
         return program
 
     def move_outputs(self, folder: Path) -> None:
-        """Let all further programs write their output to another folder, and show the outputs until now there.
+        """Use another folder for the output of all programs that are started from now on.
 
-        A program that runs already goes on writing to its first file, which the new folder links to. `stop` copies it.
+        The programs that are already running continue to write to their files in the old folder. The new folder gets links
+        to these files, which `stop` replaces by copies.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder

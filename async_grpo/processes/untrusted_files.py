@@ -235,7 +235,7 @@ def printable(text: str) -> str:
 
 
 def files_inside(folder: Path, pattern: str) -> list[Path]:
-    """Return the regular files below a folder that match a pattern, sorted. Files behind links are left out."""
+    """Return the regular files below a folder that match a pattern, sorted. Links are not followed."""
     files = []
     for path in sorted(folder.glob(pattern)):
         below = path.relative_to(folder)

@@ -26,7 +26,8 @@ LENGTH = struct.Struct("!I")  # precedes the JSON of a request
 STATUS = struct.Struct("!i")  # an answer of the server: ACCEPTED, REFUSED, or later the exit code
 ACCEPTED = 1000
 REFUSED = 1001
-# If this variable is set, the kernel kills the client, and the server then its process, as soon as the starter has ended
+# If this variable is set, the kernel kills the client when the process that started it has ended. The server then kills
+# the client's process
 DIES_WITH_STARTER = "ASYNC_GRPO_DIES_WITH_STARTER"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SERVER_IS_GONE = 70  # exit code if the server ended first, which ends its processes, too
@@ -37,7 +38,7 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
     if DIES_WITH_STARTER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptors = open_descriptors()
-    # Signals wait until they can be passed on. The new process may be known to others before
+    # Block signals until they can be passed on. Other programs may already send signals to the client at this time
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         process = None
@@ -52,7 +53,7 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: _pass_on(process, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Only the new process may hold these, so that other processes notice when it closes its own
+        # Close this client's copies, so that other processes notice when the new process closes its own
         for descriptor in descriptors:
             if descriptor > 2:
                 os.close(descriptor)
@@ -63,7 +64,7 @@ def open_descriptors() -> list[int]:
     """Return the descriptors that this program inherited."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
-        # The descriptor of the listing itself is closed already
+        # The descriptor with which `listdir` read this folder is in the list, but already closed
         if os.path.exists(f"/proc/self/fd/{name}") or os.path.islink(f"/proc/self/fd/{name}"):
             descriptors.append(int(name))
     return sorted(descriptors)

@@ -107,7 +107,7 @@ def _without_ignored(arguments: Sequence[str]) -> list[str]:
 def take_over(request: Request, received: Sequence[int]) -> None:
     """Give this process the surroundings of the client: open files, folder, variables, limits."""
     os.setsid()
-    # The received descriptors may have numbers that others of them must get, so all are first moved out of the way
+    # The number of a received descriptor may be the one that another of them must get, so first move all out of the way
     first_free = max([*request.descriptors, *received, 2]) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first_free) for descriptor in received]
     close_all(received)
@@ -120,7 +120,7 @@ def take_over(request: Request, received: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
-    tempfile.tempdir = None  # the server's, which a library may have asked for; TMPDIR may differ
+    tempfile.tempdir = None  # forget the server's folder, because TMPDIR may differ in the client
     time.tzset()
     os.umask(request.umask)
     os.nice(request.niceness - os.nice(0))
@@ -144,24 +144,24 @@ def run_and_exit(arguments: Sequence[str], executable: Path) -> NoReturn:
         elif error.code is not None:
             print(error.code, file=sys.stderr)
             exit_code = 1
-    # As Python does at its end, and as `multiprocessing` does in its processes
+    # Do what Python does at its end, because `os._exit` skips it
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # Fails if nobody reads any more. A program may have set a stream to None
+        # Fails if the reader of the stream has ended, or if a program has set the stream to None
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(exit_code & 0xFF)
 
 
 def run_python(arguments: Sequence[str], executable: Path) -> None:
-    """Do what `python ARGUMENTS` does, but for the end of the process."""
+    """Do what `python ARGUMENTS` does, except for the end of the process."""
     _name_process([sys.executable, *arguments])
     if any(argument.endswith(RAY_WORKER) for argument in arguments):
-        # Ray names its processes by a copy of the same library, which finds the place of the name no more
+        # Ray names its processes with its own copy of setproctitle, which cannot find the name's place in memory any more
         ray_internals: Any = importlib.import_module("ray._raylet")
         ray_internals.setproctitle = setproctitle.setproctitle
-    # Processes that multiprocessing starts are forked by the server, too
+    # Makes multiprocessing start its processes through the server, too
     multiprocessing.spawn.set_executable(str(executable))
     _seed_and_count_threads()
     first, *rest = _without_ignored(arguments)
@@ -190,9 +190,10 @@ def _set_first_path(folder: str) -> None:
 
 
 def _name_process(command: Iterable[str]) -> None:
-    """Show the command in the list of processes, where otherwise the server's would be.
+    """Show the command in the list of processes, which would otherwise show the server's command.
 
-    A rank's number precedes it, because the variables that other processes can see are the server's.
+    The command of a trainer rank begins with RANK=N, because other processes cannot see the rank in the environment:
+    they see the variables of the server.
     """
     rank = f"RANK={os.environ['RANK']} " if "RANK" in os.environ else ""
     setproctitle.setproctitle(rank + shlex.join(command))

@@ -104,7 +104,7 @@ class Stage:
         listener: Descriptor of the socket to which clients connect (`listen`). It is inherited.
         executable: The file that is called instead of `python`; see `write_executable`.
         modules: The modules that the server imports before the next one is forked from it.
-        own_modules: The modules that it imports afterwards, beside the next server.
+        own_modules: The modules that only this server imports, after the next one was forked.
         ignored: Beginnings of the names of variables that may differ in a request, because its processes do not use them.
     """
 
@@ -126,7 +126,7 @@ class Stage:
 
 
 def serve(stages: Sequence[Stage]) -> None:
-    """Import the modules of the first stage, fork a process that goes on with the next one, and serve requests.
+    """Import the modules of the first stage, fork a process that continues with the next one, and serve requests.
 
     Returns only if this process cannot be forked safely.
     """
@@ -173,11 +173,11 @@ class WarmServer:
         self._stage = stage
         self._listener = listener
         self._environment = environment
-        # Variables that libraries set when they are imported, in this process as in any other
+        # Variables that libraries set when they are imported
         self._set_by_imports = {
             name: value for name, value in os.environ.items() if environment.get(name) != value
         }
-        # Descriptors that belong to the imported libraries. A process must not lose them to a client's open files
+        # Descriptors that belong to the imported libraries. A client's open files must not replace them in a new process
         self._occupied = set(open_descriptors()) - {0, 1, 2, listener.fileno()}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -195,14 +195,14 @@ class WarmServer:
             log.warning("processes start as usual, which takes seconds longer: %s", problem)
             return
         while True:
-            # One at a time, because what one event closes may be another one's, whose number may be in use again
+            # Handle one event at a time. It may close the descriptor of another event, whose number may then be reused
             for key, _ in self._selector.select()[:1]:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is None:
                     self._report_end(key.fd)
                 else:
-                    # A client sends nothing after its request. It has ended, and so its process has to
+                    # A client sends nothing after its request, so it has ended, and its process must be ended as well
                     self._kill(key.data)
 
     def _accept(self) -> None:

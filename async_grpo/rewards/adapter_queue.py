@@ -236,7 +236,7 @@ class AdapterQueue:
         self._dispatch()
 
     async def _is_to_be_taken_back(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> bool:
-        """Wait up to `TAKE_BACK_S` for the worker to begin a prefetched job, and return whether it has not begun then."""
+        """Wait up to `TAKE_BACK_S` for the worker to begin a prefetched job. Return True if it has not begun by then."""
         if not slot.is_ahead(job):
             return False
         await _first_of(call, job.outcome, TAKE_BACK_S)

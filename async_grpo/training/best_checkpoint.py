@@ -14,7 +14,7 @@ MOST_EVALUATIONS = 1_000_000  # most lines that are read, counted from the end o
 def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) -> set[str]:
     """Return the names of checkpoints that must be kept, and let `checkpoints/best` point to the best one.
 
-    The best checkpoint has the highest mean reward on an evaluation file. Of several with the same reward, the newest
+    The best checkpoint has the highest mean reward on an evaluation file. If several have this reward, the newest one
     is the best. Checkpoints that are not yet evaluated are also kept. The evaluation that began after step n belongs to
     the checkpoint of step n.
 

@@ -282,7 +282,7 @@ def named(folder: Path, flag: str = "", alternatives: str = "") -> tuple[Path, M
             raise ConfigurationError(f"{flag}{error}: name another checkpoint{alternatives}") from error
     newest_checkpoint = newest(folder)
     if newest_checkpoint is None:
-        raise ConfigurationError(f"{flag}{folder}: no checkpoint there is whole")
+        raise ConfigurationError(f"{flag}{folder}: it contains no complete checkpoint")
     return newest_checkpoint
 
 

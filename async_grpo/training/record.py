@@ -49,7 +49,7 @@ class Recorder:
         self._output_dir = output_dir
         self._run_facts = {"world_size": world_size, "options": dict(options)}
         self._batches: list[MicroBatch] = []  # micro-batches of the current step
-        # The trainer's log-probs for the first of `_batches`, in the same order
+        # The trainer's log-probs that have arrived so far, in the order of `_batches`
         self._logprobs: list[np.ndarray] = []
         # Rank and end of the current step, if it has ended but log-probs are missing
         self._end: tuple[int, StepEnd] | None = None

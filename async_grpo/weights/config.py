@@ -82,8 +82,8 @@ class WeightConfig(Section):
     )
     canary_tolerance: float | None = option(
         None,
-        "Allowed difference between log-probs of engine and trainer, in nats. It limits the root mean square without "
-        "the largest tenth, and the median of 32 tokens in a row. By default it is measured.",
+        "Allowed difference between log-probs of engine and trainer, in nats. It limits the root mean square over tokens "
+        "without the largest tenth, and the median of any 32 consecutive tokens. By default it is measured.",
         "Cluster",
         range=POSITIVE,
     )

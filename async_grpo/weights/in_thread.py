@@ -1,4 +1,4 @@
-"""Run a call in a thread of its own, and wait for it no longer than allowed."""
+"""Run a call in a separate thread, and wait for its result with a time limit."""
 
 import concurrent.futures
 import threading
@@ -25,7 +25,8 @@ def in_thread(
         name: Name of the thread.
         limit_s: Seconds to wait for the result.
         timeout_message: Message of the error after that time.
-        outcome: The future that gets the result. Whoever sets it earlier ends the wait, and the call's result is dropped.
+        outcome: The future that gets the result. If other code sets it earlier, the wait ends, and the call's result is
+            dropped.
 
     Returns:
         A function that waits for the call, and returns its result or raises its error. After `limit_s` seconds of

@@ -211,7 +211,7 @@ async def test_a_prompt_that_costs_worker_after_worker_is_set_aside(controller, 
     for name in names:
         link_to(controller, name).is_dying = True
         link_to(controller, name).completing.set()
-    with pytest.raises(PromptSetAside, match="worker after worker was lost over prompt 0: killed in a test"):
+    with pytest.raises(PromptSetAside, match="several workers were lost over prompt 0: killed in a test"):
         await generate(controller)
 
 

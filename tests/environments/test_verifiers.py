@@ -187,7 +187,7 @@ def test_an_environment_that_answers_has_several_turns(played):
     [
         ("raises", "TaskError: task Task scoring: ValueError: the sums are lost ?"),
         ("slow", "it has not been scored (scoring_timeout)"),
-        ("another", "makes other tasks each time it is loaded"),
+        ("another", "makes different tasks each time it is loaded"),
     ],
 )
 def test_a_failing_task_is_a_failure_and_no_reward_of_0(played, name, said):

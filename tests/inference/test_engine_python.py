@@ -80,15 +80,15 @@ def test_what_is_no_python_is_refused(tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\necho first >&2\necho it is broken >&2\nexit 3\n")
     assert "is not executable" in refusal(python)
     python.chmod(0o755)
-    assert "does not tell its versions (exit code 3: it is broken)" in refusal(python)
+    assert "does not report its versions (exit code 3: it is broken)" in refusal(python)
     for output in ("exit 0", "echo '[]'", "echo '{}'", "echo hello"):
         python.write_text(f"#!/bin/sh\n{output}\n")
-        assert "does not tell its versions (exit code 0)" in refusal(python)
+        assert "does not report its versions (exit code 0)" in refusal(python)
     python.write_text("#!/no/such/interpreter\n")
     assert "No such file or directory" in refusal(python)
     monkeypatch.setattr(engine_python, "ASK_S", 0.2)
     python.write_text("#!/bin/sh\nexec sleep 30\n")
-    assert "does not tell its versions (no answer within 0.2 s)" in refusal(python)
+    assert "does not report its versions (no answer within 0.2 s)" in refusal(python)
 
 
 def test_a_real_python_is_asked_for_what_the_actor_will_import(tmp_path, monkeypatch):

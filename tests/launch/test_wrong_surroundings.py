@@ -38,7 +38,7 @@ SETTINGS = [  # beside a run that could work: what is changed, the reason, the c
     ({"lr-scheduler": "cosine", "num-training-batches": 5}, "decays until the run's end at step 5", "beyond the warm-up"),
     ({"importance-level": "token"}, "would count it twice", "Use --old-policy"),
     ({"loss-options": "cap=1,cap=2"}, "cap is given twice", "--loss-options"),
-    ({"weight-transport": "nccl"}, "--weight-transport nccl needs GPUs", "everywhere works object_store, shared_files"),
+    ({"weight-transport": "nccl"}, "--weight-transport nccl needs GPUs", "object_store, shared_files work everywhere"),
     ({"engine": "tgi"}, "--engine 'tgi' is unknown", "known: vllm, fake"),
     ({"engine-python": "/no/python"}, "--engine-python /no/python: there is no such file", "of the engines' environment"),
     ({"engine-options": "block_size"}, "'block_size' is not name=value", "--engine-options"),

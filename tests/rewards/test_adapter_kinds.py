@@ -335,7 +335,7 @@ async def test_a_batch_function_may_be_async_and_its_answers_are_read_one_by_one
     assert [result.reward for result in results] == [0.5, None, 0.25]
     assert results[0].reason == "one of 3" and "returned a NoneType" in results[1].reason
     results = await scored("batched_later", [{"value": 1}, {"value": 0}])
-    reason = "the batch of 2 samples came to 1 answers"
+    reason = "it returned 1 answers for a batch of 2 samples"
     assert [(result.status, result.reason) for result in results] == [(FAILED, reason)] * 2
 
 
@@ -350,7 +350,9 @@ async def test_post_processing_may_be_async_and_add_numbers_but_lose_no_sample()
     assert [(result.reward, result.extra) for result in results] == [(0.5, {"length": 3.0, "size": 2.0})] * 2
     results = await changed("filled_later", [{"value": 1}, {}])
     assert [result.status for result in results] == [FAILED] * 2
-    assert results[0].reason.startswith("post_process_scores: ValueError: a group of 2 came to 0 answers")
+    assert results[0].reason.startswith(
+        "post_process_scores: ValueError: it returned 0 answers for a group of 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -498,7 +500,10 @@ CHECKED = textwrap.dedent(
         # Whether its process also outlives the cancelled call, and counts on, is a matter of two milliseconds.
         ("counts", ["sample 0: asked again, it is worth 18, while at first it is worth 1"]),
         ("slow", ["sample 0: an empty completion has timed_out: no answer within 1 s"]),
-        ("forgetful", ["the whole group has failed: post_process_scores: ValueError: a group of 1 came to 0 answers"]),
+        (
+            "forgetful",
+            ["the whole group has failed: post_process_scores: ValueError: it returned 0 answers for a group of 1"],
+        ),
         ("missing", ["reward function 'missing' cannot start: unknown reward function missing"]),
     ],
 )  # fmt: skip

@@ -15,6 +15,6 @@ from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
 
 def install_uncompiled_ranks() -> None:
-    """Replace the compiled function of vLLM's sampler by the one that was compiled, only on the CPU."""
+    """Replace the compiled function of vLLM's sampler by the same function without compilation, only on the CPU."""
     if current_platform.is_cpu():
         sampler.batched_count_greater_than = inspect.unwrap(batched_count_greater_than)

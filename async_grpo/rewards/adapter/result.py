@@ -3,10 +3,10 @@
 A reward returns one of
 
     1.0, 1, True                        the reward
-    {"reward": 1.0, "length": 7}        the reward and further numbers to log; `score` may replace `reward`, and is a
-                                        further number beside it
+    {"reward": 1.0, "length": 7}        the reward and further numbers to log. Without `reward`, `score` is the reward;
+                                        with it, `score` is a further number
     {"abstain": "why"}                  no reward for this sample, and the reason
-    (answer, query, explanation)        one of these, with a judge's question and its reason as text for the log
+    (answer, query, explanation)        one of the answers above, with a judge's question and explanation for the log
 
 A number may be one of numpy, torch or `decimal`, such as numpy's bool_ and a tensor without dimensions.
 
@@ -112,7 +112,7 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
 
 
 def python_number(value: Any) -> Any:
-    """Return a number of `decimal`, or of a numerical library such as numpy, as one of Python, and others unchanged."""
+    """Convert a number of `decimal`, numpy or a similar library to a number of Python. Return other values unchanged."""
     if isinstance(value, Decimal):
         return float(value)
     # No library is imported here: the reward's process has the library if the reward returned such a number

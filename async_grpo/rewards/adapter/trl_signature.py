@@ -11,7 +11,11 @@ from typing import Any
 from async_grpo.rewards.adapter.decorators import function_of
 
 Sample = dict[str, Any]
-GENERATED = ("prompts", "completions", "completion_ids")  # TRL's arguments that are no data set columns
+GENERATED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+)  # TRL's arguments that are not columns of the data set
 # Columns of data sets that TRL does not pass to reward functions
 NO_ARGUMENTS = ("prompt", "completion", "completion_ids")
 # Keys that every sample has in addition to the columns of its data set row

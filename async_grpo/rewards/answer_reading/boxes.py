@@ -86,7 +86,7 @@ def boxed_answer(text: str, keeps_layout: bool = False) -> str | None:
     names = {box.name for box in boxes}
     name = next((name for name in _BOX_COMMANDS if name in names), None)
     spans: list[_Span] = []  # boxes of the answer, from the last to the first
-    # Set once a box lies outside of the answer. From then on, only a box around the answer's boxes can be part of it
+    # True once a box is outside of the answer. From then on, an earlier box can only belong to it by containing its boxes
     is_group_whole = False
     group_begin = len(text)
     group_end = len(text)

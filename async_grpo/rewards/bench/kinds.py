@@ -41,9 +41,8 @@ class _Cell:
     num_unscored: int = 0  # rows without a reward
     rewards: list[float] = field(default_factory=list)
     num_labels: int = 0  # rows with a reward and a label
-    num_differing: int = (
-        0  # of these, the rows whose label calls right what the reward calls wrong, or the reverse
-    )
+    # rows of `num_labels` on which reward and label disagree whether the completion is right
+    num_differing: int = 0
 
 
 class KindTable:

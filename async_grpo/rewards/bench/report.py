@@ -29,12 +29,10 @@ class Scorecard:
     statuses: Counter[RewardStatus] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # time of each call, without the wait for a worker
-    failures: dict[tuple[str, str], list[int]] = field(
-        default_factory=dict
-    )  # line numbers by (status, reason)
-    unsteady: dict[int, list[str]] = field(
-        default_factory=dict
-    )  # by line, results that were not always the same
+    # line numbers of the failures, by (status, reason)
+    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    # results of the rows whose result was not always the same, by line number
+    unsteady: dict[int, list[str]] = field(default_factory=dict)
     # The first rows that the reward scores as right and whose label, if there is one, agrees
     right_rows: list[CompletionRow] = field(default_factory=list)
 

@@ -143,7 +143,7 @@ class Server:
             self._channel.sendall(line)
         except OSError as error:
             if error.errno in (errno.EBADF, errno.ENOTSOCK):
-                # The reward has closed descriptors of others. End quietly: the exit code tells the parent why
+                # The reward has closed descriptors that it did not open. The exit code tells the parent the reason
                 os._exit(CHANNEL_CLOSED)
             raise
 
@@ -294,7 +294,9 @@ class Reward:
             returned = [returned]
         mismatch = _mismatch(returned, len(requests))
         if mismatch:
-            return [[failure(f"the batch of {len(requests)} samples came to {mismatch}")] for _ in requests]
+            return [
+                [failure(f"it returned {mismatch} for a batch of {len(requests)} samples")] for _ in requests
+            ]
         return [[self._read(value, request)] for value, request in zip(returned, requests, strict=True)]
 
     async def _post_process(self, group: Sequence[Message]) -> Answers:
@@ -308,7 +310,7 @@ class Reward:
             returned = await self.call("post_process_scores", [dict(member) for member in group])
             mismatch = _mismatch(returned, len(group))
             if mismatch:
-                raise ValueError(f"a group of {len(group)} came to {mismatch}")
+                raise ValueError(f"it returned {mismatch} for a group of {len(group)}")
             return [read_change(change, answer) for change, answer in zip(returned, answers, strict=True)]
         except BaseException as error:
             return [failure(f"post_process_scores: {describe(error)}")] * len(group)

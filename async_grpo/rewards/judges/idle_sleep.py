@@ -40,7 +40,7 @@ def set_sleeping(url: str, asleep: bool) -> None:
     if server_reply(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
         server_reply(url + ("/sleep?level=1" if asleep else "/wake_up"), "POST")
         if server_reply(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
-            raise ValueError("it says that it obeys, and does not")
+            raise ValueError("it accepted the request, but did not obey")
 
 
 class IdleSleep:

@@ -73,7 +73,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
             return sample[candidate]
     columns = ", ".join(sorted(str(column_name) for column_name in sample))
     raise ConfigurationError(
-        f"the judge's template names {{{name}}}, which the sample has not, but {columns}"
+        f"the judge's template names {{{name}}}, but the sample has only the columns {columns}"
     )
 
 

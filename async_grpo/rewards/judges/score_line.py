@@ -117,7 +117,7 @@ def _number_at(text: str, mention: _Mention, best: float) -> float:
     out_of = _OUT_OF.match(text, position)
     if out_of:
         if len(out_of[1]) > MAX_NUMBER_CHARACTERS or float(out_of[1]) != best:
-            raise ValueError(f"the score {excerpt!r} is a part of another best score than {best:g}")
+            raise ValueError(f"the score {excerpt!r} names another best score than {best:g}")
         position = _closed(text, out_of.end())
     if text.count("$", mention.begin, begin) != text.count("$", begin, position):
         raise ValueError(f"the score {excerpt!r} is an amount of dollars")

@@ -171,7 +171,7 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
         raise BadReply(f"a score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}")
     other_values = {name: value for name, value in score.items() if not is_number(value)}
     if other_values:
-        raise BadReply(f"the scorer's score holds what is no finite number: {quote(other_values)}")
+        raise BadReply(f"the scorer's score holds a value that is not a finite number: {quote(other_values)}")
     long_names = [name for name in score if len(name) > MAX_NAME_CHARACTERS]
     if long_names:
         raise BadReply(f"a name in the scorer's score is too long: {quote(long_names[0])}")

@@ -80,7 +80,7 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
             return resolve(parts[0])
         return _BY_NAME[tag](*(decode(part, resolve) for part in parts))
     except Exception as error:  # hostile bytes can break any constructor
-        raise WireError(f"no value: {error!r}") from error
+        raise WireError(f"this is not a valid value: {error!r}") from error
 
 
 class RpcChannel:
@@ -116,4 +116,4 @@ class RpcChannel:
             is_complete = line.endswith(b"\n")
             return json.loads(line if is_complete else b"")
         except (OSError, ValueError, RecursionError) as error:
-            raise WireError(f"no message: {error}") from error
+            raise WireError(f"this is not a valid message: {error}") from error

@@ -152,7 +152,7 @@ class _Process:
         if not is_off_network and not sandbox.allow_unsandboxed:
             raise ConfigurationError(
                 "nothing on this machine keeps tested code off the network: neither user namespaces nor a seccomp "
-                "filter (Linux on x86-64 or aarch64) can be had; allow_unsandboxed=True runs it all the same"
+                "filter (Linux on x86-64 or aarch64) is available; allow_unsandboxed=True runs it anyway"
             )
 
     def report(self, name: str, deadline: float) -> Any:

@@ -202,7 +202,7 @@ def test_sleep_and_wake_are_proven(model, program, monkeypatch):
     program[0] = "restless"
     with (
         server_of(model, sleep_mode=True) as server,
-        pytest.raises(WorkerLost, match="it says that it obeys"),
+        pytest.raises(WorkerLost, match="it accepted the request, but did not obey"),
     ):
         server.sleep()
 

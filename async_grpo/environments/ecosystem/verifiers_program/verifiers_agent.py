@@ -66,7 +66,7 @@ async def play(env: Any, tasks: dict[int, Any], key: str, row: dict[str, Any]) -
     """
     task = tasks.get(row["task"])
     if task is None or task.hash != row["hash"]:
-        raise RuntimeError("the environment makes other tasks each time it is loaded")
+        raise RuntimeError("the environment makes different tasks each time it is loaded")
     # The name contains API_KEY, because verifiers does not pass such variables to subprocesses
     variable = f"API_KEY_{hash(key)}"
     os.environ[variable] = key
