@@ -39,7 +39,7 @@ class PolicyLoss:
         idle_at_ratio_one: The loss pulls the policy to the old policy, and this pull vanishes if both are the same.
         scores: (batch, sums, token_keys, **settings) -> the score of each token. The tokens with the highest scores in
             the whole minibatch become `selected`. `sums` (3,) are the `covariance.token_sums` of the minibatch.
-            `token_keys` are distinct numbers, one for each token, from which random draws follow, or None. A loss that
+            `token_keys` are distinct numbers, one for each token, that determine its random draw, or None. A loss that
             selects no tokens has None in place of this function.
     """
 

@@ -88,7 +88,7 @@ class RunHandle:
 
     @classmethod
     def find(cls, config: WorkerConfig, patience_s: float) -> "RunHandle":
-        """Wait until a trainer has opened the run that the worker shall join.
+        """Wait until a trainer has opened the run that the worker is to join.
 
         Raises:
             ConfigurationError: The run needs no worker of this kind.

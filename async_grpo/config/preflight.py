@@ -218,5 +218,5 @@ def _check_reward_column(config: RunConfig, rewards: ResolvedRewards, questions:
         if early_names:
             raise ConfigurationError(
                 f"{question.where}: the column {config.reward_column!r} says {','.join(names)!r}, but a gate decides "
-                f"before the group is known, and {', '.join(early_names)} scores by the whole group: name it last"
+                f"before the group is complete, and {', '.join(early_names)} scores whole groups: name that reward last"
             )

@@ -1,6 +1,6 @@
 """Fields of OpenAI's API, and of vLLM's, that would change what an answer contains and that the endpoint does not obey.
 
-They are refused, because an agent that relies on them would misread the answer. Fields that only set how turns are
+These fields are refused, because an agent that relies on them would misread the answer. Fields that only set how turns are
 sampled, such as `temperature`, `seed` and `logit_bias`, are ignored: the run's settings apply to turns that are
 trained on.
 """

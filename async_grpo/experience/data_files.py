@@ -145,7 +145,7 @@ def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Rows:
-    """Yield the rows of a JSON file. They are its list, or the only list of objects in its object.
+    """Yield the rows of a JSON file: the items of its list, or of the only list of objects in its object.
 
     Many public files with this extension are JSONL, so their lines are read as rows.
     """

@@ -12,7 +12,7 @@ TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta)
 
 
 def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a row of a table in which all values are JSON values.
+    """Return a row of a table, with all values converted to JSON values.
 
     Arrow gives all objects of a list the same keys, and fills those that an object lacks with nulls, so these nulls are
     left out. A message's `content` stays, because its null has a meaning.

@@ -292,7 +292,7 @@ class EngineConfig(EngineOptions):
 
         The choice is the number of samples in flight, up to the maximum of the device. On a GPU the maximum is vLLM's
         default. On a CPU it is the smaller of 1,024 and the number of half-length sequences that fit into the KV cache.
-        If the cache runs full, vLLM computes some sequences again. It is never smaller than a group.
+        If the cache runs full, vLLM computes some sequences again. The choice is never smaller than a group.
         """
         if self.max_num_seqs is not None:
             return self

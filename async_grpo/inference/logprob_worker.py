@@ -214,7 +214,7 @@ def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str
     All other weights keep their values. The receipt shows that they were not received.
 
     Returns:
-        The names of the tensors with which the policy does not compute exactly, bit by bit.
+        The names of the tensors that differ, in any bit, from the weights with which the policy computes.
 
     Raises:
         WeightsDidNotLand: A name or a shape is not one of the policy's.

@@ -184,7 +184,7 @@ def vllm_version(engine_python: str = "") -> Iterator[Finding]:
     known_versions = ", ".join(KNOWN_VERSIONS)
     versions_of_engines: Mapping[str, str] = {}
     if engine_python:
-        with suppress(ConfigurationError):  # told by `compare_versions`
+        with suppress(ConfigurationError):  # `compare_versions` reports this error
             versions_of_engines = read_environment(engine_python).versions
     for name in VLLM_PACKAGES:
         try:

@@ -176,7 +176,7 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
 
 
 def _raise_if_saved(config: LocalConfig, start_time: float) -> None:
-    """Raise RunInterrupted if a checkpoint of after `start_time` contains a reason why the trainer ended early."""
+    """Raise RunInterrupted if a checkpoint that was written after `start_time` says why the trainer ended early."""
     for folder in checkpoints_of(config.output_path)[:1]:
         if folder.stat().st_mtime >= start_time and (reason := read(folder).ended):
             raise RunInterrupted(f"{reason}: saved in {folder}; the same command goes on from there")

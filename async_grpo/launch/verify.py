@@ -157,7 +157,7 @@ class VerifyConfig(PromptOptions):
         """Return a row with its prompt and its answer in the columns that rewards read.
 
         Raises:
-            ValueError: The row has no such column, or its answer is no finite number.
+            ValueError: The row has no such column, or its answer is not a finite number.
         """
         try:
             refuse_infinite_answers(row)

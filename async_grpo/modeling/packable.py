@@ -85,7 +85,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
     if layers == {"full_attention"}:
         return
     way_out = "use a model with full attention"
-    # With other positions in layers of each type, a changed type of layer would also change the positions
+    # If each type of layer has its own kind of positions, changing the type of a layer would also change its positions
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     has_rope_by_layer = any(isinstance(value, Mapping) for value in rope_parameters.values())
     if type(window) is int and layers <= {"full_attention", WINDOWED_LAYER} and not has_rope_by_layer:

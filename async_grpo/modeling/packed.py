@@ -84,7 +84,7 @@ class Packing:
         self.starts = self.boundaries[:-1]
         self.lengths = self.boundaries.diff()
         self.rows = indices(rows)  # (F,): row of each input
-        # (N,): row of each token; 0 for a token that is no input
+        # (N,): row of each token; 0 for a token that is not an input of the model
         self.rows_of_tokens = indices(rows_of_tokens)
         self.firsts = indices(firsts)  # (M,): index of each row's first input among the F inputs
         self.tokens = indices(inputs[firsts])  # (M,): index of each row's first input among the N tokens

@@ -18,7 +18,7 @@ def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
             packed forward of the trainer.
 
     Raises:
-        ConfigurationError: The folder is no whole model, or the trainer would not compute it as the engines do.
+        ConfigurationError: The folder holds no complete model, or the trainer would not compute it as the engines do.
     """
     config = load_config(path)
     if trains:

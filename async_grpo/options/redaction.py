@@ -22,7 +22,7 @@ SHORTEST_CHARACTERS = 8
 SHORTEST_LINE_CHARACTERS = 16
 MASK = "***"
 
-# Values that `register_secrets` has added. They are hidden whatever the names of their variables are
+# Values that `register_secrets` has added. They are hidden even if the names of their variables do not look like secrets
 _registered: set[str] = set()
 
 

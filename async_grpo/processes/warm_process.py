@@ -145,7 +145,7 @@ def run_and_exit(arguments: Sequence[str], executable: Path) -> NoReturn:
             print(error.code, file=sys.stderr)
             exit_code = 1
     # Do what Python does at its end, because `os._exit` skips it
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are not daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         # Fails if the reader of the stream has ended, or if a program has set the stream to None

@@ -32,7 +32,7 @@ def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
     """Return the fingerprints of the weights that this process's layers compute with.
 
     The fingerprints are given by place: the module of a weight (`read_back.place_of`), or for a tied head the full name
-    of the tensor to which it is tied. Of a weight that is split over processes, this process contributes its own part.
+    of the tensor to which it is tied. If a weight is split over processes, this process contributes its own part.
     A weight that all processes hold is counted in the first process only.
     """
     totals = Counter[str]()

@@ -46,8 +46,8 @@ def pickled(reward: Any, name: str) -> str:
             ) from error
     if len(content) > MAX_PICKLE_BYTES:
         raise ConfigurationError(
-            f"the reward {name} takes {len(content) >> 20} MB with all that it refers to, and {MAX_PICKLE_BYTES >> 20} MB "
-            "can be sent to its processes: load large objects inside of the function"
+            f"the reward {name} takes {len(content) >> 20} MB with all that it refers to, but at most "
+            f"{MAX_PICKLE_BYTES >> 20} MB can be sent to its processes: load large objects inside of the function"
         )
     for variable, secret in secrets().items():
         if secret.encode() in content:

@@ -54,7 +54,7 @@ _FORMULA_WORD = re.compile(
     r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
     r"(?![a-zA-Z])"
 )
-# Parts of a text that is no pure formula: words, units, bold letters, and signs such as those of currencies. Greek
+# Parts of a text that is more than a formula: words, units, bold letters, and signs such as those of currencies. Greek
 # letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)

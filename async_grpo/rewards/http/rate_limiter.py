@@ -110,7 +110,7 @@ class _Queue:
         if self.permits or any(self._phases.values()):
             raise ConfigurationError(
                 f"{key!r} is in use under {self._limits}: it cannot also have {limits}: "
-                "give both the same, or one another name"
+                "give both uses the same limits, or give one of them another name"
             )
         self._limits = limits
         self._slots = limits.concurrency or math.inf

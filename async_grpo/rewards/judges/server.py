@@ -37,7 +37,7 @@ GUARD = "async_grpo.rewards.judges.own_user.OwnUserOnly"  # ASGI middleware that
 POLL_S = 0.2
 CLOSE_S = 45.0  # time limit for a keeper to end, in seconds
 BACKOFF_S = 2.0  # pause before a server is restarted, in seconds
-# Environment variables that a server inherits from this process, with those of `is_device_variable`
+# Environment variables that a server inherits from this process, in addition to those of `is_device_variable`
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH".split()
 FORWARDED_PREFIXES = ("OMP_", "MKL_", "XDG_")
 END_OF_DEATH = "\0\n"  # ends each report about the death of a server
