@@ -121,7 +121,11 @@ class RemoteExperience:
         if self._questions is None:
             return
         if self._evaluation is not None:
-            log.warning("step %d is not evaluated: step %d still is", step, self._evaluation[0])
+            log.warning(
+                "step %d is not evaluated, because the evaluation of step %d still runs",
+                step,
+                self._evaluation[0],
+            )
             return
         log.info("evaluating at step %d", step)
         config = dataclasses.replace(self.config, eval_pinned=is_training_waiting)
@@ -167,7 +171,7 @@ class RemoteExperience:
         with show_waiting(f"waiting for the evaluation at step {step}"):
             while not _is_ready(results_reference):
                 if time.monotonic() >= deadline or self.told_to_end.wait(0.1):
-                    log.error("the evaluation of step %d has not ended: the run goes on without", step)
+                    log.error("the evaluation of step %d has not ended: the run goes on without it", step)
                     return False
         return True
 

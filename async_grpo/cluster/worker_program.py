@@ -164,7 +164,9 @@ class Worker:
             if self.capacity is not None:
                 if run.unless_closed(self.actor.begin_anew.remote(run.settings)):
                     return self.capacity
-                log.info("its settings changed, or an update did not end: the worker loads the model again")
+                log.info(
+                    "the run's settings changed, or a weight update did not finish: the worker loads the model again"
+                )
                 self.end()
                 self.begin()
             start = self.actor.start.remote(self.config, run.settings)
@@ -348,7 +350,7 @@ class _Drain:
             raise SystemExit(128 + signal.SIGTERM)
         self.has_begun = True
         log.warning(
-            "SIGTERM: no more work, %.0f s for what is begun (--drain-s); again to end at once",
+            "SIGTERM: this worker gets no more work, and %.0f s to finish (--drain-s); a second signal ends it at once",
             self._within_s,
         )
         # Ray is called in a thread, because the signal may have interrupted another call to Ray in this one

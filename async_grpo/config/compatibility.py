@@ -76,14 +76,14 @@ def broken_values(c: RunOptions) -> Broken:
     if c.keep_best is not None and not (c.keep_best in c.eval_files and c.eval_every):
         yield (
             "keep_best eval_data_path eval_every",
-            "do not fit: name a file (--eval-data-path NAME=FILE), and evaluate every so many steps",
+            "do not fit: name a file (--eval-data-path NAME=FILE), and set --eval-every to a number of steps",
         )
     if c.zero_variance == "resample" and not c.max_resamples:
         yield "zero_variance max_resamples", "replaces nothing: allow at least one, or use keep"
     if c.curriculum is not None and c.retire_solved_above is not None:
         yield "curriculum retire_solved_above", "do not fit: all rows of a level may be retired"
     if not c.curriculum_down_at < c.curriculum_up_at:
-        yield "curriculum_down_at curriculum_up_at", "leave nothing between them: give down below up"
+        yield "curriculum_down_at curriculum_up_at", "do not fit: the first must be lower than the second"
     yield from _broken_rejection(c)
     yield from _idle_values(c)
 
@@ -232,7 +232,8 @@ def _broken_estimator(c: RunOptions) -> Broken:
     if c.kl_in_reward and not estimator.outcome:
         yield (
             "advantage_estimator kl_in_reward",
-            "do not go together: the KL would pay every token, and the estimator compares steps; use the KL in the loss",
+            "do not go together: the KL would be a reward of every token, but the estimator compares steps; use the KL "
+            "in the loss",
         )
     if c.zero_variance != "keep" and estimator.compares_with_batch:
         yield (
@@ -266,11 +267,11 @@ def _broken_loss(c: RunOptions) -> Broken:
     if weighs and loss.needs_proximal:
         yield (
             "policy_loss importance_level",
-            "weigh twice: the loss weighs by the engine's policy itself; leave --importance-level out",
+            "correct twice for the engine's policy, because the loss itself also does; leave --importance-level out",
         )
     if weighs and loss.uses_ratio and c.old_policy == "behaviour":
         yield (
             "policy_loss importance_level",
-            "would count it twice: the loss holds the ratio to the engine's policy. Use --old-policy current or proximal, "
-            "or a loss without a ratio (grpo, gpg)",
+            "correct twice for the engine's policy, because the loss has the ratio to it. Use --old-policy current or "
+            "proximal, or a loss without a ratio (grpo, gpg)",
         )

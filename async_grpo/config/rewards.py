@@ -186,7 +186,7 @@ def _broken_process_rewards(c: RunConfig, r: ResolvedRewards, fills: bool) -> Br
     if process and (fills or c.fallbacks):
         yield (
             "on_reward_failure reward_fallback",
-            f"beside {process}: nothing can stand in for its steps; use mask or refill, and no fallback",
+            f"do not fit {process}: nothing can replace its step rewards; use mask or refill, and no fallback",
         )
 
 

@@ -36,9 +36,7 @@ ENGINES = {
     "fake": "async_grpo.testing.engine:FakeEngine",
 }
 _OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
-_OTHER_POLICY = (
-    "tokens would be drawn from, and log-probs told of, another policy than the one that is trained"
-)
+_OTHER_POLICY = "the engine would sample from another policy than the trained one, and report the log-probs of that policy"
 # Arguments of vLLM's engine that are refused, each with the reason. They would silently change what its log-probs mean,
 # or make the proof that new weights have arrived worthless
 REFUSED_ENGINE_OPTIONS = {

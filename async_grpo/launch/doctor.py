@@ -136,7 +136,12 @@ def within(look: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Find
     thread.join(LOOK_S)
     if thread.is_alive():
         findings.append(
-            Finding(name, ERROR, f"no end within {LOOK_S:g} s", "see what hangs: a disk, a driver")
+            Finding(
+                name,
+                ERROR,
+                f"it did not end within {LOOK_S:g} s",
+                "find out what hangs, such as a disk or a driver",
+            )
         )
     return findings
 
@@ -320,7 +325,7 @@ def tokenizer(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     yield Finding(
         "tokenizer",
         WARNING if changed_row else OK,
-        f"{changed_row}: `input` is another text" if changed_row else "texts survive it",
+        f"{changed_row}: `input` decodes to another text" if changed_row else "it decodes texts unchanged",
         "tokenise the data by this model's tokenizer",
     )
     yield end_tokens(model_tokenizer, config, prepared.settings.stop_token_ids)

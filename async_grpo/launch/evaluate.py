@@ -123,7 +123,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
             # Rows of a file that an untrusted folder names must not leave the machine
             if address_names := sorted(ADDRESS_OPTIONS & {*explicit_names}):
                 print(
-                    f"--{dashed(address_names[0])} would be sent the rows of a file that the folder names",
+                    f"--{dashed(address_names[0])} would receive the rows of a file that the folder names",
                     flush=True,
                 )
                 refuse_named({"eval_data_path": inherited["eval_data_path"]}, folder)

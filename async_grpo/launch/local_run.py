@@ -63,7 +63,7 @@ def run_locally(config: LocalConfig) -> None:
                 )
                 return
             log.warning(
-                "%d steps are done, and their model has not been written: it is now", checked.resumed_step
+                "%d steps are done, but their model was not written: it is written now", checked.resumed_step
             )
         for finding in checked.findings:
             refuse(finding.level == plan.ERROR, f"{finding.name}: {finding.found}: {finding.cure}")
@@ -160,7 +160,7 @@ def _await_end(config: LocalConfig, supervisor: Supervisor, trainer: Program, *,
         if not can_save:
             raise
         log.warning(
-            "%s: the trainer saves a checkpoint first, for at most %.0f s (--grace-s); again to end at once",
+            "%s: the trainer saves a checkpoint first, for at most %.0f s (--grace-s); a second signal ends it at once",
             str(interrupt) or "Ctrl-C",
             config.grace_s,
         )

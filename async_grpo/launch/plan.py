@@ -337,7 +337,7 @@ def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     )
     lines = metrics_lines(config.output_path / METRICS_FILE, NUM_PACE_STEPS)
     step_times_s = [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]
-    text = "not measured yet; the run's first steps in this folder do"
+    text = "not measured yet: the first steps of the run in this folder will show it"
     if step_times_s:
         step_time_s = statistics.median(step_times_s)
         total = duration(step_time_s * remaining_steps)

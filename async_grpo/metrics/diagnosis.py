@@ -24,7 +24,7 @@ from async_grpo.processes.waits import Wait
 
 FULL_MB = 8.0  # free space in MB below which a disk counts as full
 BUSY_CORES = 0.2  # number of cores in use above which a waiting verifier may be in an endless loop
-NOTHING = "nothing is seen that the run waits for: it may be starting, or between two steps"
+NOTHING = "the run does not wait for anything that is recorded: it may be starting, or between two steps"
 NOBODY = "though nobody has one: a permit was lost"
 
 

@@ -141,7 +141,9 @@ class Trackers:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [thread.name for thread in self._threads if thread.is_alive()]
         if late:
-            log.error("the trackers do not answer (%s): what they lack stays in the metrics file", late)
+            log.error(
+                "the trackers do not answer (%s): the lines that they lack are in the metrics file", late
+            )
 
 
 def trackers_of(

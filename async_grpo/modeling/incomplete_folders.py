@@ -46,7 +46,7 @@ def refuse_adapter(folder: Path) -> None:
         remove = ""
         if has_model:
             remove = (
-                f"; if the model beside it is complete without the adapter, remove {ADAPTER_CONFIG_FILE} and "
+                f"; if the model in the folder is complete without the adapter, remove {ADAPTER_CONFIG_FILE} and "
                 f"{ADAPTER_WEIGHTS_FILE}"
             )
         raise ConfigurationError(

@@ -39,7 +39,7 @@ DEFAULT_VARIABLES = (
     "staleness_mean",
     "avg_kl_div",
 )
-BANDS = "bands: of two runs from one to the other, of more the 95 % t interval of their mean"
+BANDS = "bands: from the lower to the higher of two runs, or the 95 % t interval of the mean of more runs"
 PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
 # x values to forecast, as multiples of the last x of the run

@@ -63,7 +63,9 @@ def _listen(
         has_signal = bool(select.select([read_end], [], [], left_s)[0])
         if not has_signal:
             assert first_number is not None, "without a signal, the wait has no end"
-            log.error("there is no checkpoint after %.0f s (--grace-s): ending without", grace_s)
+            log.error(
+                "there is no checkpoint after %.0f s (--grace-s): the process ends without one", grace_s
+            )
             os._exit(128 + first_number)
         number = os.read(read_end, 1)[0]
         if number == signal.SIGUSR1 and look is not None:
@@ -74,7 +76,7 @@ def _listen(
             first_number = number
             first_at = time.monotonic()
             name = signal.Signals(number).name
-            log.warning("%s: saving a checkpoint, then ending; again to end at once", name)
+            log.warning("%s: the run saves a checkpoint and ends; a second signal ends it at once", name)
             ask(name)
         elif first_number is None or time.monotonic() - first_at > SAME_S:
             os._exit(128 + number)

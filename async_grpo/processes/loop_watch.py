@@ -207,7 +207,7 @@ class LoopWatch:
             self._log_turn(turn, place, stack)
         elif turn.starved_s > self._limit_s and self._places.may_log("starved"):
             log.warning(
-                "the event loop was ready for %.1f s and got no processor: this machine has more to do than it can",
+                "the event loop was ready for %.1f s and got no processor: this machine is overloaded",
                 turn.starved_s,
             )
 

@@ -316,7 +316,10 @@ class AdapterQueue:
             except Exception as error:
                 description = f"{type(error).__name__}: {error}"
                 logger.error(
-                    "a verifier of %r less, %d left: %s", self.adapter, len(self._slots), description
+                    "a lost verifier of %r cannot be replaced now, %d are left: %s",
+                    self.adapter,
+                    len(self._slots),
+                    description,
                 )
                 if not self._slots:
                     self._break(f"no worker of {self.adapter!r} can be made any more: {description}")

@@ -72,7 +72,10 @@ class TestOnRay:
         begun = time.monotonic()
         one.start()
         assert one.after_step(1) == {} == one.after_step(2)
-        assert time.monotonic() - begun < 5.0 and "step 2 is not evaluated: step 0 still is" in caplog.text
+        assert (
+            time.monotonic() - begun < 5.0
+            and "step 2 is not evaluated, because the evaluation of step 0 still runs" in caplog.text
+        )
         assert one.after_step(3) == {}
         assert "the evaluation of step 0 has not ended: the run goes on without" in caplog.text
         assert not (tmp_path / "eval_metrics.jsonl").exists()

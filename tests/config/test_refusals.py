@@ -42,7 +42,7 @@ VALUES = [  # refused by the configuration itself
     ({"top_p": 0.9}, "log-probs of the truncated policy"),
     ({"kl_coef": float("nan")}, "--kl-coef nan: it must be a finite number"),
     ({"zero_variance": "resample", "max_resamples": 0}, "replaces nothing"),
-    ({"curriculum": "level", "curriculum_down_at": 0.8}, "leave nothing between them"),
+    ({"curriculum": "level", "curriculum_down_at": 0.8}, "the first must be lower than the second"),
     ({"curriculum": "level", "retire_solved_above": 0.9}, "all rows of a level may be retired"),
     ({"groups_alive": 257}, "--groups-alive 257 --max-staleness 1 do not fit: a step takes 128 .* 256 can be alive"),
     ({"groups_alive": 127}, "do not fit: a step takes 128 groups, and 256 can be alive"),

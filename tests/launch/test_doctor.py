@@ -126,7 +126,7 @@ def test_a_look_that_hangs_or_fails_is_a_finding(monkeypatch):
 
     first, late = doctor.within(hanging_disk)
     released.set()
-    assert first.level == "ok" and late[:3] == ("hanging disk", "error", "no end within 0.1 s")
+    assert first.level == "ok" and late[:3] == ("hanging disk", "error", "it did not end within 0.1 s")
 
     def leaving(error):
         raise error
@@ -257,7 +257,7 @@ def test_data_of_another_tokenizer_and_a_template_without_a_stop_id_are_warned_a
     good, ends = looked_through(row["input"], row["input_token_ids"], (258,))
     assert (good.level, ends.level) == ("ok", "ok")
     other, endless = looked_through(row["input"], row["input_token_ids"][::-1], (5,))
-    assert other.level == "warning" and other.found == "data, line 1: `input` is another text"
+    assert other.level == "warning" and other.found == "data, line 1: `input` decodes to another text"
     assert endless.level == "warning" and "none ends an answer of the chat template" in endless.found
 
 

@@ -36,7 +36,7 @@ SETTINGS = [  # beside a run that could work: what is changed, the reason, the c
     ({"policy-loss": "ppo"}, "--policy-loss 'ppo' is unknown", "known: "),
     ({"advantage-estimator": "grpoo"}, "--advantage-estimator 'grpoo' is unknown", "did you mean grpo"),
     ({"lr-scheduler": "cosine", "num-training-batches": 5}, "decays until the run's end at step 5", "beyond the warm-up"),
-    ({"importance-level": "token"}, "would count it twice", "Use --old-policy"),
+    ({"importance-level": "token"}, "correct twice for the engine's policy", "Use --old-policy"),
     ({"loss-options": "cap=1,cap=2"}, "cap is given twice", "--loss-options"),
     ({"weight-transport": "nccl"}, "--weight-transport nccl needs GPUs", "object_store, shared_files work everywhere"),
     ({"engine": "tgi"}, "--engine 'tgi' is unknown", "known: vllm, fake"),
