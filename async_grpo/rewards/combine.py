@@ -55,7 +55,7 @@ class Combination:
     def __post_init__(self) -> None:
         if not self.adapters or len(set(self.adapters)) != len(self.adapters):
             raise ConfigurationError(
-                f"the adapters are {self.adapters}: name at least one, and none of them twice"
+                f"the adapters are {self.adapters}: name at least one adapter, and none of them twice"
             )
         if self.mode not in MODES:
             modes = ", ".join(MODES)

@@ -39,7 +39,7 @@ def check(tmp_path: Path, rows: list[dict[str, Any]], reward: str, **options: An
 WRONG_ROWS = [
     ("math_verify", {"answer": "#### 18"}, {"answer": None}, "must be text or a number"),
     ("math_verify", {"answer": r"\frac{1}{2}"}, {"answer": "  "}, "is empty"),
-    ("math_verify", {"answer": "NaCl"}, {"answer": "NaN"}, "a value is missing"),
+    ("math_verify", {"answer": "NaCl"}, {"answer": "NaN"}, "the value is missing"),
     ("math_verify", {"answer": r"1, 2, \ldots, n"}, {"answer": r"\boxed{1"}, "has no end"),
     ("mathd", {"answer": "Monday"}, {"answer": True}, "must be text or a number"),
     ("mathd", {"answer": 27.0}, {"answer": "$"}, "answer"),

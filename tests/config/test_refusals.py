@@ -82,7 +82,7 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
 REWARDS = [  # refused once the rewards are known
     ({"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, OUTCOME, "gdpo normalises"),
     ({"advantage_estimator": "gdpo", "reward_weights": "a=2,other=1"}, OUTCOME, "names other"),
-    ({"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"}, BOTH, "can stand in for its steps"),
+    ({"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"}, BOTH, "can replace its step rewards"),
     ({"advantage_estimator": "gae", "reward_fallback": "s=a"}, BOTH, "and no fallback"),
     ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, STEPS, "weigh them by"),
     ({"advantage_estimator": "reinforce_plus_plus", "zero_variance": "filter"}, OUTCOME, "whole batch"),

@@ -104,7 +104,10 @@ SLOT = Wait("slot", "the rollout loop", "a slot of the staleness budget", 12.0)
             seen(Wait("reward", "prompt -3", "other", 99.0), WORKER),  # an evaluation's
             "Generation worker g1 keeps a group waiting (1 wait, the longest for 9 s)",
         ),
-        (seen(), "Nothing is seen that the run waits for: it may be starting, or between two steps"),
+        (
+            seen(),
+            "The run does not wait for anything that is recorded: it may be starting, or between two steps",
+        ),
     ],
 )
 def test_the_sentence_names_who_holds_up_the_run(snapshot, sentence):

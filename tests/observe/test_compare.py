@@ -149,7 +149,7 @@ def test_runs_of_one_name_are_one_curve_and_the_others_their_own(tmp_path: Path,
     assert {tuple(corner) for corner in corners} == {(8, 0), (8, 2), (16, 1), (16, 3)}
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["base (2 runs)", "other"]
     assert (first.get_color(), second.get_color()) == ("#0072b2", "#d55e00")
-    assert "of two runs from one to the other, of more the 95 % t interval" in drawn.get_supxlabel()
+    assert "from the lower to the higher of two runs, or the 95 % t interval" in drawn.get_supxlabel()
 
 
 def test_smoothing_comes_before_the_mean(tmp_path: Path, drawn: Figure) -> None:

@@ -138,7 +138,7 @@ def test_a_first_difference_that_weights_may_explain_or_that_is_too_large_is_ref
     everything = tuple(name for name, _ in Chaotic().named_parameters())
     engine = OffsetEngine(unread=everything if unread is None else unread)
     engine.offset = offset
-    with pytest.raises(WeightsDidNotLand, match=f"they differ by {offset}"):
+    with pytest.raises(WeightsDidNotLand, match=f"differ from the trainer's by {offset}"):
         publisher(engine).publish(trained(), 0)()
 
 
