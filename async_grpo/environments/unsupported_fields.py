@@ -20,11 +20,11 @@ UNSUPPORTED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FREELY),
     **dict.fromkeys(("structured_outputs", "bad_words", "min_tokens", "ignore_eos"), _FREELY),
 }
-# Values that ask for nothing. 0 equals False
+# Values with which a field requests nothing. 0 is also such a value, because it equals False
 _HARMLESS: tuple[Any, ...] = (None, False, "", [], {})
 _HARMLESS_BEST_OF = 1
 
-# What a field may be, for errors about it
+# The supported values of a field, for error messages
 HINTS = {
     "content": "a text, or a list of parts {'type': 'text', 'text': ...}; images, audio and files are not supported",
     "prompt": "one text, or one list of token ids, per request",

@@ -201,9 +201,8 @@ class GroupAdvantages:
         if self.config.mask_truncated and completion.truncated:
             return None
         if self.config.max_token_staleness is None:
-            return repeated(
-                np.array(True), len(completion)
-            )  # a view of a single value, which takes no memory
+            # A view of a single value, which takes no memory
+            return repeated(np.array(True), len(completion))
         return step - completion.versions <= self.config.max_token_staleness
 
     def _with_advantages(

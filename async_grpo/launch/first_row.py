@@ -19,9 +19,8 @@ from async_grpo.types import AdapterResult, RewardStatus
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
 
-TRIAL_S = (
-    6.0  # time for all rewards together. If they need more, for example to load a model, nothing is refused
-)
+# Time for all rewards together. If they need more, for example to load a model, nothing is refused
+TRIAL_S = 6.0
 # Answers in several forms, because a reward may raise an exception for a completion that lacks the form it expects
 COMPLETIONS = (*ANSWERS, "#### {}", "The answer is {}.")
 # Names of errors that are more likely caused by the completion than by the row or the reward

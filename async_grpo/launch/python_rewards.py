@@ -62,9 +62,8 @@ def _is_reward(value: Any) -> bool:
 
 def _name_of(reward: Any, position: int) -> str:
     """Return a reward's name for the metrics: its own name, or `reward_N` by its position, as for a lambda."""
-    while hasattr(reward, "func") and not hasattr(
-        reward, "__name__"
-    ):  # a functools.partial has no name of its own
+    # A functools.partial has no name of its own, so it gets the name of its function
+    while hasattr(reward, "func") and not hasattr(reward, "__name__"):
         reward = reward.func
     name = getattr(reward, "__name__", type(reward).__name__)
     is_plain = (

@@ -91,10 +91,9 @@ def _checked_row(row: Any, place: str, has_prompt_column: bool) -> dict[str, Any
             f'{place} is a {type(row).__name__}, not a dict such as {{"prompt": "3 + 4 = ?"}}'
         )
     checked_row = dict(row)
+    # `datasets` fills missing columns with None
     for column in PROMPT_COLUMNS:
-        if column in checked_row and is_missing(
-            checked_row[column]
-        ):  # `datasets` fills missing columns with None
+        if column in checked_row and is_missing(checked_row[column]):
             del checked_row[column]
     if has_prompt_column:
         return checked_row

@@ -40,11 +40,8 @@ CONFIG_HELP = (
 )
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
-CANNOT_WRITE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-)  # the disk is full, the quota is used up, or it is read-only
+# The disk is full, the quota is used up, or the file system is read-only
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 MIN_HELP_COLUMNS = 120  # with fewer, names of options are cut
 NARROW_HINT = (
     f"A terminal of {MIN_HELP_COLUMNS} columns shows all names in full; docs/options.md has them, too."

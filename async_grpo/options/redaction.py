@@ -166,9 +166,8 @@ def _base64_spellings(value: bytes) -> set[str]:
         for num_before in range(3):
             text = encode(b"\0" * num_before + value).decode()
             first = -(-8 * num_before // 6)  # first character that encodes no bits of the preceding bytes
-            beyond = (
-                8 * (num_before + len(value)) // 6
-            )  # first character that may encode bits of the following bytes
+            # first character that may encode bits of the following bytes
+            beyond = 8 * (num_before + len(value)) // 6
             texts.add(text[first:beyond])
     return texts
 

@@ -202,7 +202,8 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
     if callable(user_object):
         return entry(user_object)
     raise ConfigurationError(
-        f"--{flag} {name}: the object is a {type(user_object).__name__}, which cannot be used here: name a function"
+        f"--{flag} {name}: the object is a {type(user_object).__name__}: name a function, a class, or an object of the "
+        "type that the library's own choices have"
     )
 
 

@@ -256,9 +256,8 @@ class CallMiddleware:
         try:
             estimate = self._estimates[name](sample)
             await self._budget.reserve(name, estimate)
-        except (
-            Exception
-        ) as error:  # a user's judge may raise anything, for example if the sample lacks a column
+        except Exception as error:
+            # A user's judge may raise anything, for example if the sample lacks a column
             reason = str(error) if isinstance(error, BudgetExhausted) else describe(error)
             return AdapterResult(name, RewardStatus.FAILED, reason=reason, attempts=0)
         # If the call is cancelled, or the server does not report its usage, the whole estimate counts as spent

@@ -181,7 +181,7 @@ class QueueStats:
 
     def __init__(self) -> None:
         self.has_hook = False  # whether the adapter has a group hook, which may still change the rewards
-        self._distinct_rewards: set[float] = set()  # at most two, because only one or several matters
+        self._distinct_rewards: set[float] = set()  # at most two, which show that the rewards differ
         self._num_rewards = 0
         self.reset()
 

@@ -2,7 +2,7 @@
 
 Written for vLLM 0.31 and 0.32. On the CPU vLLM runs the model in a separate process, only to bind its threads to cores.
 That process imports everything a second time, and the engine talks to it through a queue that is polled. If threads are
-not bound (`VLLM_CPU_OMP_THREADS_BIND=nobind`), the process is useless. The public argument against it is
+not bound (`VLLM_CPU_OMP_THREADS_BIND=nobind`), the process is useless. The public argument that avoids it is
 `distributed_executor_backend="uni"`, but vLLM's CPU platform changes the value to "mp" unless the variable
 `VLLM_ENABLE_V1_MULTIPROCESSING`, which is meant for tests, is 0.
 

@@ -11,11 +11,8 @@ from typing import Any
 from async_grpo.rewards.adapter.decorators import function_of
 
 Sample = dict[str, Any]
-GENERATED = (
-    "prompts",
-    "completions",
-    "completion_ids",
-)  # TRL's arguments that are not columns of the data set
+# TRL's arguments that are not columns of the data set
+GENERATED = ("prompts", "completions", "completion_ids")
 # Columns of data sets that TRL does not pass to reward functions
 NO_ARGUMENTS = ("prompt", "completion", "completion_ids")
 # Keys that every sample has in addition to the columns of its data set row

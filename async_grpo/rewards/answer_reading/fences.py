@@ -109,9 +109,8 @@ class _End:
 
     first_line: int  # index of the first line after the content: the closing fence, if there is one
     next_line: int  # index of the line that follows the block
-    is_loose: bool = (
-        False  # whether the fence ends the block only by the looser rules (see the module's docstring)
-    )
+    # whether the fence ends the block only by the looser rules (see the module's docstring)
+    is_loose: bool = False
 
 
 def _opening_of(line: str) -> _Opening | None:

@@ -119,9 +119,8 @@ class _Results:
 
     passed: int = 0
     timed_out: int = 0
-    levels: frozenset[str] | None = (
-        None  # levels of confinement in force in all tests; None before the first test
-    )
+    # levels of confinement in force in all tests; None before the first test
+    levels: frozenset[str] | None = None
 
     def add(self, run: SandboxRun, is_passed: bool) -> None:
         self.passed += int(is_passed)

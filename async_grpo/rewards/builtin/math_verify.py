@@ -37,9 +37,8 @@ from async_grpo.rewards.builtin.sympy import is_computable
 MAX_CHARACTERS = 20_000
 SECONDS = 5.0  # maximum time of one parse or comparison, after which the sample gets no reward
 
-MAX_READ_DIGITS = (
-    4000  # largest number of digits of an integer that math-verify reads; Python refuses 4300 and more
-)
+# Largest number of digits of an integer that math-verify reads; Python refuses 4300 and more
+MAX_READ_DIGITS = 4000
 
 _INTEGER = re.compile(r"-?[1-9]\d*")
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")

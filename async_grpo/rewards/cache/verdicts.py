@@ -96,7 +96,7 @@ class VerdictCache:
             raise
         else:
             outcome.set_result(text)
-            # Callers find the call until its entry is in the file. In between, one would make a second call
+            # The call stays in `_calls` until its entry is in the file. A caller that found neither would repeat the call
             await self._keep(key, text, answer)
         finally:
             del self._calls[key]

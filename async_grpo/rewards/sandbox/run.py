@@ -69,9 +69,8 @@ class Sandbox:
             SandboxError: No process could be started.
         """
         with ExitStack() as stack:
-            source = stack.enter_context(
-                _unnamed_file(stdin)
-            )  # not a pipe, because programs ask for the input's size
+            # A file and not a pipe, because programs may ask for the size of their input
+            source = stack.enter_context(_unnamed_file(stdin))
             output_end, program_end = _entered_socket_pair(stack)
             process = _Process(stack, self, PROGRAM, code, source.fileno(), program_end.fileno())
             program_end.close()

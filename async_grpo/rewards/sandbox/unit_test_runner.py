@@ -149,9 +149,8 @@ class Solution(dict[str, Any]):
         raise error
 
     def _object(self, number: Any) -> Proxy:
-        return Proxy(
-            self.ask, int(number)
-        )  # `decode` makes a WireError of the exception for anything but a number
+        # If this is not a number, `int` raises an error, which `decode` converts to a WireError
+        return Proxy(self.ask, int(number))
 
 
 def run(tests: str, channel: RpcChannel) -> bool | str:
