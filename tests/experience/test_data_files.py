@@ -328,7 +328,10 @@ WRONG_TABLES = {
     "cp1252": ("input,answer\na,7\né,7\n".encode("cp1252"), "line 3: not UTF-8 .*iconv -f cp1252"),
     "UTF-16": ("input,answer\n".encode("utf-16"), "line 1: not UTF-8"),
     "a mark in the middle": ("input,answer\na,7\n\ufeffinput,answer\n", "line 3: a byte order mark"),
-    "semicolons": ("input;answer\na;7\n", "line 1: the table has only one column, 'input;answer', .* save it with commas"),
+    "semicolons": (
+        "input;answer\na;7\n",
+        "line 1: the table has only one column, 'input;answer', .* save it with commas",
+    ),
     "messages of Python": (
         "prompt,answer\n\"[{'role': 'user', 'content': 'a'}]\",7\n",
         "line 2: prompt: the text is a list of messages as Python prints it",
