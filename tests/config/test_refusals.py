@@ -62,7 +62,7 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
     ({"old_policy": "current", "policy_loss": "dro"}, "leave the loss without its pull to the old policy"),
     ({"old_policy": "current", "policy_loss": "decoupled"}, "current leaves none"),
     ({"policy_loss": "decoupled", "importance_level": "token"}, "leave --importance-level out"),
-    ({"importance_level": "token"}, "count it twice"),
+    ({"importance_level": "token"}, "correct twice"),
     ({"policy_loss": "clip_cov", "loss_options": "cov_low=3,cov_high=2"}, "cov_low"),
     ({"loss_options": "clip_low=2"}, "clip_low=2.* share between 0 and 1"),
     ({"loss_options": "clip_low=0.1", "clip_low": 0.2}, "given twice"),
