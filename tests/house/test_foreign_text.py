@@ -24,7 +24,15 @@ from async_grpo.launch import local_run
 from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
-from async_grpo.rewards.answer_reading import free_text, notation
+from async_grpo.rewards.answer_reading import (
+    choices,
+    formulas,
+    free_text,
+    notation,
+    qualifiers,
+    spellings,
+    units,
+)
 from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
 from async_grpo.rewards.answer_reading.sequences import read_sequence
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
@@ -57,6 +65,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"[a-zA-Z]": "stated_answer",
         r"[a-zA-Z]{2}|=": "stated_answer",
         r"\\{1,2}(?:boxed|fbox)(?![a-zA-Z])|\\(?:begin|end)(?![a-zA-Z])|\\.|[{}]": "stated_answer",
+        r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?=\Z": "stated_answer",
         r"_ROW_BREAK": "stated_answer",
         r"_SEPARATOR": "stated_answer",
         r"f'(?:{_SPACE})+'": "stated_answer",
@@ -74,27 +83,63 @@ PATTERNS: dict[str, dict[str, str]] = {
         "f'[{_SUPERSCRIPTS}]+'": "notation",
     },
     "rewards/answer_reading/notation.py": {
+        "\n    (-?\\d{1,15}) \\s{1,4} (?:and|\\\\text\\s?\\{\\s?and\\s?\\}) \\s{1,4}\n    (?:(\\d{1,15})\\s?/\\s?(\\d{1,15})|\\\\frac\\{(\\d{1,15})\\}\\{(\\d{1,15})\\})\n    ": "notation",  # noqa: E501
+        "\n    ([-+]?\\d{1,30}(?:\\.\\d{1,30})?)\n    \\s{0,8} (?:\\\\times|\\\\cdot|\\*|x) \\s{0,8} 10 \\s{0,8}\\^\\s{0,8}\n    (?:\\{\\s?([-+]?\\d{1,2})\\s?\\}|(\\d))\n    ": "notation",  # noqa: E501
+        "\n    \\s{0,8}\n    (?: \\\\pmod(?![a-zA-Z]) \\s? (?:\\{\\s?\\w{1,40}\\s?\\}|\\w)\n      | \\(\\s? \\\\?b?mod(?![a-zA-Z]) \\s{0,4} \\w{1,40} \\s?\\)\n    )\n    \\s{0,8}\\Z\n    ": "notation",  # noqa: E501
         r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))": "notation",
         r"(.{1,100}?)\s?\\?%": "notation",
-        r"(?<![\w.\\])(?:(\d{1,400}\.\d{1,400}|1)[eE]([+-]?\d{1,5})|(\d{1,400})[eE](\d{1,5}|[+-]0\d{0,4}|[+-]\d{2,5}|\+\d))(?!\w|\.\d)": "notation",  # noqa: E501
-        r"(?<![\w.])(\d{1,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s{0,8}(?:\{(\d{1,15})\}|(\d))|\((\d{1,15})\))": "notation",  # noqa: E501
         r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z": "notation",
         r"([-+]?)10\^(?:\{([-+]?\d{1,2})\}|(\d))": "notation",
-        r"([-+]?\d{1,30}(?:\.\d{1,30})?)\s{0,8}(?:\\times|\\cdot|\*|x)\s{0,8}10\s{0,8}\^\s{0,8}(?:\{\s?([-+]?\d{1,2})\s?\}|(\d))": "notation",  # noqa: E501
+        r"([^=]{2,400}?|\d)\s{0,8}=\s{0,8}([a-zA-Z])": "notation",
         r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?": "notation",
         r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?": "notation",
+        r"\\(?:pm|mp)(?![a-zA-Z])\s?": "notation",
         r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)": "notation",
         r"\s{0,8}(\\approx(?![a-zA-Z])|=)\s{0,8}(-?\d{0,40}\.?\d{1,40})\s{0,8}\Z": "notation",
+        r"\s{0,8}\\equiv(?![a-zA-Z])\s{0,8}": "notation",
+        r"f'{FONT}\\s?(\\{{[^{{}}]{{0,400}}\\}})'": "notation",
+    },
+    "rewards/answer_reading/spellings.py": {
+        "\n    (?<![\\w.\\\\])\n    (?: (\\d{1,400}\\.\\d{1,400}|1) [eE] ([+-]?\\d{1,5})\n      | (\\d{1,400}) [eE] (\\d{1,5}|[+-]0\\d{0,4}|[+-]\\d{2,5}|\\+\\d)\n    )\n    (?!\\w|\\.\\d)\n    ": "notation",  # noqa: E501
+        "\n    (?<![\\w.]) (\\d{1,15}) \\. (\\d{0,15})\n    (?: \\\\(?:overline|bar|dot)\\s{0,8} (?:\\{(\\d{1,15})\\}|(\\d))\n      | \\((\\d{1,15})\\)\n    )\n    ": "notation",  # noqa: E501
+        r"(?<![\w.])(\d{1,15})\.(\d{0,6}?)(\d{1,6}?)\3{2,20}\s{0,2}(?:\.{3}|\\[lc]?dots(?![a-zA-Z])\s?)": "notation",
         "_SURE_SEPARATOR": "notation",
-        r"f'(?:{_FONTS}\\s?\\{{|\\{{)?\\s{{0,8}}\\(?\\s{{0,8}}(?:{_FONTS}\\s?\\{{)?\\s{{0,8}}([a-zA-Z])\\s{{0,8}}\\}}?\\s{{0,8}}\\)?\\.?\\s{{0,8}}\\}}?\\.?'": "notation",  # noqa: E501
         r"f'(?<![\\d.])\\d{{1,3}}(?:{_SURE_SEPARATOR}\\d{{3}}){{1,20}}(?!\\d)'": "notation",
-        r"f'(?<![\\w.}}^/])(?<!\\d )(?<!\\\\ )(\\d{{1,15}})(?:{SPACE}{{0,8}}\\\\frac\\{{(\\d{{1,15}})\\}}\\{{(\\d{{1,15}})\\}}|{SPACE}{{1,8}}(\\d{{1,15}})\\s?/\\s?(\\d{{1,15}})(?![\\w.]))(?!\\s?[\\^!/])'": "notation",  # noqa: E501
-        r"f'(?<=[\\d}}]){SPACE}{{0,8}}\\\\(?:text(?:rm|normal)?|mathrm|mbox|rm)\\s{{0,8}}\\{{\\s{{0,8}}(?!{_NO_UNITS}(?![a-zA-Z])|[aApP]\\.?[mM])[a-zA-Z][a-zA-Z /.-]{{0,60}}\\}}{_POWER}?(?:\\s?/\\s?\\\\(?:text|mathrm)\\s?\\{{[a-zA-Z]{{1,9}}\\}}{_POWER}?)?\\s{{0,8}}\\Z'": "notation",  # noqa: E501
-        "f'([-+]?){_CURRENCY}{SPACE}{{0,8}}([-+]?{_AMOUNT})|([-+]?{_AMOUNT}){SPACE}{{0,8}}{_CURRENCY}'": "notation",
+        r"f'(?<=\\d)\\s?_\\s?\\{{\\s?(?:{FONT}\\s?\\{{\\s?)?([a-z]{{3,7}})\\s?\\}}{{1,2}}'": "notation",
+        r"f'\n    (?<![\\w.}}^/]) (?<!\\d[ ]) (?<!\\\\[ ])\n    (\\d{{1,15}})\n    (?: {SPACE}{{0,8}} \\\\frac\\{{(\\d{{1,15}})\\}}\\{{(\\d{{1,15}})\\}}\n      | {SPACE}{{1,8}} (\\d{{1,15}})\\s?/\\s?(\\d{{1,15}}) (?![\\w.])\n    )\n    (?!\\s?[\\^!/])\n    '": "notation",  # noqa: E501
+        "pattern": "notation",
+    },
+    "rewards/answer_reading/units.py": {
         r"f'({_QUANTITY})(?:{SPACE}{{0,8}}{_UNIT}|{SPACE}{{1,8}}{_WORDS})\\s?\\.?'": "notation",
         r"f'\\s*({_NUMBER}){SPACE}{{0,8}}{_SYMBOL}\\s*\\.?\\s*'": "notation",
-        r"f'{_FONTS}\\s?(\\{{[^{{}}]{{0,400}}\\}})'": "notation",
-        "pattern": "notation",
+        'f\'\\n    (?:(?<=[\\\\d}}])|(?<=\\\\\\\\pi)) {SPACE}{{0,8}}\\n    (?: \\\\(?\\\\\\\\(?:text(?:rm|normal)?|mathrm|mbox|rm) \\\\s{{0,8}} \\\\{{\\\\s{{0,8}}\\n        (?!{_NO_UNITS}(?![a-zA-Z])|[aApP]\\\\.?[mM])          # not "5 or", "5 million", "5 pm"\\n        [a-zA-Z][a-zA-Z /.-]{{0,60}} \\\\}} {_POWER}? \\\\)?\\n        (?: \\\\s?/\\\\s? \\\\\\\\(?:text|mathrm)\\\\s?\\\\{{[a-zA-Z]{{1,9}}\\\\}} {_POWER}? )?\\n      | \\\\\\\\frac\\\\{{\\\\s?{_UNIT_IN_FONT}{_POWER}?\\\\s?\\\\}}\\\\{{\\\\s?{_UNIT_IN_FONT}{_POWER}?\\\\s?\\\\}}\\n    )\\n    \\\\s{{0,8}}\\\\Z\\n    \'': "notation",  # noqa: E501
+        r"f'\n    (?<![\\w.,]) ({_AMOUNT}) {SPACE}{{1,4}}\n    (?: ({_SCALE})(?![a-zA-Z])\n      | \\\\text\\s?\\{{\\s?({_SCALE})(?![a-zA-Z]) ([^{{}}]{{0,40}}) \\}}  # perhaps with a unit\n    )\n    '": "notation",  # noqa: E501
+        r"f'\n    ([-+]?) {_CURRENCY} {SPACE}{{0,8}} ([-+]?{_AMOUNT})\n    | ([-+]?{_AMOUNT}) {SPACE}{{0,8}} {_CURRENCY}\n    '": "notation",  # noqa: E501
+    },
+    "rewards/answer_reading/choices.py": {
+        r"f'\n    (?:{FONT}\\s?\\{{|\\{{)? \\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\s{{1,4}})?\n    \\(? \\s{{0,8}} (?:{FONT}\\s?\\{{)? \\s{{0,8}}\n    ([a-zA-Z])\n    \\s{{0,8}} \\}}? \\s{{0,8}} \\)? \\.? \\s{{0,8}} \\}}? \\.?\n    '": "notation",  # noqa: E501
+        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\)) (?:{SPACE}{{0,8}}(?={_NUMBER_OR_COMMAND})|{SPACE}{{1,8}}(?=\\\\w{{2}}|[(\\\\[]))\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
+        r"f'{FONT}\\s?\\{{([^{{}}]{{1,200}})\\}}'": "notation",
+    },
+    "rewards/answer_reading/qualifiers.py": {
+        r"\A\s?([a-zA-Z](?:_\{?\w{1,8}\}?)?)\s?=(?=[^=]+\Z)": "notation",
+        r"\A\s?[0-9A-F]{1,60}\s?_\s?\{?\s?(\d{1,3})\s?\}?\Z": "notation",
+        r"\\?\$\s?\d": "notation",
+        r"\\?p?mod(?![a-zA-Z])\s?\{?\s?(\w{1,40})": "notation",
+        r"f'(?:(?<=\\d)|(?<=\\}})){_IN_FONT}([a-zA-Z]{{1,10}})(?![a-zA-Z])'": "notation",
+        r"f'\\d{_IN_FONT}([aApP])\\.?\\s?[mM](?![a-zA-Z])'": "notation",
+    },
+    "rewards/answer_reading/formulas.py": {
+        "\n    (?P<newline>\\n)\n    |(?P<blank>(?:[ \\t\\r]|~|\\\\[,;:!\\ ]|\\\\q?quad(?![a-zA-Z]))+)\n    |(?P<tag><<[^<>\\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})\n    |(?P<environment>\\\\begin\\s?\\{)\n    |(?P<delimiter>\\$\\$|\\$|\\\\[(\\[])\n    |(?P<font>\\\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\\s?\\{)\n    |(?P<command>\\\\[a-zA-Z]+)\n    |(?P<escaped>\\\\[{}|%])\n    |(?P<number>(?:\\d{1,3}(?:,\\d{3})+(?!\\d)(?:\\.\\d+)?|\\d+(?:\\.\\d+)?|\\.\\d+)(?:[eE][-+]?\\d{1,5}(?![\\w.]*\\w))?)\n    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))\n    |(?P<word>(?:[^\\W\\d_]['\\u2019])?[^\\W\\d_]{2,}(?:(?<=[a-zA-Z])-?\\d[a-zA-Z0-9]*)?|[a-zA-Z]\\d[a-zA-Z0-9]*|[^\\W\\d_a-zA-Z]\n        |[IaA](?=[ ][a-z]{2}))\n    |(?P<letter>[a-zA-Z])\n    |(?P<open>[(\\[{])\n    |(?P<close>[)\\]}])\n    |(?P<operator>[-+*/^_=<>|:,%])\n    |(?P<other>.)\n    ": "free text",  # noqa: E501
+        "\n    \\\\(?:begin|end)\\{[a-z]+\\*?\\}\n    | \\\\(?:text|mbox|mathrm)[a-z]{0,6}\\s?\\{[^{}]{0,200}\\}\n    | \\\\[a-zA-Z]+\n    | (?<![a-zA-Z])\n      (?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})\n      (?![a-zA-Z])\n    ": "free text",  # noqa: E501
+        "(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])": "free text",
+        r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z": "free text",
+        "[a-zA-Z]{2,20}": "free text",
+        r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]": "free text",
+        r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?": "free text",
+        r"\s?(?:\\?%|(?:percent|pct)\b)": "free text",
+        r"\s?/\s?\d": "free text",
+        r"\s{0,2}10\s?\^": "free text",
     },
     "rewards/answer_reading/sequences.py": {
         r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])|\.{3}": "sequence",
@@ -113,22 +158,17 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"((?<![\w.])[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w|\.\w))": "same_output",
     },
     "rewards/answer_reading/free_text.py": {
-        "\n    (?P<newline>\\n)\n    |(?P<blank>(?:[ \\t\\r]|~|\\\\[,;:!\\ ]|\\\\q?quad(?![a-zA-Z]))+)\n    |(?P<tag><<[^<>\\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})\n    |(?P<environment>\\\\begin\\s?\\{)\n    |(?P<delimiter>\\$\\$|\\$|\\\\[(\\[])\n    |(?P<font>\\\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\\s?\\{)\n    |(?P<command>\\\\[a-zA-Z]+)\n    |(?P<escaped>\\\\[{}|%])\n    |(?P<number>(?:\\d{1,3}(?:,\\d{3})+(?!\\d)(?:\\.\\d+)?|\\d+(?:\\.\\d+)?|\\.\\d+)(?:[eE][-+]?\\d{1,5}(?![\\w.]*\\w))?)\n    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))\n    |(?P<word>(?:[^\\W\\d_]['\\u2019])?[^\\W\\d_]{2,}(?:(?<=[a-zA-Z])-?\\d[a-zA-Z0-9]*)?|[a-zA-Z]\\d[a-zA-Z0-9]*|[^\\W\\d_a-zA-Z]\n        |[IaA](?=[ ][a-z]{2}))\n    |(?P<letter>[a-zA-Z])\n    |(?P<open>[(\\[{])\n    |(?P<close>[)\\]}])\n    |(?P<operator>[-+*/^_=<>|:,%])\n    |(?P<other>.)\n    ": "free text",  # noqa: E501
-        "(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])": "free text",
-        r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z": "free text",
+        "\n    (?i: \\b(?:answers?|(?:correct|right)[ ](?:option|choice))\\b\n      | respuesta|réponse|antwort|risposta|resposta|ответ\n    )\n    | 答案|答え|答|정답\n    ": "free text",  # noqa: E501
+        r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\w\))": "free text",
         r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]": "free text",
-        r"(?i:\banswers?\b|respuesta|réponse|antwort|risposta|resposta|ответ)|答案|答え|答|정답": "free text",
         r"[ \t]*(?:[,;][ \t]*)?(?P<word>and|or|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*": "free text",
+        r"[$*_)\]\\]{0,4}\s(?:is|are)\s(?:the|our|my)\s(?:[a-z]{1,12}\s)?\Z": "free text",
         "[*_`\\\"')\\]}]*[.!,;]?[*_]*(?:\\s*\\n|\\s*\\Z|\\s+(?=[A-Z]))": "free text",
         "[.!?](?=[*_\\\"')\\]]{0,4}(?:\\s|\\Z))": "free text",
         "[\\s*_`\\\"'(\\[{:=]*": "free text",
         "[\\s*_`\\\"')\\]}]*(?:[.!?;:,](?:\\s|\\Z)|\\Z|\\n|[.!?]?\\*)|[ \\t]*\\n": "free text",
-        r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]": "free text",
-        r"\\(?:begin|end)\{[a-z]+\*?\}|\\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}|\\[a-zA-Z]+|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})(?![a-zA-Z])": "free text",  # noqa: E501
-        r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?": "free text",
-        r"\s?(?:\\?%|(?:percent|pct)\b)": "free text",
-        r"\s?/\s?\d": "free text",
-        r"\s{0,2}10\s?\^": "free text",
+        "[\\s*_`\\\"':=]*": "free text",
+        r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b": "free text",
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
@@ -375,17 +415,21 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "torchrun_root": supervisor.torchrun_root,
     "stated_answer": lambda completion: [stated_answer(completion, [form]) for form in get_args(Form)],
     "math_verify's answer": lambda completion: [
-        math_verify._answers_to_parse(completion),
-        math_verify._answers_to_parse(f"<answer>{completion[:19_000]}</answer>"),
+        math_verify._stated(completion),
+        math_verify._stated(f"<answer>{completion[:19_000]}</answer>"),
     ],
     "free text": lambda completion: [
         free_text.stated_formula(completion[:20_000]),
-        free_text.is_formula(completion),
+        formulas.is_formula(completion),
     ],
     "notation": lambda answer: [
-        notation.as_latex(answer),
+        spellings.as_latex(answer),
         notation.plain_notation(answer[:20_000]),
         notation.readings(answer[:20_000]),
+        units.without_scales(answer),
+        units.number_before_unit(answer),
+        choices.compared_parts(answer[:2_000], answer[:2_000]),
+        qualifiers.contradict(answer[:2_000], answer[:2_000]),
     ],
     "sequence": lambda answer: [read_sequence(answer), read_sequence(f"1,...,{answer}")],
     "names of sets": lambda answer: equal_answers([r"A \cup B"], [answer, rf"A \cup {answer}"]),

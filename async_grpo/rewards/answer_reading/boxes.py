@@ -32,6 +32,8 @@ _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
 _TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many last characters of a text
 _DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
+# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}`. Layout is removed from it before
+_NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?=\Z")
 _WORDS_ONLY = re.compile(r"[a-zA-Z\s,.:;=]*")
 _LETTER = re.compile(r"[a-zA-Z]")
 _WORD_OR_RELATION = re.compile(r"[a-zA-Z]{2}|=")
@@ -187,9 +189,11 @@ def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> boo
     if group_begin - span.end > MAX_DIVIDER_CHARACTERS:
         return False
     between = text[span.end : group_begin]
-    divider = _LAYOUT.sub("", between).lower()
-    if divider:
-        return divider in _DIVIDERS
+    if not between and text[span.end - 1] == "}":
+        return True
+    divider = _NAME_OF_BOX.sub("", _LAYOUT.sub(" ", between).rstrip().replace(" =", "="))
+    if divider.strip():
+        return "".join(divider.lower().split()) in _DIVIDERS
     is_same_environment = "\\begin" not in between and "\\end" not in between
     are_in_environment = span.box.is_in_environment and next_box.is_in_environment
     return are_in_environment and is_same_environment and re.search(_ROW_BREAK, between) is not None

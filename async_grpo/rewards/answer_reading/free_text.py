@@ -5,89 +5,41 @@ in quotation marks, brackets, Markdown or between characters of other scripts. A
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
-from async_grpo.rewards.answer_reading.notation import plain_choice, plain_text, plain_value
+from async_grpo.rewards.answer_reading.choices import CHOICE_WITH_VALUE, letter_of
+from async_grpo.rewards.answer_reading.formulas import Formula, formulas_in
+from async_grpo.rewards.answer_reading.notation import plain_value
+from async_grpo.rewards.answer_reading.spellings import plain_text
+from async_grpo.rewards.answer_reading.units import without_scales
 
 MAX_CHARACTERS = 20_000  # maximum length of the end of a text in which the answer is searched for
-MAX_FORMULA_CHARACTERS = 2_000  # maximum length of a formula between delimiters
 MAX_DISTANCE = 50  # maximum number of characters between "answer is" and the answer
 MAX_COPULA_DISTANCE = 100  # maximum number of characters between "answer" and "is"
 
-_TOKEN = re.compile(
-    r"""
-    (?P<newline>\n)
-    |(?P<blank>(?:[ \t\r]|~|\\[,;:!\ ]|\\q?quad(?![a-zA-Z]))+)
-    |(?P<tag><<[^<>\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})
-    |(?P<environment>\\begin\s?\{)
-    |(?P<delimiter>\$\$|\$|\\[(\[])
-    |(?P<font>\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\s?\{)
-    |(?P<command>\\[a-zA-Z]+)
-    |(?P<escaped>\\[{}|%])
-    |(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,5}(?![\w.]*\w))?)
-    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))
-    |(?P<word>(?:[^\W\d_]['\u2019])?[^\W\d_]{2,}(?:(?<=[a-zA-Z])-?\d[a-zA-Z0-9]*)?|[a-zA-Z]\d[a-zA-Z0-9]*|[^\W\d_a-zA-Z]
-        |[IaA](?=[ ][a-z]{2}))
-    |(?P<letter>[a-zA-Z])
-    |(?P<open>[(\[{])
-    |(?P<close>[)\]}])
-    |(?P<operator>[-+*/^_=<>|:,%])
-    |(?P<other>.)
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-_CLOSINGS = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
-_OPENERS = {"(": ")", "[": ")", "{": "}", r"\{": r"\}"}
-_CLOSERS = {")": ")", "]": ")", "}": "}", r"\}": r"\}"}
-_DEPTHS = dict.fromkeys(_OPENERS, 1) | dict.fromkeys(_CLOSERS, -1)
-_FORMULA_WORD = re.compile(
-    r"\\(?:begin|end)\{[a-z]+\*?\}|\\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}|\\[a-zA-Z]+"
-    r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
-    r"(?![a-zA-Z])"
-)
-_PROSE = re.compile(r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]")
-_UNIT_IN_FONT = re.compile(r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?")
-_NUMBER_SUFFIX = re.compile(r"(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])")
-_NEGATIVE_PRICE = re.compile(r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z")
-_PERCENT = re.compile(r"\s?(?:\\?%|(?:percent|pct)\b)")
 _ANSWER_WORD = re.compile(
-    r"(?i:\banswers?\b|respuesta|réponse|antwort|risposta|resposta|ответ)|答案|答え|答|정답"
+    r"""
+    (?i: \b(?:answers?|(?:correct|right)[ ](?:option|choice))\b
+      | respuesta|réponse|antwort|risposta|resposta|ответ
+    )
+    | 答案|答え|答|정답
+    """,
+    re.VERBOSE,
 )
+# The words between a formula and "answer", as in "So 34 is our final answer, as 12 is too small."
+_BEFORE_ANSWER_WORD = re.compile(r"[$*_)\]\\]{0,4}\s(?:is|are)\s(?:the|our|my)\s(?:[a-z]{1,12}\s)?\Z")
+# A name in front of its value, as in "the largest $n$ is 34"
+_NAME = re.compile(r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\w\))")
+_BEHIND_NAME = re.compile(r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b")
 _COPULA = re.compile(r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]")
 _SENTENCE_END = re.compile(r"[.!?](?=[*_\"')\]]{0,4}(?:\s|\Z))")
 _LINK = re.compile(r"[ \t]*(?:[,;][ \t]*)?(?P<word>and|or|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*")
 _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \t]*\n")
 _BEFORE_CHOICE = re.compile(r"[\s*_`\"'(\[{:=]*")
+_BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*")
 _AFTER_CHOICE = re.compile(r"[*_`\"')\]}]*[.!,;]?[*_]*(?:\s*\n|\s*\Z|\s+(?=[A-Z]))")
-
-
-@dataclass
-class _Formula:
-    """A formula in a text: its begin and end, including delimiters, and its text without them."""
-
-    begin: int
-    end: int
-    text: str
-    follows_equals: bool = False
-    is_choice: bool = False  # whether the formula is a single letter, which may be the choice of an option
-
-
-@dataclass
-class _Token:
-    kind: str
-    text: str
-    begin: int
-    end: int
-
-
-@dataclass
-class _Run:
-    """The tokens of a formula without delimiters, as far as they are read."""
-
-    tokens: list[_Token] = field(default_factory=list)
-    depth: int = 0  # number of open brackets
 
 
 def stated_formula(text: str) -> str | None:
@@ -101,20 +53,25 @@ def stated_formula(text: str) -> str | None:
     >>> stated_formula('The answer is "5".'), stated_formula("The answer is $3$, $4$ or $5$"), stated_formula("None.")
     ('5', '3, 4 or 5', None)
     """
-    text = plain_text(text[-MAX_CHARACTERS:])
-    formulas = _formulas_in(text)
+    text = without_scales(plain_text(text[-MAX_CHARACTERS:]))
+    formulas = [formula for formula in formulas_in(text) if not _is_name_of_value(text, formula)]
     return _answer_among(text, formulas)
 
 
-def is_formula(text: str) -> bool:
-    r"""Return whether a text is only a formula. It may contain words in \text{}, "and", "or" and names of functions."""
-    return _PROSE.search(_FORMULA_WORD.sub(" ", text)) is None
+def _is_name_of_value(text: str, formula: Formula) -> bool:
+    """Return whether a formula is only the name of the value that follows it."""
+    if formula.is_choice or _NAME.fullmatch(formula.text) is None:
+        return False
+    return _BEHIND_NAME.match(text, formula.end) is not None
 
 
-def _answer_among(text: str, formulas: Sequence[_Formula]) -> str | None:
+def _answer_among(text: str, formulas: Sequence[Formula]) -> str | None:
     groups = _lists_of(text, [formula for formula in formulas if not formula.is_choice])
     weak_answer: str | None = None
     for word in reversed(list(_ANSWER_WORD.finditer(text))):
+        group_before = _group_before(text, word.start(), groups)
+        if group_before is not None:
+            return _joined(text, group_before)
         end_of_sentence = _SENTENCE_END.search(text, word.end(), word.end() + 2 * MAX_COPULA_DISTANCE)
         limit = word.end() + 2 * MAX_COPULA_DISTANCE if end_of_sentence is None else end_of_sentence.start()
         copula = _COPULA.search(text, word.end(), min(limit, word.end() + MAX_COPULA_DISTANCE))
@@ -136,8 +93,30 @@ def _answer_among(text: str, formulas: Sequence[_Formula]) -> str | None:
     return _joined(text, groups[-1]) if groups else None
 
 
-def _choice_after(text: str, begin: int, formulas: Sequence[_Formula]) -> str | None:
-    """Return the letter after "answer is", or None if no letter follows, or if more text belongs to it."""
+def _group_before(
+    text: str, word_begin: int, groups: Sequence[Sequence[Formula]]
+) -> Sequence[Formula] | None:
+    """Return the formulas of which the text says that they are the answer, as in "34 is the answer"."""
+    window_begin = max(0, word_begin - MAX_DISTANCE)
+    verb = _BEFORE_ANSWER_WORD.search(text[window_begin:word_begin])
+    if verb is None:
+        return None
+    end = window_begin + verb.start()
+    last = bisect_right(groups, end, key=lambda group: group[-1].end - len("**"))
+    group = groups[last - 1] if last > 0 else None
+    return group if group is not None and abs(group[-1].end - end) <= len("**") else None
+
+
+def _choice_after(text: str, begin: int, formulas: Sequence[Formula]) -> str | None:
+    """Return the letter that follows "answer is", alone or with its value, or None if something else does."""
+    start_with_value = _BEFORE_CHOICE_WITH_VALUE.match(text, begin)
+    value_begin = begin if start_with_value is None else start_with_value.end()
+    choice = CHOICE_WITH_VALUE.match(text, value_begin)
+    if choice is not None:
+        letter = letter_of(choice)
+        value = next((formula for formula in formulas if formula.end > choice.end()), None)
+        has_value = value is not None and not value.is_choice and value.begin <= choice.end() + len("**")
+        return f"({letter}) {value.text}" if value is not None and has_value else letter
     start = _BEFORE_CHOICE.match(text, begin)
     for formula in formulas:
         if start is not None and formula.is_choice and begin <= formula.begin <= start.end():
@@ -147,10 +126,10 @@ def _choice_after(text: str, begin: int, formulas: Sequence[_Formula]) -> str | 
     return None
 
 
-def _lists_of(text: str, formulas: Sequence[_Formula]) -> list[list[_Formula]]:
-    """Group the formulas into lists. Commas, "and" or "or" connect the formulas of one list."""
-    groups: list[list[_Formula]] = []
-    has_word = False  # whether the current list contains "and" or "or"
+def _lists_of(text: str, formulas: Sequence[Formula]) -> list[list[Formula]]:
+    """Return the formulas in groups. Those of one group are a list, which commas, "and" or "or" connect."""
+    groups: list[list[Formula]] = []
+    has_word = False  # whether "and" or "or" stands in the current group
     for formula in formulas:
         link = _link(text, groups[-1][-1], formula) if groups else None
         if link is None:
@@ -164,8 +143,8 @@ def _lists_of(text: str, formulas: Sequence[_Formula]) -> list[list[_Formula]]:
     return groups
 
 
-def _link(text: str, formula: _Formula, next_formula: _Formula) -> bool | None:
-    """Return whether "and" or "or" connects two formulas, or None if they do not belong to one list."""
+def _link(text: str, formula: Formula, next_formula: Formula) -> bool | None:
+    """Return whether "and" or "or" stands between two formulas of a list, or None if they are no list."""
     if next_formula.begin - formula.end > MAX_DISTANCE or next_formula.follows_equals:
         return None
     between = text[formula.end : next_formula.begin]
@@ -178,15 +157,15 @@ def _link(text: str, formula: _Formula, next_formula: _Formula) -> bool | None:
     return match["word"] is not None
 
 
-def _split_unfinished(text: str, groups: list[list[_Formula]], has_word: bool) -> None:
-    """Split the last group if it has only commas and its sentence continues after it, as in "In 2005, 17 people"."""
+def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) -> None:
+    """Split the last group if only commas connect it and a sentence goes on behind it, as in "In 2005, 17 people"."""
     if not groups or len(groups[-1]) == 1 or has_word or _LIST_END.match(text, groups[-1][-1].end):
         return
     formulas = groups.pop()
     groups.extend([formula] for formula in formulas)
 
 
-def _joined(text: str, group: Sequence[_Formula]) -> str:
+def _joined(text: str, group: Sequence[Formula]) -> str:
     pieces = [group[0].text]
     for formula, next_formula in pairwise(group):
         link = _LINK.fullmatch(text[formula.end : next_formula.begin])
@@ -194,207 +173,3 @@ def _joined(text: str, group: Sequence[_Formula]) -> str:
         separator = ", " if word is None else f" {'or' if 'or' in word or word == '或' else 'and'} "
         pieces.extend((separator, next_formula.text))
     return "".join(pieces)
-
-
-def _formulas_in(text: str) -> list[_Formula]:
-    """Return all formulas and numbers of a text, with and without delimiters, in their order."""
-    formulas: list[_Formula] = []
-    run = _Run()
-    position = 0
-    blank: _Token | None = None
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        assert match is not None, "the last alternative matches every character"
-        token = _Token(match.lastgroup or "other", match[0], match.start(), match.end())
-        position = token.end
-        if token.kind == "blank":
-            blank = token
-            continue
-        if token.kind in ("delimiter", "environment"):
-            formula = _delimited(text, token)
-            if formula is not None:
-                _end_run(text, run, formulas)
-                run = _Run()
-                formulas.append(formula)
-                position = formula.end
-                blank = None
-                continue
-        token = _classified(text, token, run)
-        position = token.end
-        if not _continues(text, run, token, blank):
-            _end_run(text, run, formulas)
-            run = _Run()
-        if token.kind not in ("break", "blank"):
-            run.tokens.append(token)
-            run.depth += _DEPTHS.get(token.text, 0)
-        blank = None
-    _end_run(text, run, formulas)
-    return formulas
-
-
-def _delimited(text: str, token: _Token) -> _Formula | None:
-    """Return the formula that begins with a delimiter, or None if the delimiter is a currency sign or is not closed."""
-    if token.kind == "environment":
-        end = text.find(r"\end", token.end, token.end + MAX_FORMULA_CHARACTERS)
-        brace = text.find("}", end) + 1 if end >= 0 else 0
-        return _Formula(token.begin, brace, text[token.begin : brace]) if brace else None
-    closing = _CLOSINGS[token.text]
-    if token.text == "$" and text[token.begin - 1 : token.begin] == "\\":
-        return None
-    end = text.find(closing, token.end, token.end + MAX_FORMULA_CHARACTERS)
-    content = text[token.end : end]
-    is_price = token.text == "$" and content[:1].isdigit() and text[end + 1 : end + 2].isdigit()
-    if end < 0 or not content.strip() or is_price:
-        return None
-    if token.text == "$" and ("\n" in content or content.endswith("\\") or not is_formula(content)):
-        return None
-    end += len(closing)
-    percent = _PERCENT.match(text, end)
-    formula = content.strip() + (r"\%" if percent is not None else "")
-    equals = text[max(0, token.begin - 2) : token.begin].rstrip().endswith("=")
-    return _Formula(token.begin, end if percent is None else percent.end(), formula, follows_equals=equals)
-
-
-def _classified(text: str, token: _Token, run: _Run) -> _Token:
-    """Return the token with its kind among `break`, `number`, `letter`, `command`, `function`, brackets and operators."""
-    before = text[token.begin - 1 : token.begin]
-    after = text[token.end : token.end + 1]
-    if token.kind == "font":
-        return _font(text, token, run)
-    if token.kind in ("newline", "tag", "word", "other", "delimiter", "environment"):
-        return _Token("break", token.text, token.begin, token.end)
-    if token.kind == "letter" and before in ("'", "\u2019"):
-        return _Token("break", token.text, token.begin, token.end)
-    if token.kind == "number":
-        suffix = _NUMBER_SUFFIX.match(text, token.end)
-        if suffix is not None:
-            return _Token("number", text[token.begin : suffix.end()], token.begin, suffix.end())
-    if token.text in ("*", "_", "|"):
-        is_between = (
-            before.isspace() == after.isspace()
-            and before not in ("", token.text)
-            and after not in ("", ".", ",")
-        )
-        is_table = token.text == "|" and (before.isspace() or not before) and (after.isspace() or not after)
-        if token.text == "|" and not is_table:
-            return token
-        # A sign with white space on only one side marks bold or italic text in Markdown
-        if not is_between or is_table or token.text == "|" or (token.text == "_" and before.isspace()):
-            return _Token("break", token.text, token.begin, token.end)
-    if token.text == ":" and not (before.isdigit() and after.isdigit()):
-        return _Token("break", token.text, token.begin, token.end)
-    return token
-
-
-def _font(text: str, token: _Token, run: _Run) -> _Token:
-    r"""Return a font command such as \text{} as one token if it contains a unit or a letter, else as a `break`."""
-    end = text.find("}", token.end, token.end + 100) + 1
-    content = text[token.begin : end]
-    choice = plain_choice(content) if end else None
-    if choice is not None and not run.tokens:
-        return _Token("letter", choice, token.begin, end)
-    unit = _UNIT_IN_FONT.match(text, token.begin)
-    if run.tokens and unit is not None:
-        return _Token("font", unit[0], token.begin, unit.end())
-    return _Token("break", token.text, token.begin, token.end)
-
-
-def _continues(text: str, run: _Run, token: _Token, blank: _Token | None) -> bool:
-    """Return whether a token continues the formula of the previous tokens."""
-    if token.kind == "break" or not run.tokens:
-        return False
-    previous = run.tokens[-1]
-    if token.text == "," and run.depth == 0:
-        return False
-    if token.kind == "letter" and previous.kind == "number" and previous.text[-1].isalpha():
-        return False
-    if blank is None:
-        return True
-    if run.depth > 0 or token.kind in ("operator", "close", "command", "font"):
-        return True
-    if previous.kind in ("operator", "command", "function"):
-        return previous.text != "%" and token.kind != "break"
-    if token.kind == "function":
-        return previous.kind in ("number", "close")
-    if token.kind in ("open", "escaped"):
-        return previous.text in (")", "]")
-    if token.kind == "number" and previous.kind == "number":
-        is_after_index = len(run.tokens) > 1 and run.tokens[-2].text == "_"  # as in `\log_2 8`
-        is_mixed = (
-            previous.text.isdecimal() and re.match(r"\s?/\s?\d", text[token.end : token.end + 4]) is not None
-        )
-        is_grouped = len(previous.text) <= 3 and len(token.text) == 3 and previous.text.isdecimal()
-        return is_after_index or is_mixed or (is_grouped and token.text.isdecimal())
-    if token.text == "x" and previous.kind == "number":
-        return re.match(r"\s{0,2}10\s?\^", text[token.end : token.end + 8]) is not None
-    return previous.text == "x" and token.text == "10" and len(run.tokens) > 1
-
-
-def _end_run(text: str, run: _Run, formulas: list[_Formula]) -> None:
-    """Append the formula that the tokens of a run form, if they form one."""
-    tokens, follows_equals = _trimmed(text, run.tokens)
-    if not tokens:
-        return
-    begin = tokens[0].begin
-    end = tokens[-1].end
-    is_choice = len(tokens) == 1 and tokens[0].kind == "letter"
-    content = tokens[0].text if is_choice else text[begin:end]
-    if _NEGATIVE_PRICE.search(text[max(0, begin - 4) : begin]):
-        content = f"-{content}"
-    has_value = any(token.kind in ("number", "command", "function") or token.text in "=^" for token in tokens)
-    if has_value or is_choice:
-        formulas.append(_Formula(begin, end, content, follows_equals, is_choice))
-
-
-def _trimmed(text: str, tokens: Sequence[_Token]) -> tuple[list[_Token], bool]:
-    """Return the tokens without operators and unmatched brackets at both ends, and whether "=" was removed before them."""
-    tokens = _balanced(tokens)
-    first = 0
-    last = len(tokens)
-    follows_equals = False
-    while first < last and _is_no_begin(text, tokens[first]):
-        follows_equals = follows_equals or tokens[first].text == "="
-        first += 1
-    while first < last and tokens[last - 1].kind == "operator" and tokens[last - 1].text != "%":
-        last -= 1
-    if last - first > 2 and tokens[first].kind == "open" and tokens[last - 1].kind == "close":
-        inner = tokens[first + 1 : last - 1]
-        # Brackets around a single number or letter, as in "(5)" or "(C)"
-        is_letter = len(inner) == 1 and inner[0].kind == "letter"
-        if is_letter or all(token.kind == "number" or token.text in "-%" for token in inner):
-            return inner, follows_equals
-    return tokens[first:last], follows_equals
-
-
-def _is_no_begin(text: str, token: _Token) -> bool:
-    """Return whether a formula cannot begin with this token. It can begin with a minus sign, but not with a dash."""
-    if token.text == r"\approx":
-        return True
-    if token.kind != "operator" or token.text == "<":
-        return False
-    before = text[token.begin - 1 : token.begin]
-    after = text[token.end : token.end + 1]
-    if token.text == ">":
-        return before in ("", "\n")
-    if token.text not in "+-":
-        return True
-    return after.isspace() or (before.isascii() and before.isalpha())
-
-
-def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
-    """Return the tokens before the first unmatched closing bracket, without those up to the last unmatched opening one."""
-    open_tokens: list[int] = []
-    end = len(tokens)
-    for position, token in enumerate(tokens):
-        if token.text in _OPENERS and token.kind in ("open", "escaped"):
-            open_tokens.append(position)
-        elif token.text in _CLOSERS and token.kind in ("close", "escaped"):
-            if not open_tokens or _OPENERS[tokens[open_tokens[-1]].text] != _CLOSERS[token.text]:
-                end = position
-                break
-            open_tokens.pop()
-    # An opening bracket at the very end belongs to the words that follow the formula, as in "12 (so ...)"
-    while open_tokens and open_tokens[-1] == end - 1:
-        end = open_tokens.pop()
-    begin = open_tokens[-1] + 1 if open_tokens else 0
-    return list(tokens[begin:end])

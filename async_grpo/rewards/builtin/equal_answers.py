@@ -23,7 +23,9 @@ from async_grpo.rewards.builtin.equal_numbers import (
     is_numeric,
     is_rounded,
     is_undefined,
+    surely_differ,
     with_exact_decimals,
+    with_imaginary_unit,
 )
 from async_grpo.rewards.builtin.sympy import SYMPY_ERRORS, is_computable
 
@@ -44,7 +46,7 @@ def equal_answers(gold_answers: list[Any], answers: list[Any]) -> bool:
 
     Args:
         gold_answers: Readings of the gold answer: expressions of sympy, and its text.
-        answers: Readings of the answer. Those that take forever to compute must be left out (`is_computable`).
+        answers: Readings of the answer. One that may take forever to compute is only equal to the same expression.
     """
     return any(_equal_readings(gold, answer) for gold, answer in product(gold_answers, answers))
 
@@ -54,6 +56,9 @@ def _equal_readings(gold: Any, answer: Any) -> bool:
         # If only one of the readings is a text, they are not comparable
         are_texts = isinstance(gold, str) and isinstance(answer, str)
         return are_texts and gold.strip() != "" and _without_order(gold) == _without_order(answer)
+    if not is_computable(answer):
+        # `srepr` writes the terms of a sum and the factors of a product in one order
+        return bool(gold == answer) or sympy.srepr(gold) == sympy.srepr(answer)
     if not is_computable(gold):
         return bool(verify([gold], [answer], timeout_seconds=None))
     if is_undefined(gold) or is_undefined(answer):
@@ -75,6 +80,8 @@ def _without_order(text: str) -> str:
 
 
 def _equal_expressions(gold: Any, answer: Any) -> bool:
+    gold = _with_imaginary_unit(gold)
+    answer = _with_imaginary_unit(answer)
     if is_numeric(gold) and is_numeric(answer):
         return _equal_values(gold, answer)
     gold, answer = _as_comparable_sets(gold, answer)
@@ -88,9 +95,26 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
     exact_answer = _replaced(answer, replacements)
     if is_undefined(exact_gold) or is_undefined(exact_answer):
         return False
+    gold_inequalities = _inequalities(exact_gold)
+    if gold_inequalities and _in_order(gold_inequalities) == _in_order(_inequalities(exact_answer)):
+        return True
+    # The library compares words, which it reads as one variable, by their letters
+    are_formulas = all(
+        isinstance(part, sympy.Expr) and not part.is_Symbol for part in (exact_gold, exact_answer)
+    )
+    if are_formulas and surely_differ(exact_gold, exact_answer):
+        return False
     return bool(
         verify([exact_gold], [exact_answer], numeric_precision=PRECISION_DIGITS, timeout_seconds=None)
     )
+
+
+def _with_imaginary_unit(expression: Any) -> Any:
+    """Replace the variable i by the imaginary unit, also within equations."""
+    if not isinstance(expression, Relational | And):
+        return with_imaginary_unit(expression)
+    variables = [symbol for symbol in expression.free_symbols if symbol.name == "i"]
+    return _replaced(expression, dict.fromkeys(variables, sympy.I))
 
 
 def _candidates(gold: Any, answer: Any) -> Iterator[Any]:
@@ -188,10 +212,10 @@ def _replaced(expression: Any, replacements: Mapping[sympy.Expr, sympy.Expr]) ->
 
 
 def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Return both answers. If only one of them is a set, the other is converted to a set if it describes one."""
-    if isinstance(gold, sympy.Set) and not _is_list_of_inequalities(gold):
+    """If only one of two answers is a set, make a set of the other, where it states one in another form."""
+    if isinstance(gold, sympy.Set) and not _inequalities(gold):
         answer = _set_of(answer, gold)
-    elif isinstance(answer, sympy.Set) and not _is_list_of_inequalities(answer):
+    elif isinstance(answer, sympy.Set) and not _inequalities(answer):
         gold = _set_of(gold, answer)
     return gold, answer
 
@@ -199,21 +223,41 @@ def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
 def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
     """Return the set that inequalities of one variable or the words "no solution" describe, or `expression` unchanged.
 
-    The set of inequalities is their intersection, as for x > 1, x < 3. If that is empty, it is their union, as for
-    x < 1, x > 3.
+    The inequalities of a list may hold together, as in x > 1, x < 3. If they cannot, one of them holds, as in
+    x < 1, x > 3. Those of a chain, as in 1 < x < 3, always hold together.
     """
     if compared_set is sympy.S.EmptySet and isinstance(expression, sympy.Symbol):
         return compared_set if expression.name.lower() in _EMPTY_SET_NAMES else expression
-    if not _is_list_of_inequalities(expression):
+    inequalities = _inequalities(expression)
+    if not inequalities or not all(_is_quickly_solved(inequality) for inequality in inequalities):
         return expression
-    sets = [inequality.as_set() for inequality in expression.args]
+    if len(expression.free_symbols) != 1:
+        return expression
+    sets = [inequality.as_set() for inequality in inequalities]
     common_part = sympy.Intersection(*sets)
-    return sympy.Union(*sets) if common_part is sympy.S.EmptySet else common_part
+    is_list = isinstance(expression, sympy.FiniteSet)
+    return sympy.Union(*sets) if is_list and common_part is sympy.S.EmptySet else common_part
 
 
-def _is_list_of_inequalities(expression: Any) -> bool:
-    """Return whether an expression is a list of inequalities that all have the same single variable."""
-    if not isinstance(expression, sympy.FiniteSet) or len(expression.free_symbols) != 1:
-        return False
+def _inequalities(expression: Any) -> list[Relational]:
+    """Return the inequalities of which an expression consists: one, a chain, or a list. For others, return []."""
+    parts = [expression]
+    if isinstance(expression, And | sympy.FiniteSet):
+        parts = list(expression.args)
     kinds = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
-    return all(isinstance(part, kinds) for part in expression.args)
+    return parts if all(isinstance(part, kinds) for part in parts) else []
+
+
+def _in_order(inequalities: list[Relational]) -> set[tuple[Any, Any, bool]]:
+    """Return the smaller side, the larger side and the strictness of each inequality."""
+    strict_kinds = (sympy.StrictLessThan, sympy.StrictGreaterThan)
+    return {(part.lts, part.gts, isinstance(part, strict_kinds)) for part in inequalities}
+
+
+def _is_quickly_solved(inequality: Relational) -> bool:
+    """Return whether an inequality has polynomials of degree 2 or less. Others may take forever to solve."""
+    variables = inequality.free_symbols
+    difference = (inequality.lhs - inequality.rhs).replace(sympy.Abs, lambda argument: argument)
+    if len(variables) != 1 or not difference.is_polynomial(*variables):
+        return False
+    return bool(sympy.degree(difference, next(iter(variables))) <= 2)

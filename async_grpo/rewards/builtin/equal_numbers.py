@@ -5,16 +5,27 @@ Two integers, fractions or powers of them are equal only if their difference is 
 no tolerance that does not depend on the size of the numbers, so that 1.6e-19 and 9.1e-31 differ.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 
 PRECISION_DIGITS = 40  # number of digits to which numbers that are not rational must agree
-WORKING_DIGITS = 60  # number of digits to which such numbers are computed
-# Largest exponent of a decimal number that is computed exactly; 2**33,000 is about 1e10,000
-MAX_BINARY_EXPONENT = 33_000
-# Largest precision of such a number. Python does not convert text of 4300 digits or more to an integer
-MAX_PRECISION_BITS = 14_000
+WORKING_DIGITS = 60  # number of digits to which they are computed
+QUICK_DIGITS = 15  # number of digits to which they are computed at first
+SURE_RELATIVE_DIFFERENCE = 1e-6  # two numbers that differ by more than twice this are not computed further
+FIRST_VALUE = (
+    1.37  # value of the first variable for a quick comparison; that of each next one is larger by STEP
+)
+STEP = 0.61
+SMALLEST_QUICK_VALUE = 1e-100  # a smaller value may be 0, and is computed further
+MAX_BINARY_EXPONENT = (
+    33_000  # largest exponent of a decimal number that is computed exactly; 2**33,000 is about 1e10,000
+)
+
+MAX_PRECISION_BITS = (
+    14_000  # largest precision of such a number. Python does not read integers of 4300 digits and more
+)
 
 
 def exact_decimal(number: sympy.Float) -> sympy.Rational:
@@ -44,6 +55,16 @@ def with_exact_decimals(expression: sympy.Basic) -> sympy.Basic:
     if not decimals:
         return expression
     return expression.xreplace({decimal: exact_decimal(decimal) for decimal in decimals})
+
+
+def with_imaginary_unit(expression: Any) -> Any:
+    """Replace the variable i, as which LaTeX is read, by the imaginary unit.
+
+    >>> with_imaginary_unit(sympy.Symbol("i") ** 2)
+    -1
+    """
+    variables = [symbol for symbol in expression.free_symbols if symbol.name == "i"]
+    return expression.xreplace(dict.fromkeys(variables, sympy.I)) if variables else expression
 
 
 def is_undefined(expression: Any) -> bool:
@@ -76,6 +97,8 @@ def equal_numbers(
     >>> equal_numbers(sympy.Integer(2) ** 100, sympy.Integer(2) ** 100 + 1, 1e-5)
     False
     """
+    if surely_differ(gold, answer, relative_tolerance):
+        return False
     has_decimal = gold.has(sympy.Float) or answer.has(sympy.Float)
     exact_gold = with_exact_decimals(gold).doit()
     exact_answer = with_exact_decimals(answer).doit()
@@ -90,7 +113,7 @@ def equal_numbers(
     scale = abs(exact_gold)
     is_rational = isinstance(difference, sympy.Rational) and isinstance(scale, sympy.Rational)
     if not is_rational:
-        difference = difference.evalf(WORKING_DIGITS)
+        difference = _magnitude(difference, exact_gold, exact_answer)
         scale = scale.evalf(WORKING_DIGITS)
         if not isinstance(difference, sympy.Float | sympy.Rational):
             return False
@@ -101,6 +124,39 @@ def equal_numbers(
     else:
         largest = 0 if is_rational else scale * sympy.Rational(10) ** -PRECISION_DIGITS
     return bool(difference <= largest)
+
+
+def surely_differ(gold: sympy.Expr, answer: sympy.Expr, relative_tolerance: float = 0.0) -> bool:
+    """Return whether two expressions clearly have different values, at one value of each variable.
+
+    This takes little time, while an exact difference may take forever. False means that an exact comparison must decide.
+    """
+    variables = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    point = {variable: FIRST_VALUE + STEP * index for index, variable in enumerate(variables)}
+    gold_value = _complex_value(gold, point)
+    value = _complex_value(answer, point)
+    if gold_value is None or value is None:
+        return False
+    largest = 2 * max(relative_tolerance, SURE_RELATIVE_DIFFERENCE) * abs(gold_value)
+    return abs(gold_value - value) > largest
+
+
+def _complex_value(expression: sympy.Expr, point: Mapping[sympy.Symbol, float]) -> complex | None:
+    """Return the value of an expression to a few digits, or None if it is infinite, tiny or perhaps zero."""
+    try:
+        value = complex(expression.evalf(QUICK_DIGITS, subs=point))
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError):
+        return None
+    is_usual = SMALLEST_QUICK_VALUE < abs(value) < 1 / SMALLEST_QUICK_VALUE
+    return value if is_usual else None
+
+
+def _magnitude(difference: sympy.Expr, gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
+    """Return the size of the difference of two numbers in digits, also if the numbers are complex."""
+    size = difference.evalf(WORKING_DIGITS)
+    if isinstance(size, sympy.Float | sympy.Rational):
+        return size
+    return abs(gold.evalf(WORKING_DIGITS) - answer.evalf(WORKING_DIGITS)).evalf(WORKING_DIGITS)
 
 
 def is_rounded(value: sympy.Expr, decimal: sympy.Expr, min_digits: int, min_places: int) -> bool:

@@ -20,9 +20,13 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
 from async_grpo.rewards.answer_reading.free_text import stated_formula
-from async_grpo.rewards.answer_reading.notation import as_latex, number_before_unit, plain_notation, readings
+from async_grpo.rewards.answer_reading.notation import plain_notation, readings
+from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence
+from async_grpo.rewards.answer_reading.spellings import as_latex
+from async_grpo.rewards.answer_reading.units import number_before_unit
 from async_grpo.rewards.builtin.answers import (
     boxed_answer,
     completion_text,
@@ -31,7 +35,6 @@ from async_grpo.rewards.builtin.answers import (
     without_layout,
 )
 from async_grpo.rewards.builtin.equal_answers import equal_answers
-from async_grpo.rewards.builtin.sympy import is_computable
 
 # Maximum length of a box
 MAX_CHARACTERS = 20_000
@@ -114,20 +117,39 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     sequence = read_sequence(stated_answer(text, ("box", "block")) or "")
     if gold_sequence or sequence:
         return {"reward": float(_equal_sequences(gold_sequence, sequence))}
+    for part in _parts_of_gold(gold):
+        _parsed_gold(part)  # an unreadable answer of the row is an error, whatever the completion says
+    answer = _stated(text)
+    if answer is None or contradict(gold, answer):
+        return {"reward": 0.0}
+    are_equal = all(_equal_texts(gold_part, part) for gold_part, part in compared_parts(gold, answer))
+    return {"reward": float(are_equal)}
+
+
+def _equal_texts(gold: str, answer: str) -> bool:
+    """Return whether two answers are equal as texts, or as the library reads them."""
+    if plain_notation(gold) == plain_notation(answer):
+        return True
     gold_answers = _parsed_gold(gold)
-    for answer in _answers_to_parse(text):
-        answers = _computable(parsed(answer, "the answer")) or _long_integer(boxed_answer(answer) or "")
+    for formula in _formulas(answer):
+        answers = parsed(formula, "the answer") or _long_integer(boxed_answer(formula) or "")
         with interrupted_after(SECONDS, "the comparison"):
             if equal_answers(gold_answers, answers):
-                return {"reward": 1.0}
-    return {"reward": 0.0}
+                return True
+    return False
 
 
 def check_row(row: dict[str, Any]) -> None:
     """Raise ValueError if the row's `answer` is missing, empty or unreadable."""
     gold = gold_answer(row)
     if read_sequence(gold) is None:
-        _parsed_gold(gold)
+        for part in _parts_of_gold(gold):
+            _parsed_gold(part)
+
+
+def _parts_of_gold(gold: str) -> tuple[str, ...]:
+    """Return the letter and the value of a gold answer that states both, or else the answer."""
+    return choice_with_value(gold) or (gold,)
 
 
 def _parsed_gold(gold: str) -> list[Any]:
@@ -143,10 +165,6 @@ def _long_integer(text: str) -> list[Any]:
     return [text] if len(text) > MAX_READ_DIGITS and _INTEGER.fullmatch(text) else []
 
 
-def _computable(answers: list[Any]) -> list[Any]:
-    return [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
-
-
 def _equal_sequences(gold: Sequence | None, answer: Sequence | None) -> bool:
     """Return whether two sequences have equal terms, and have dots for left-out terms at the same places."""
     if gold is None or answer is None:
@@ -160,7 +178,7 @@ def _equal_terms(gold: str, answer: str) -> bool:
     if DOTS in (gold, answer) or gold == answer:
         return gold == answer
     gold_answers = parsed(_boxed(gold), "a term of the row's answer")
-    answers = _computable(parsed(_boxed(answer), "a term of the answer"))
+    answers = parsed(_boxed(answer), "a term of the answer")
     with interrupted_after(SECONDS, "the comparison"):
         return equal_answers(gold_answers, answers)
 
@@ -189,24 +207,19 @@ def _has_balanced_braces(text: str) -> bool:
     return depth == 0
 
 
-def _answers_to_parse(text: str) -> list[str]:
-    """Return the texts that math-verify should parse to find the answer of a completion.
-
-    There are two texts if the answer ends with a letter that may be a unit or a variable. There is none if the content
-    of the box is too long.
-    """
+def _stated(text: str) -> str | None:
+    """Return the answer that a completion states, or None if it states none or its box is too long."""
     boxed = stated_answer(text, ("box",))
     if boxed is not None:
-        return _formulas(boxed) if len(boxed) <= MAX_CHARACTERS else []
+        return boxed if len(boxed) <= MAX_CHARACTERS else None
     marked = stated_answer(text, ("box", "block", "marker"))
     if marked is not None and (_is_bare_formula(marked) or number_before_unit(without_layout(marked))):
-        return _formulas(marked)
-    formula = stated_formula(marked if marked is not None else stated_answer(text, ("box", "rest")) or "")
-    return [] if formula is None else _formulas(formula)
+        return marked
+    return stated_formula(marked if marked is not None else stated_answer(text, ("box", "rest")) or "")
 
 
 def _formulas(answer: str) -> list[str]:
-    """Return the texts to parse for a formula: with its unit, if it ends with one, and without the unit."""
+    """Return the texts in which the library is to search for an answer: several if the answer may mean several things."""
     return [readable(rf"\boxed{{{reading}}}") for reading in readings(answer) if reading]
 
 

@@ -17,7 +17,9 @@ import re
 from collections import Counter
 from typing import Any
 
+from async_grpo.rewards.answer_reading.choices import compared_parts
 from async_grpo.rewards.answer_reading.notation import plain_notation, words_of
+from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.builtin import answers
 
 MAX_CHARACTERS = 1000  # maximum length of an answer
@@ -73,10 +75,18 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\frac{1}{2}}", "answer": 0.5})
     {'reward': 1.0}
     """
-    gold = normalise(answers.gold_answer(sample))
-    if not gold:
+    gold = answers.gold_answer(sample)
+    if not normalise(gold):
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
-    return {"reward": float(vote_of(sample) == gold)}
+    return {"reward": float(equal_texts(gold, answers.stated_answer(answers.completion_text(sample))))}
+
+
+def equal_texts(gold: str, answer: str | None) -> bool:
+    """Return whether a stated answer equals the gold answer, in all parts that both state (`compared_parts`)."""
+    if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
+        return False
+    pairs = [(normalise(gold_part), normalise(part)) for gold_part, part in compared_parts(gold, answer)]
+    return all(gold_part == part != "" for gold_part, part in pairs)
 
 
 def vote_of(sample: dict[str, Any]) -> str | None:
@@ -97,7 +107,7 @@ def score_vote(sample: dict[str, Any]) -> dict[str, float]:
     vote = vote_of(sample)
     scores = {"reward": 0.0, "voted": float(vote is not None)}
     if sample.get("answer") is not None:
-        scores["true_reward"] = float(vote == normalise(answers.gold_answer(sample)))
+        scores["true_reward"] = score(sample)["reward"]
     return scores
 
 

@@ -17,9 +17,17 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
+from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, read_sequence
 from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer
-from async_grpo.rewards.builtin.equal_numbers import equal_numbers, exact_decimal, is_numeric, is_undefined
+from async_grpo.rewards.builtin.equal_numbers import (
+    equal_numbers,
+    exact_decimal,
+    is_numeric,
+    is_undefined,
+    with_imaginary_unit,
+)
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
 # Maximum time of one comparison, after which the sample gets no reward. It is not counted as wrong, because the machine
@@ -69,6 +77,8 @@ def parse(text: str) -> Any:
         raise ValueError(f"cannot read {text!r}: {error}") from error
     if not is_computable(expression):
         raise ValueError(f"{text!r} is too large to compute")
+    if isinstance(expression, sympy.Expr):
+        expression = with_imaginary_unit(expression)
     return expression
 
 
@@ -127,10 +137,12 @@ def equal_elements(gold: str, answer: str) -> bool:
 
 def check_row(row: dict[str, Any]) -> None:
     """Raise ValueError if the row's `answer` is missing, empty or unreadable."""
-    _, gold_elements = split_elements(clean(gold_answer(row)))
-    for element in gold_elements:
-        if element != DOTS and not exact_form(normalise(element)):
-            parse(element)
+    gold = gold_answer(row)
+    for part in choice_with_value(gold) or (gold,):
+        _, gold_elements = split_elements(clean(part))
+        for element in gold_elements:
+            if element != DOTS and not exact_form(normalise(element)):
+                parse(element)
 
 
 def is_computable(expression: Any) -> bool:
@@ -187,12 +199,17 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     """
     gold = gold_answer(sample)
     answer = stated_answer(completion_text(sample))
-    if not answer or len(answer) > MAX_CHARACTERS:
+    if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
         return {"reward": 0.0}
+    are_equal = all(_equal_texts(gold_part, part) for gold_part, part in compared_parts(gold, answer))
+    return {"reward": float(are_equal)}
+
+
+def _equal_texts(gold: str, answer: str) -> bool:
+    """Return whether two answers have the same brackets and equal elements."""
     gold_brackets, gold_elements = split_elements(clean(gold))
     brackets, elements = split_elements(clean(answer))
     if gold_brackets != brackets or len(gold_elements) != len(elements):
-        return {"reward": 0.0}
+        return False
     pairs = zip(gold_elements, elements, strict=True)
-    are_equal = all(equal_elements(gold_element, element) for gold_element, element in pairs)
-    return {"reward": float(are_equal)}
+    return all(equal_elements(gold_element, element) for gold_element, element in pairs)

@@ -7,12 +7,14 @@ so that tag is not part of the completion.
 import math
 import re
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.decorators import best_reward
 from async_grpo.rewards.answer_reading.characters import compatible, plain_characters
-from async_grpo.rewards.answer_reading.notation import plain_choice, words_of
+from async_grpo.rewards.answer_reading.choices import compared_parts, plain_choice
+from async_grpo.rewards.answer_reading.notation import words_of
 from async_grpo.rewards.builtin import answers
 
 SECONDS = 2.0  # maximum time of one match of a regular expression
@@ -55,15 +57,19 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     if not isinstance(golds, list) or not golds:
         raise ValueError(f"the row's answers must be a list of texts or numbers, not {golds!r:.200}")
     texts = [answers.gold_answer({"answer": gold}, is_latex=False) for gold in golds]
-    accepted = {_normalised(text, strip, case) for text in texts}
     completion = answers.completion_text(sample)
     readings = [
         answers.stated_answer(completion, ("box", "block", "rest")),
         # With its layout, because the content of a box may not be LaTeX: in `\boxed{~/bin}`, "~" is part of a path
         answers.stated_answer(completion, ("written box", "block", "rest")),
     ]
-    is_accepted = any(text is not None and _normalised(text, strip, case) in accepted for text in readings)
-    return {"reward": float(is_accepted)}
+    for gold, reading in product(texts, readings):
+        if reading is None:
+            continue
+        pairs = compared_parts(gold, reading)
+        if all(_normalised(part, strip, case) == _normalised(text, strip, case) for part, text in pairs):
+            return {"reward": 1.0}
+    return {"reward": 0.0}
 
 
 def _normalised(text: str, strip: bool, case: bool) -> str:

@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from async_grpo.rewards.answer_reading.notation import as_latex, number_before_unit
+from async_grpo.rewards.answer_reading.spellings import as_latex
+from async_grpo.rewards.answer_reading.units import number_before_unit
 from async_grpo.rewards.builtin import sympy
-from async_grpo.rewards.builtin.math_verify import _answers_to_parse, score
+from async_grpo.rewards.builtin.math_verify import _stated, score
 
 FORMS = ["<answer>%s</answer>", "It is so.\n#### %s"]
 
@@ -128,5 +129,5 @@ def test_any_answer_is_rewritten_in_time_in_proportion_to_its_length(piece):
     began_s = time.process_time()
     as_latex(text)
     number_before_unit(text)
-    _answers_to_parse(f"<answer>{text}</answer>")
+    _stated(f"<answer>{text}</answer>")
     assert time.process_time() - began_s < 1.0

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from async_grpo.rewards.answer_reading.free_text import is_formula, stated_formula
+from async_grpo.rewards.answer_reading.formulas import is_formula
+from async_grpo.rewards.answer_reading.free_text import stated_formula
 from async_grpo.rewards.builtin.math_verify import score
 
 # kind -> (text, row's answer, whether it is right)

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from async_grpo.rewards.answer_reading.characters import compatible, plain_characters
-from async_grpo.rewards.answer_reading.notation import as_latex, plain_notation, readings
+from async_grpo.rewards.answer_reading.notation import plain_notation, readings
+from async_grpo.rewards.answer_reading.spellings import as_latex
 from async_grpo.rewards.builtin import math_verify, mathd, sympy, text
 
 MATHEMATICS = {"math_verify": math_verify.score, "mathd": mathd.score, "sympy": sympy.score}

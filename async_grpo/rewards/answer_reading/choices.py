@@ -1,0 +1,97 @@
+r"""Reads the answers of multiple choice, which may state a letter, a value, or both, as in `\textbf{(B)}\ 12`."""
+
+import re
+
+from async_grpo.rewards.answer_reading.spellings import FONT, SPACE
+
+MAX_CHARACTERS = 2_000  # maximum length of an answer that may be a choice with its value
+
+_CHOICE = re.compile(
+    rf"""
+    (?:{FONT}\s?\{{|\{{)? \s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\s{{1,4}})?
+    \(? \s{{0,8}} (?:{FONT}\s?\{{)? \s{{0,8}}
+    ([a-zA-Z])
+    \s{{0,8}} \}}? \s{{0,8}} \)? \.? \s{{0,8}} \}}? \.?
+    """,
+    re.VERBOSE,
+)
+_FONT_AT_BEGIN = re.compile(rf"{FONT}\s?\{{([^{{}}]{{1,200}})\}}")
+# The begin of a value. A product or a set operation, as in `(A) + 3` and `(A) \cup B`, states no choice
+_NUMBER_OR_COMMAND = (
+    r"(?:[$€£¥]?\.?\d|\$|-\s?[\d.\\]"
+    r"|\\(?!(?:cup|cap|times|cdot|setminus|subset|in|to|[gl]e|ne|equiv|approx|pm)(?![a-zA-Z])|[,;:!\ ]))"
+)
+CHOICE_WITH_VALUE = re.compile(
+    rf"""
+    \s{{0,8}}
+    (?: (?:\(\s?([A-J])\s?\)|([A-J])\)) (?:{SPACE}{{0,8}}(?={_NUMBER_OR_COMMAND})|{SPACE}{{1,8}}(?=\w{{2}}|[(\[]))
+      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as "A. Smith"
+    )
+    """,
+    re.VERBOSE,
+)
+
+
+def plain_choice(text: str) -> str | None:
+    r"""Return the letter of a choice without its font, parentheses and full stop, or None for any other text.
+
+    >>> plain_choice(r"\textbf{(C)}"), plain_choice("C."), plain_choice("Option C"), plain_choice(r"\text{AC}")
+    ('C', 'C', 'C', None)
+    """
+    match = _CHOICE.fullmatch(text)
+    return None if match is None else match[1]
+
+
+def choice_with_value(text: str) -> tuple[str, str] | None:
+    r"""Return the letter and the value of a choice that states both, or None for any other text.
+
+    >>> choice_with_value(r"\textbf{(B)}\ 12"), choice_with_value("B. 12"), choice_with_value(r"\text{(B) } \frac12")
+    (('B', '12'), ('B', '12'), ('B', '\\frac12'))
+    >>> choice_with_value("(B)"), choice_with_value("f(12)"), choice_with_value(r"(B) \cup C")
+    (None, None, None)
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = text.strip()
+    font = _FONT_AT_BEGIN.match(text)
+    if font is not None:
+        text = f"{font[1]} {text[font.end() :]}"
+    match = CHOICE_WITH_VALUE.match(text)
+    if match is None:
+        return None
+    value = text[match.end() :].strip()
+    # A second choice, as in "(A) (B)", is no value
+    if plain_choice(value) is not None and value.startswith("("):
+        return None
+    return letter_of(match), value
+
+
+def letter_of(match: re.Match[str]) -> str:
+    """Return the letter in a match of `CHOICE_WITH_VALUE`."""
+    return match[1] or match[2] or match[3]
+
+
+def compared_parts(gold: str, answer: str) -> list[tuple[str, str]]:
+    r"""Return the pairs of texts that must all be equal, so that an answer is equal to the gold answer.
+
+    If one of the two is a letter and its value, the other may state only one of them.
+
+    >>> compared_parts("12", r"\textbf{(B)}\ 12"), compared_parts("B", "(B) 12"), compared_parts("12", "34")
+    ([('12', '12')], [('B', 'B')], [('12', '34')])
+    >>> compared_parts("(A) 12", "(B) 12")
+    [('A', 'B'), ('12', '12')]
+    """
+    gold_choice = choice_with_value(gold)
+    choice = choice_with_value(answer)
+    if gold_choice is not None and choice is not None:
+        return list(zip(gold_choice, choice, strict=True))
+    if gold_choice is not None:
+        return [(_part_like(gold_choice, answer), answer)]
+    if choice is not None:
+        return [(gold, _part_like(choice, gold))]
+    return [(gold, answer)]
+
+
+def _part_like(choice: tuple[str, str], text: str) -> str:
+    """Return the letter of a choice if a text is a letter, and else the value."""
+    return choice[0] if plain_choice(text) is not None else choice[1]

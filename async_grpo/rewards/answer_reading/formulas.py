@@ -1,0 +1,298 @@
+"""Finds the formulas in a text of words, numbers and LaTeX, with and without delimiters.
+
+A number counts wherever it stands: in quotation marks, brackets, Markdown or between characters of other scripts. All
+functions take linear time.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from async_grpo.rewards.answer_reading.choices import plain_choice
+
+MAX_FORMULA_CHARACTERS = 2_000  # maximum length of a formula between delimiters
+
+_TOKEN = re.compile(
+    r"""
+    (?P<newline>\n)
+    |(?P<blank>(?:[ \t\r]|~|\\[,;:!\ ]|\\q?quad(?![a-zA-Z]))+)
+    |(?P<tag><<[^<>\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})
+    |(?P<environment>\\begin\s?\{)
+    |(?P<delimiter>\$\$|\$|\\[(\[])
+    |(?P<font>\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\s?\{)
+    |(?P<command>\\[a-zA-Z]+)
+    |(?P<escaped>\\[{}|%])
+    |(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,5}(?![\w.]*\w))?)
+    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))
+    |(?P<word>(?:[^\W\d_]['\u2019])?[^\W\d_]{2,}(?:(?<=[a-zA-Z])-?\d[a-zA-Z0-9]*)?|[a-zA-Z]\d[a-zA-Z0-9]*|[^\W\d_a-zA-Z]
+        |[IaA](?=[ ][a-z]{2}))
+    |(?P<letter>[a-zA-Z])
+    |(?P<open>[(\[{])
+    |(?P<close>[)\]}])
+    |(?P<operator>[-+*/^_=<>|:,%])
+    |(?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_CLOSINGS = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
+_OPENERS = {"(": ")", "[": ")", "{": "}", r"\{": r"\}"}
+_CLOSERS = {")": ")", "]": ")", "}": "}", r"\}": r"\}"}
+_DEPTHS = dict.fromkeys(_OPENERS, 1) | dict.fromkeys(_CLOSERS, -1)
+_FORMULA_WORD = re.compile(
+    r"""
+    \\(?:begin|end)\{[a-z]+\*?\}
+    | \\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}
+    | \\[a-zA-Z]+
+    | (?<![a-zA-Z])
+      (?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})
+      (?![a-zA-Z])
+    """,
+    re.VERBOSE,
+)
+_PROSE = re.compile(r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]")
+_WORD = re.compile(r"[a-zA-Z]{2,20}")
+_UNIT_IN_FONT = re.compile(
+    r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?"  # not the words of a list
+)
+_NUMBER_SUFFIX = re.compile(r"(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])")
+_NEGATIVE_PRICE = re.compile(r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z")
+_PERCENT = re.compile(r"\s?(?:\\?%|(?:percent|pct)\b)")
+
+
+@dataclass
+class Formula:
+    """A formula in a text: its begin and end with delimiters, its own text, and what it consists of."""
+
+    begin: int
+    end: int
+    text: str
+    follows_equals: bool = False
+    is_choice: bool = False  # whether it is nothing but one letter
+
+
+@dataclass
+class _Token:
+    kind: str
+    text: str
+    begin: int
+    end: int
+
+
+@dataclass
+class _Run:
+    """The tokens of a formula without delimiters, as far as they are read."""
+
+    tokens: list[_Token] = field(default_factory=list)
+    depth: int = 0  # number of open brackets
+
+
+def formulas_in(text: str) -> list[Formula]:
+    """Return all formulas and numbers of a text, with and without delimiters, in their order."""
+    formulas: list[Formula] = []
+    run = _Run()
+    position = 0
+    blank: _Token | None = None
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        assert match is not None, "the last alternative matches every character"
+        token = _Token(match.lastgroup or "other", match[0], match.start(), match.end())
+        position = token.end
+        if token.kind == "blank":
+            blank = token
+            continue
+        if token.kind in ("delimiter", "environment"):
+            formula = _delimited(text, token)
+            if formula is not None:
+                _end_run(text, run, formulas)
+                run = _Run()
+                formulas.append(formula)
+                position = formula.end
+                blank = None
+                continue
+        token = _classified(text, token, run)
+        position = token.end
+        if not _continues(text, run, token, blank):
+            _end_run(text, run, formulas)
+            run = _Run()
+        if token.kind not in ("break", "blank"):
+            run.tokens.append(token)
+            run.depth += _DEPTHS.get(token.text, 0)
+        blank = None
+    _end_run(text, run, formulas)
+    return formulas
+
+
+def is_formula(text: str) -> bool:
+    r"""Return whether a text consists of a formula, without words except in \text{} and "and", "or" and functions."""
+    return _PROSE.search(_FORMULA_WORD.sub(" ", text)) is None
+
+
+def _delimited(text: str, token: _Token) -> Formula | None:
+    """Return the formula whose opening delimiter is given, or None if it is a currency or has no end."""
+    if token.kind == "environment":
+        end = text.find(r"\end", token.end, token.end + MAX_FORMULA_CHARACTERS)
+        brace = text.find("}", end) + 1 if end >= 0 else 0
+        return Formula(token.begin, brace, text[token.begin : brace]) if brace else None
+    closing = _CLOSINGS[token.text]
+    if token.text == "$" and text[token.begin - 1 : token.begin] == "\\":
+        return None
+    end = text.find(closing, token.end, token.end + MAX_FORMULA_CHARACTERS)
+    content = text[token.end : end]
+    is_price = token.text == "$" and content[:1].isdigit() and text[end + 1 : end + 2].isdigit()
+    if end < 0 or not content.strip() or is_price:
+        return None
+    is_text = (
+        "\n" in content or content.endswith("\\") or not (is_formula(content) or _WORD.fullmatch(content))
+    )
+    if token.text == "$" and is_text:
+        return None
+    end += len(closing)
+    percent = _PERCENT.match(text, end)
+    formula = content.strip() + (r"\%" if percent is not None else "")
+    equals = text[max(0, token.begin - 2) : token.begin].rstrip().endswith("=")
+    return Formula(token.begin, end if percent is None else percent.end(), formula, follows_equals=equals)
+
+
+def _classified(text: str, token: _Token, run: _Run) -> _Token:
+    """Return the token with its kind among `break`, `number`, `letter`, `command`, `function`, brackets and operators."""
+    before = text[token.begin - 1 : token.begin]
+    after = text[token.end : token.end + 1]
+    if token.kind == "font":
+        return _font(text, token, run)
+    if token.kind in ("newline", "tag", "word", "other", "delimiter", "environment"):
+        return _Token("break", token.text, token.begin, token.end)
+    if token.kind == "letter" and before in ("'", "\u2019"):
+        return _Token("break", token.text, token.begin, token.end)
+    if token.kind == "number":
+        suffix = _NUMBER_SUFFIX.match(text, token.end)
+        if suffix is not None:
+            return _Token("number", text[token.begin : suffix.end()], token.begin, suffix.end())
+    if token.text in ("*", "_", "|"):
+        is_between = (
+            before.isspace() == after.isspace()
+            and before not in ("", token.text)
+            and after not in ("", ".", ",")
+        )
+        is_table = token.text == "|" and (before.isspace() or not before) and (after.isspace() or not after)
+        if token.text == "|" and not is_table:
+            return token
+        # A sign on one side of a word is Markdown
+        if not is_between or is_table or token.text == "|" or (token.text == "_" and before.isspace()):
+            return _Token("break", token.text, token.begin, token.end)
+    if token.text == ":" and not (before.isdigit() and after.isdigit()):
+        return _Token("break", token.text, token.begin, token.end)
+    return token
+
+
+def _font(text: str, token: _Token, run: _Run) -> _Token:
+    r"""Return \text{} and the like as one token if it is a unit or a letter, and else as the begin of some words."""
+    end = text.find("}", token.end, token.end + 100) + 1
+    content = text[token.begin : end]
+    choice = plain_choice(content) if end else None
+    if choice is not None and not run.tokens:
+        return _Token("letter", choice, token.begin, end)
+    unit = _UNIT_IN_FONT.match(text, token.begin)
+    if run.tokens and unit is not None:
+        return _Token("font", unit[0], token.begin, unit.end())
+    return _Token("break", token.text, token.begin, token.end)
+
+
+def _continues(text: str, run: _Run, token: _Token, blank: _Token | None) -> bool:
+    """Return whether a token belongs to the formula before it."""
+    if token.kind == "break" or not run.tokens:
+        return False
+    previous = run.tokens[-1]
+    if token.text == "," and run.depth == 0:
+        return False
+    if token.kind == "letter" and previous.kind == "number" and previous.text[-1].isalpha():
+        return False
+    if blank is None:
+        return True
+    if run.depth > 0 or token.kind in ("operator", "close", "command", "font"):
+        return True
+    if previous.kind in ("operator", "command", "function"):
+        return previous.text != "%" and token.kind != "break"
+    if token.kind == "function":
+        return previous.kind in ("number", "close")
+    if token.kind in ("open", "escaped"):
+        return previous.text in (")", "]")
+    if token.kind == "number" and previous.kind == "number":
+        is_after_index = len(run.tokens) > 1 and run.tokens[-2].text == "_"  # as in `\log_2 8`
+        is_mixed = (
+            previous.text.isdecimal() and re.match(r"\s?/\s?\d", text[token.end : token.end + 4]) is not None
+        )
+        is_grouped = len(previous.text) <= 3 and len(token.text) == 3 and previous.text.isdecimal()
+        return is_after_index or is_mixed or (is_grouped and token.text.isdecimal())
+    if token.text == "x" and previous.kind == "number":
+        return re.match(r"\s{0,2}10\s?\^", text[token.end : token.end + 8]) is not None
+    return previous.text == "x" and token.text == "10" and len(run.tokens) > 1
+
+
+def _end_run(text: str, run: _Run, formulas: list[Formula]) -> None:
+    """Append the formula of a run, if it is one."""
+    tokens, follows_equals = _trimmed(text, run.tokens)
+    if not tokens:
+        return
+    begin = tokens[0].begin
+    end = tokens[-1].end
+    is_choice = len(tokens) == 1 and tokens[0].kind == "letter"
+    content = tokens[0].text if is_choice else text[begin:end]
+    if _NEGATIVE_PRICE.search(text[max(0, begin - 4) : begin]):
+        content = f"-{content}"
+    has_value = any(token.kind in ("number", "command", "function") or token.text in "=^" for token in tokens)
+    if has_value or is_choice:
+        formulas.append(Formula(begin, end, content, follows_equals, is_choice))
+
+
+def _trimmed(text: str, tokens: Sequence[_Token]) -> tuple[list[_Token], bool]:
+    """Return the tokens without operators and single brackets at both ends, and whether "=" stood before them."""
+    tokens = _balanced(tokens)
+    first = 0
+    last = len(tokens)
+    follows_equals = False
+    while first < last and _is_no_begin(text, tokens[first]):
+        follows_equals = follows_equals or tokens[first].text == "="
+        first += 1
+    while first < last and tokens[last - 1].kind == "operator" and tokens[last - 1].text != "%":
+        last -= 1
+    if last - first > 2 and tokens[first].kind == "open" and tokens[last - 1].kind == "close":
+        inner = tokens[first + 1 : last - 1]
+        # Brackets around a single number or letter, as in "(5)" or "(C)"
+        is_letter = len(inner) == 1 and inner[0].kind == "letter"
+        if is_letter or all(token.kind == "number" or token.text in "-%" for token in inner):
+            return inner, follows_equals
+    return tokens[first:last], follows_equals
+
+
+def _is_no_begin(text: str, token: _Token) -> bool:
+    """Return whether no formula begins with this token. A minus sign begins one unless it is a dash or a hyphen."""
+    if token.text == r"\approx":
+        return True
+    if token.kind != "operator" or token.text == "<":
+        return False
+    before = text[token.begin - 1 : token.begin]
+    after = text[token.end : token.end + 1]
+    if token.text == ">":
+        return before in ("", "\n")
+    if token.text not in "+-":
+        return True
+    return after.isspace() or (before.isascii() and before.isalpha())
+
+
+def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
+    """Return the longest end of the tokens up to the first bracket without a partner, in which all others have one."""
+    open_tokens: list[int] = []
+    end = len(tokens)
+    for position, token in enumerate(tokens):
+        if token.text in _OPENERS and token.kind in ("open", "escaped"):
+            open_tokens.append(position)
+        elif token.text in _CLOSERS and token.kind in ("close", "escaped"):
+            if not open_tokens or _OPENERS[tokens[open_tokens[-1]].text] != _CLOSERS[token.text]:
+                end = position
+                break
+            open_tokens.pop()
+    # A bracket that stays open at the very end belongs to the words behind it, as in "12 (so ...)"
+    while open_tokens and open_tokens[-1] == end - 1:
+        end = open_tokens.pop()
+    begin = open_tokens[-1] + 1 if open_tokens else 0
+    return list(tokens[begin:end])
