@@ -34,7 +34,7 @@ from async_grpo.rewards.answer_reading import (
     units,
 )
 from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
-from async_grpo.rewards.answer_reading.sequences import read_sequence
+from async_grpo.rewards.answer_reading.sequences import read_sequence, values_of_tuple
 from async_grpo.rewards.answer_reading.stated import Form, stated_answer
 from async_grpo.rewards.builtin import (
     answers,
@@ -86,11 +86,11 @@ PATTERNS: dict[str, dict[str, str]] = {
         "\n    (-?\\d{1,15}) \\s{1,4} (?:and|\\\\text\\s?\\{\\s?and\\s?\\}) \\s{1,4}\n    (?:(\\d{1,15})\\s?/\\s?(\\d{1,15})|\\\\frac\\{(\\d{1,15})\\}\\{(\\d{1,15})\\})\n    ": "notation",  # noqa: E501
         "\n    ([-+]?\\d{1,30}(?:\\.\\d{1,30})?)\n    \\s{0,8} (?:\\\\times|\\\\cdot|\\*|x) \\s{0,8} 10 \\s{0,8}\\^\\s{0,8}\n    (?:\\{\\s?([-+]?\\d{1,2})\\s?\\}|(\\d))\n    ": "notation",  # noqa: E501
         "\n    \\s{0,8}\n    (?: \\\\pmod(?![a-zA-Z]) \\s? (?:\\{\\s?\\w{1,40}\\s?\\}|\\w)\n      | \\(\\s? \\\\?b?mod(?![a-zA-Z]) \\s{0,4} \\w{1,40} \\s?\\)\n    )\n    \\s{0,8}\\Z\n    ": "notation",  # noqa: E501
+        r"((?:[-+\d.,/(){}^*\s]|\\[a-z]{2,8}){1,200}?)\s?=\s{0,8}([a-zA-Z])": "notation",
         r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))": "notation",
         r"(.{1,100}?)\s?\\?%": "notation",
         r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z": "notation",
         r"([-+]?)10\^(?:\{([-+]?\d{1,2})\}|(\d))": "notation",
-        r"([^=]{2,400}?|\d)\s{0,8}=\s{0,8}([a-zA-Z])": "notation",
         r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?": "notation",
         r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?": "notation",
         r"\\(?:pm|mp)(?![a-zA-Z])\s?": "notation",
@@ -110,6 +110,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         "pattern": "notation",
     },
     "rewards/answer_reading/units.py": {
+        r"f'(?<=\\d){SPACE}{{0,8}}(?:{FONT}\\s?\\{{\\s{{0,8}})?([aApP])\\.?\\s?[mM](?![a-zA-Z])\\.?\\s{{0,8}}\\}}?\\s{{0,8}}\\Z'": "notation",  # noqa: E501
         r"f'({_QUANTITY})(?:{SPACE}{{0,8}}{_UNIT}|{SPACE}{{1,8}}{_WORDS})\\s?\\.?'": "notation",
         r"f'\\s*({_NUMBER}){SPACE}{{0,8}}{_SYMBOL}\\s*\\.?\\s*'": "notation",
         'f\'\\n    (?:(?<=[\\\\d}}])|(?<=\\\\\\\\pi)) {SPACE}{{0,8}}\\n    (?: \\\\(?\\\\\\\\(?:text(?:rm|normal)?|mathrm|mbox|rm) \\\\s{{0,8}} \\\\{{\\\\s{{0,8}}\\n        (?!{_NO_UNITS}(?![a-zA-Z])|[aApP]\\\\.?[mM])          # not "5 or", "5 million", "5 pm"\\n        [a-zA-Z][a-zA-Z /.-]{{0,60}} \\\\}} {_POWER}? \\\\)?\\n        (?: \\\\s?/\\\\s? \\\\\\\\(?:text|mathrm)\\\\s?\\\\{{[a-zA-Z]{{1,9}}\\\\}} {_POWER}? )?\\n      | \\\\\\\\frac\\\\{{\\\\s?{_UNIT_IN_FONT}{_POWER}?\\\\s?\\\\}}\\\\{{\\\\s?{_UNIT_IN_FONT}{_POWER}?\\\\s?\\\\}}\\n    )\\n    \\\\s{{0,8}}\\\\Z\\n    \'': "notation",  # noqa: E501
@@ -118,7 +119,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/answer_reading/choices.py": {
         r"f'\n    (?:{FONT}\\s?\\{{|\\{{)? \\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\s{{1,4}})?\n    \\(? \\s{{0,8}} (?:{FONT}\\s?\\{{)? \\s{{0,8}}\n    ([a-zA-Z])\n    \\s{{0,8}} \\}}? \\s{{0,8}} \\)? \\.? \\s{{0,8}} \\}}? \\.?\n    '": "notation",  # noqa: E501
-        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\)) (?:{SPACE}{{0,8}}(?={_NUMBER_OR_COMMAND})|{SPACE}{{1,8}}(?=\\\\w{{2}}|[(\\\\[]))\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
+        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\))\\n        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})\\n          | {SPACE}{{1,8}} (?=\\\\w{{2}}|[(\\\\[]|[a-z]\\\\s?[-^+=])  # a word, a bracket or a formula\\n        )\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
         r"f'{FONT}\\s?\\{{([^{{}}]{{1,200}})\\}}'": "notation",
     },
     "rewards/answer_reading/qualifiers.py": {
@@ -126,6 +127,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\A\s?[0-9A-F]{1,60}\s?_\s?\{?\s?(\d{1,3})\s?\}?\Z": "notation",
         r"\\?\$\s?\d": "notation",
         r"\\?p?mod(?![a-zA-Z])\s?\{?\s?(\w{1,40})": "notation",
+        r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}": "notation",
         r"f'(?:(?<=\\d)|(?<=\\}})){_IN_FONT}([a-zA-Z]{{1,10}})(?![a-zA-Z])'": "notation",
         r"f'\\d{_IN_FONT}([aApP])\\.?\\s?[mM](?![a-zA-Z])'": "notation",
     },
@@ -142,6 +144,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\s{0,2}10\s?\^": "free text",
     },
     "rewards/answer_reading/sequences.py": {
+        r"[a-zA-Z](?:_\w)?": "sequence",
         r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])|\.{3}": "sequence",
         r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\\q?quad(?![a-zA-Z])|[~$]": "sequence",
         r"\s*[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*(?:=|\\in(?![a-zA-Z]))": "sequence",
@@ -284,6 +287,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"[^\t\n\r\x20-\x7e]": "readable",
         r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]": "math_verify's answer",
         r"\\(?:begin|end)\{[a-z]+\*?\}|\\text\{\s{0,8}(?:and|or)\s{0,8}\}|\\[a-zA-Z]+|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})(?![a-zA-Z])": "math_verify's answer",  # noqa: E501
+        r"\([^()]*\)": "math_verify's answer",
         r"\\.|[{}]": "math_verify's answer",
     },
     "rewards/builtin/mathd.py": {
@@ -431,7 +435,11 @@ FEEDS: dict[str, Callable[[str], Any]] = {
         choices.compared_parts(answer[:2_000], answer[:2_000]),
         qualifiers.contradict(answer[:2_000], answer[:2_000]),
     ],
-    "sequence": lambda answer: [read_sequence(answer), read_sequence(f"1,...,{answer}")],
+    "sequence": lambda answer: [
+        read_sequence(answer),
+        read_sequence(f"1,...,{answer}"),
+        values_of_tuple(answer),
+    ],
     "names of sets": lambda answer: equal_answers([r"A \cup B"], [answer, rf"A \cup {answer}"]),
     "long integer": math_verify._long_integer,
     "control tokens": CONTROL_TOKENS.breaks_of,

@@ -24,7 +24,10 @@ _NUMBER_OR_COMMAND = (
 CHOICE_WITH_VALUE = re.compile(
     rf"""
     \s{{0,8}}
-    (?: (?:\(\s?([A-J])\s?\)|([A-J])\)) (?:{SPACE}{{0,8}}(?={_NUMBER_OR_COMMAND})|{SPACE}{{1,8}}(?=\w{{2}}|[(\[]))
+    (?: (?:\(\s?([A-J])\s?\)|([A-J])\))
+        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})
+          | {SPACE}{{1,8}} (?=\w{{2}}|[(\[]|[a-z]\s?[-^+=])  # a word, a bracket or a formula
+        )
       | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as "A. Smith"
     )
     """,

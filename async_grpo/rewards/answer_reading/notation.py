@@ -30,7 +30,8 @@ _APPROXIMATION = re.compile(r"\s{0,8}(\\approx(?![a-zA-Z])|=)\s{0,8}(-?\d{0,40}\
 _FRACTION = re.compile(r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))")
 _GROUPED_BY_BLANKS = re.compile(r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?")
 _NAME = re.compile(r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)")
-_NAME_BEHIND = re.compile(r"([^=]{2,400}?|\d)\s{0,8}=\s{0,8}([a-zA-Z])")  # as in `5 = x`
+# A number and the name that it has, as in `5 = x`, but not `f(x) = x`
+_NAME_BEHIND = re.compile(r"((?:[-+\d.,/(){}^*\s]|\\[a-z]{2,8}){1,200}?)\s?=\s{0,8}([a-zA-Z])")
 _PERCENTAGE = re.compile(r"(.{1,100}?)\s?\\?%")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 _WORDS_IN_FONT = re.compile(rf"{FONT}\s?(\{{[^{{}}]{{0,400}}\}})")

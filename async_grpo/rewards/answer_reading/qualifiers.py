@@ -4,6 +4,7 @@ An answer without such a part may be right. An answer with another one is wrong:
 digits are the same, and 34 m are not 34 cm.
 """
 
+import math
 import re
 
 from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, as_latex
@@ -18,6 +19,7 @@ _PATTERNS = {  # name of a part -> where an answer states it
     "name": re.compile(r"\A\s?([a-zA-Z](?:_\{?\w{1,8}\}?)?)\s?=(?=[^=]+\Z)"),
 }
 _UNIT = re.compile(rf"(?:(?<=\d)|(?<=\}})){_IN_FONT}([a-zA-Z]{{1,10}})(?![a-zA-Z])")
+_RATIO = re.compile(r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}")  # of more than two numbers
 _PRICE = re.compile(r"\\?\$\s?\d")
 # dimension -> spellings of its units. Units of different dimensions are not compared, because one of the two may be none
 _UNITS = {
@@ -47,7 +49,7 @@ _UNIT_OF_WORD = _unit_table()  # a word -> its dimension and its unit
 
 
 def contradict(gold: str, answer: str) -> bool:
-    r"""Return whether two answers state different bases, halves of the day, moduli, names or units of one dimension.
+    r"""Return whether two answers state different bases, halves of the day, moduli, names, ratios or units of a dimension.
 
     >>> contradict("1011_2", "1011_3"), contradict("1011_2", "1011"), contradict("12:30 pm", r"12:30 \text{ a.m.}")
     (True, False, True)
@@ -73,6 +75,10 @@ def _qualifiers(text: str) -> dict[str, str]:
         if match[1] in _UNIT_OF_WORD:
             dimension, unit = _UNIT_OF_WORD[match[1]]
             parts.setdefault(dimension, unit)
+    if _RATIO.fullmatch(text):
+        numbers = [int(number) for number in text.split(":")]
+        divisor = math.gcd(*numbers) or 1
+        parts["ratio"] = ":".join(str(number // divisor) for number in numbers)
     if _PRICE.search(text):
         parts.setdefault("money", _UNITS["money"][0])
     return parts

@@ -7,6 +7,7 @@ DOTS = "\u2026"  # the term that stands for the terms that are left out
 
 _DOTS = re.compile(r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])|\.{3}")
 _NAME = re.compile(r"\s*[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*(?:=|\\in(?![a-zA-Z]))")
+_VARIABLE = re.compile(r"[a-zA-Z](?:_\w)?")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\\q?quad(?![a-zA-Z])|[~$]")
 _BRACKETS = (r"\{\}", "()", "[]")
 _DEPTHS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -56,6 +57,23 @@ def read_sequence(text: str) -> Sequence | None:
     if DOTS not in terms or len(terms) == 1:
         return None
     return Sequence(brackets, terms)
+
+
+def values_of_tuple(text: str) -> str | None:
+    r"""Return the tuple of the values that a list gives to different names, in the order of the names, or else None.
+
+    >>> values_of_tuple("y = 2, x = 1"), values_of_tuple("x = 1, x = 2"), values_of_tuple("x = 1")
+    ('(1, 2)', None, None)
+    """
+    parts = [part.partition("=") for part in _split_at_commas(text)]
+    names = {name.strip() for name, _, _ in parts}
+    has_names = all(
+        _VARIABLE.fullmatch(name.strip()) and value and "=" not in value for name, _, value in parts
+    )
+    if len(parts) < 2 or len(names) < len(parts) or not has_names:
+        return None
+    values = {name.strip(): value.strip() for name, _, value in parts}
+    return f"({', '.join(values[name] for name in sorted(names))})"
 
 
 def _end_of_name(text: str) -> int:

@@ -59,7 +59,7 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     r"\s{0,8}\\text\s{0,8}\{\s{0,8}(?:percent|pct|per cent)\s{0,8}\}": r"\\%",
     r"(?<=\d)\s{0,8}(?:percent|pct|per cent)(?![a-zA-Z])": r"\\%",
     # Ordinal numbers, as in `3^{\text{rd}}`
-    rf"(?<=\d)\s?\^\s?\{{?\s?(?:{FONT}\s?\{{\s?)?(?:st|nd|rd|th)\s?\}}{{0,2}}(?![a-zA-Z])": "",
+    rf"(?<=\d)\s?\^\s?\{{?\s?{FONT}\s?\{{\s?(?:st|nd|rd|th)\s?\}}{{1,2}}": "",
     # Sets without an element
     r"\A\s{0,8}(?:\\text\s{0,8}\{)?\s{0,8}(?:[Nn]o (?:real )?solutions?|[Ee]mpty set)\s{0,8}\}?\s{0,8}\Z": r"\\emptyset ",
     # Repeating decimals: dots over the first and the last digit of the period

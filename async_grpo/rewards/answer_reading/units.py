@@ -54,6 +54,9 @@ _WRITTEN_UNIT = re.compile(
     """,
     re.VERBOSE,
 )
+_HALF_OF_DAY = re.compile(
+    rf"(?<=\d){SPACE}{{0,8}}(?:{FONT}\s?\{{\s{{0,8}})?([aApP])\.?\s?[mM](?![a-zA-Z])\.?\s{{0,8}}\}}?\s{{0,8}}\Z"
+)
 _NUMBER = r"[-+]?(?:\d[\d,]{0,40}(?:\.\d{1,40})?|\.\d{1,40})"
 _SYMBOL_AFTER_NUMBER = re.compile(rf"\s*({_NUMBER}){SPACE}{{0,8}}{_SYMBOL}\s*\.?\s*")
 
@@ -72,7 +75,7 @@ _SCALED = re.compile(
 
 
 def without_unit(text: str) -> str:
-    r"""Return the number of a price or a quantity. Other texts only lose a unit in a font.
+    r"""Return the number of a price or a quantity. Other texts only lose a unit in a font, and "a.m." becomes "am".
 
     >>> without_unit(r"\$18.90"), without_unit("34 km/h"), without_unit(r"2\pi \text{ cm}^2"), without_unit("5 x")
     ('18.90', '34', '2\\pi', '5 x')
@@ -80,9 +83,13 @@ def without_unit(text: str) -> str:
     price = _PRICE.fullmatch(text)
     if price is not None:
         return (price[1] or "") + (price[2] or price[3])
-    text = _WRITTEN_UNIT.sub("", text)
+    text = _WRITTEN_UNIT.sub("", _HALF_OF_DAY.sub(_plain_half_of_day, text))
     measured = _MEASURED.fullmatch(text)
     return text if measured is None else measured[1]
+
+
+def _plain_half_of_day(match: re.Match[str]) -> str:
+    return rf"\text{{ {match[1].lower()}m}}"
 
 
 def number_before_unit(text: str) -> str | None:

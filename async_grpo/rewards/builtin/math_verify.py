@@ -24,7 +24,7 @@ from async_grpo.rewards.answer_reading.choices import choice_with_value, compare
 from async_grpo.rewards.answer_reading.free_text import stated_formula
 from async_grpo.rewards.answer_reading.notation import plain_notation, readings
 from async_grpo.rewards.answer_reading.qualifiers import contradict
-from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence
+from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence, values_of_tuple
 from async_grpo.rewards.answer_reading.spellings import as_latex
 from async_grpo.rewards.answer_reading.units import number_before_unit
 from async_grpo.rewards.builtin.answers import (
@@ -59,6 +59,7 @@ _FORMULA_WORD = re.compile(
 # Parts of a text that is more than a formula: words, units, bold letters, and signs such as those of currencies. Greek
 # letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
+_TUPLE = re.compile(r"\([^()]*\)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # math-verify logs a warning for each of its time limits that is switched off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -130,6 +131,8 @@ def _equal_texts(gold: str, answer: str) -> bool:
     """Return whether two answers are equal as texts, or as the library reads them."""
     if plain_notation(gold) == plain_notation(answer):
         return True
+    if _TUPLE.fullmatch(without_layout(answer)):
+        gold = values_of_tuple(gold) or gold  # the library would ignore the order of the values
     gold_answers = _parsed_gold(gold)
     for formula in _formulas(answer):
         answers = parsed(formula, "the answer") or _long_integer(boxed_answer(formula) or "")
