@@ -33,12 +33,14 @@ def parse_paths(text: str | None, flag: str) -> tuple[str, ...]:
 def value_at(value: Any, path: str) -> Any:
     """Return the value at a dotted path, or MISSING if there is none.
 
-    A name that contains dots itself is also found. A number is the index of an item in a list. A text that is the
-    JSON of an object or a list is read as such.
+    A name that contains dots itself is found, too. A number is a place in a list; a negative one counts from the end.
+    Objects that were written as JSON text are read.
 
     >>> row = {"reward_model": {"ground_truth": ["34"]}, "a.b": 1, "info": '{"x": 2}'}
     >>> value_at(row, "reward_model.ground_truth.0"), value_at(row, "a.b"), value_at(row, "info.x")
     ('34', 1, 2)
+    >>> value_at({"turns": ["a", "b"]}, "turns.-1")
+    'b'
     """
     if isinstance(value, str):
         value = parsed_text(value)
@@ -47,11 +49,18 @@ def value_at(value: Any, path: str) -> Any:
     name, _, rest = path.partition(".")
     if isinstance(value, Mapping) and name in value:
         item = value[name]
-    elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+    elif isinstance(value, list) and _is_place(name, value):
         item = value[int(name)]
     else:
         return MISSING
     return value_at(item, rest) if rest else item
+
+
+def _is_place(name: str, values: list[Any]) -> bool:
+    """Return whether a part of a path is the number of one of the values."""
+    if not name.removeprefix("-").isdecimal():
+        return False
+    return -len(values) <= int(name) < len(values)
 
 
 def is_missing(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Read the rows of data files: JSONL, JSON, CSV and TSV."""
 
+import codecs
 import csv
 import hashlib
 import json
@@ -19,6 +20,13 @@ from async_grpo.experience.row_schemas import (
     proposal,
     unread_columns,
 )
+from async_grpo.experience.text_lines import (
+    BYTE_ORDER_MARK,
+    decoded,
+    json_problem,
+    refuse_other_contents,
+    text_lines,
+)
 from async_grpo.options.fields import refuse
 from async_grpo.processes.hub import is_hub_name
 from async_grpo.processes.untrusted_files import (
@@ -36,8 +44,8 @@ Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
-BYTE_ORDER_MARK = "\ufeff"
-DELIMITERS = (";", "\t")  # delimiters of tables whose cells are not separated by commas
+BARE_RETURN = "new-line character"  # in the message of `csv` for a line that ends with CR alone
+DELIMITERS = (";", "\t")  # what other tables have between their cells
 
 
 def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:
@@ -127,19 +135,14 @@ def digest_of_rows(path: Path) -> str:
 
 
 def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
-    for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
-        if line is not None and not line.strip():
+    for place, line in text_lines(path, file):
+        if not line.strip():
             continue
-        place = f"{path}, line {number}"
-        if line is None:
-            raise ConfigurationError(
-                f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
-            )
         try:
-            row = parse_json(line)
-        except ValueError as error:  # not UTF-8, not JSON, or brackets nested too deeply
-            hint = f". {NAME_IT_JSON}" if line.lstrip().startswith(b"[") else ""
-            raise ConfigurationError(f"{place}: not JSON ({error}){hint}") from error
+            row = parse_json(line.rstrip())
+        except ValueError as error:  # not JSON, or brackets nested too deeply
+            hint = f". {NAME_IT_JSON}" if line.lstrip().startswith("[") else ""
+            raise ConfigurationError(f"{place}: not JSON ({json_problem(error)}){hint}") from error
         refuse(isinstance(row, list), f"{place}: a row must be an object, not list. {NAME_IT_JSON}")
         yield place, row
 
@@ -155,11 +158,14 @@ def _json_rows(path: Path, file: BinaryIO) -> Rows:
         yield from _jsonl_rows(path, file)
         return
     try:
-        value = parse_json(read_bounded(file, path, MAX_JSON_BYTES))
+        content = read_bounded(file, path, MAX_JSON_BYTES)
     except OSError as error:
         raise ConfigurationError(
             f"{path}: {error.strerror} of a JSON file: write it as JSONL, one row per line (jq -c '.[]' FILE)"
         ) from error
+    refuse_other_contents(content, str(path))
+    try:
+        value = parse_json(decoded(content, str(path)).removeprefix(BYTE_ORDER_MARK))
     except ValueError as error:
         raise ConfigurationError(f"{path}: not JSON ({error})") from error
     for number, row in enumerate(_listed_rows(path, value), start=1):
@@ -173,7 +179,7 @@ def _is_jsonl(file: BinaryIO) -> bool:
     if first_line is None or next(lines, b"") == b"":
         return False
     try:
-        return isinstance(parse_json(first_line), dict)
+        return isinstance(parse_json(first_line.removeprefix(codecs.BOM_UTF8)), dict)
     except ValueError:
         return False
 
@@ -212,14 +218,14 @@ def _is_list_of_objects(value: Any) -> bool:
 def _csv_rows(path: Path, file: BinaryIO, delimiter: str = ",") -> Rows:
     """Yield the rows of a table whose first line names the columns. All values are texts, and an empty cell is null."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    reader = csv.reader(_text_lines(path, file), delimiter=delimiter, strict=True)
+    reader = csv.reader((line for _, line in text_lines(path, file)), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
         place = f"{path}, line {reader.line_num + 1}"
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise ConfigurationError(f"{place}: no row of a table ({error})") from error
+            raise ConfigurationError(f"{place}: no row of a table: {_table_problem(error)}") from error
         if cells is None:
             return
         if not any(cells):  # an empty line. Excel writes commas for rows that were cleared
@@ -241,6 +247,16 @@ def _tsv_rows(path: Path, file: BinaryIO) -> Rows:
     return _csv_rows(path, file, delimiter="\t")
 
 
+def _table_problem(error: csv.Error) -> str:
+    """Return what is wrong with a row that `csv` refuses, with a way out where there is one."""
+    if BARE_RETURN not in str(error):
+        return str(error)
+    return (
+        "a line break of CR alone outside of double quotes: put texts with line breaks between double quotes; where all "
+        "lines end so, as old Macintosh programs write, convert the file by tr '\\r' '\\n'"
+    )
+
+
 def _checked_header(place: str, cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
     other_delimiters = [sign for sign in DELIMITERS if sign in header[0]]
@@ -253,29 +269,6 @@ def _checked_header(place: str, cells: list[str]) -> list[str]:
     twice = [name for name in header if name and header.count(name) > 1]
     refuse(bool(twice), f"{place}: two columns have the name {twice[0] if twice else ''!r}")
     return header
-
-
-def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file as text. Excel begins such a file with a byte order mark, which is skipped."""
-    for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
-        place = f"{path}, line {number}"
-        if line is None:
-            raise ConfigurationError(
-                f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
-            )
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(
-                f"{place}: not UTF-8 ({error}): convert the file, such as by iconv -f cp1252 -t utf-8"
-            ) from error
-        if number == 1:
-            text = text.removeprefix(BYTE_ORDER_MARK)
-        refuse(
-            text.startswith(BYTE_ORDER_MARK),
-            f"{place}: a byte order mark (BOM) within the file, as after joining files: remove it",
-        )
-        yield text
 
 
 def _warn_of_unread_columns(

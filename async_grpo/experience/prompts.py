@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.control_spellings import control_token_spellings
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
@@ -26,7 +28,8 @@ from async_grpo.experience.row_messages import (
 )
 from async_grpo.experience.row_schemas import PROMPT_COLUMNS
 from async_grpo.experience.template_examiner import PROBE, TemplateExaminer
-from async_grpo.options.fields import nearest, refuse
+from async_grpo.experience.template_variables import check_variables, syntax_problem
+from async_grpo.options.fields import refuse
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.processes.untrusted_files import all_is_text
 
@@ -45,7 +48,6 @@ COMPARES_ROLE = re.compile(
     r"""\brole['"]?\]?\s{0,9}(?:[!=]=|(?:not\s{1,9})?in)\s{0,9}(['"][^'"]{1,80}['"]|[\[(][^\])]{0,400}[\])])"""
 )
 QUOTED = re.compile(r"""['"]([^'"]+)['"]""")
-WORD = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
 class PromptRenderer:
@@ -56,8 +58,8 @@ class PromptRenderer:
         options: The user's options.
 
     Raises:
-        ConfigurationError: The file of `--chat-template` cannot be read, or the template does not know a variable of
-            `--chat-template-kwargs`.
+        ConfigurationError: The file of `--chat-template` cannot be read or is no template, or the template does not know
+            a variable of `--chat-template-kwargs`, or would misread its value.
     """
 
     def __init__(self, tokenizer: Any, options: PromptOptions = MODEL_DEFAULTS) -> None:
@@ -69,32 +71,28 @@ class PromptRenderer:
         if template is not None:
             tokenizer.chat_template = template
             self._template_name = f"the chat template {options.chat_template}"
+            problem = syntax_problem(template)
+            refuse(bool(problem), f"--chat-template {options.chat_template}, {problem}")
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._check_variables()
+        check_variables(self._variables, self._templates, self._template_name)
         self._known_roles = (*ROLES, *self._roles_in_template())
         self._examiner = TemplateExaminer(self._template_name, self._applied)
         self._has_rendered_rows = False
 
     @cached_property
-    def _template_text(self) -> str:
+    def _templates(self) -> list[str]:
         """The text of the chat template, or of all of them if the tokenizer has several."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        return list(template.values()) if isinstance(template, dict) else [str(template)]
+
+    @cached_property
+    def _template_text(self) -> str:
+        return "\n".join(self._templates)
 
     @cached_property
     def _tests_for_none(self) -> bool:
         """Return whether the template expects none, and not an empty text, as the content of messages with tool calls."""
         return TESTS_FOR_NONE.search(self._template_text) is not None
-
-    def _check_variables(self) -> None:
-        """Raise ConfigurationError if the template does not read a variable of `--chat-template-kwargs`."""
-        words = sorted(set(WORD.findall(self._template_text)))
-        for name, value in self._variables.items():
-            refuse(
-                name not in words,
-                f"--chat-template-kwargs {name}={value}: {self._template_name} has no variable {name!r}, so it would "
-                f"change nothing{nearest(name, words)}",
-            )
 
     def _roles_in_template(self) -> list[str]:
         """Return the roles that the template compares with and that OpenAI's API does not have."""
@@ -284,6 +282,11 @@ class PromptRenderer:
         # A template is a program from the model's folder, which may raise any exception
         try:
             return self._tokenizer.apply_chat_template(messages, **settings)
+        except TemplateSyntaxError as error:
+            raise ConfigurationError(
+                f"{self._template_name} cannot be read, line {error.lineno}: {error.message}: give another one by "
+                "--chat-template FILE"
+            ) from error
         except Exception as error:
             # Most templates expect the arguments of tool calls as objects, and DeepSeek's as JSON texts
             if any(message.get("tool_calls") for message in messages):

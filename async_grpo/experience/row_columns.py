@@ -3,20 +3,22 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.column_paths import MISSING, is_missing, parsed_text, value_at
+from async_grpo.experience.row_messages import share_gpt_question
 from async_grpo.experience.row_schemas import PROMPT_COLUMNS, TOKENS, names_of, without_prompt
 from async_grpo.options.fields import refuse
 
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
-# Values of `from` in ShareGPT messages that do not come from the user, so that the message is not a question
+# In ShareGPT's rows, the names of those whose messages are no question, and no answer
 NO_QUESTIONS = ("system", "gpt", "assistant", "chatgpt", "bard", "bing")
+NO_ANSWERS = ("system", "human", "user")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
 
 
@@ -51,10 +53,20 @@ class ColumnMap:
         mapped_row = {name: value for name, value in row.items() if not _is_null_prompt(name, value)}
         if self.answer:
             mapped_row["answer"] = _value(row, self.answer, "--answer-column")
+            _refuse_speakers(
+                NO_ANSWERS, row, self.answer, "--answer-column", "answer: name the message of gpt"
+            )
         refuse_infinite_answers(mapped_row)
         if self.prompt:
             prompt = _value(row, self.prompt, "--prompt-column")
-            _refuse_other_speakers(row, self.prompt)
+            _refuse_speakers(
+                NO_QUESTIONS,
+                row,
+                self.prompt,
+                "--prompt-column",
+                "question: name the column of the whole conversation (an answer at its end is left out), or the message of "
+                "the user",
+            )
             return self._with_prompt(mapped_row, prompt)
         refuse(needs_prompt and not _has_prompt(mapped_row), without_prompt(row))
         for name in ("messages", "prompt", "input"):
@@ -75,16 +87,17 @@ class ColumnMap:
         if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
             return other_columns | {TOKENS: prompt}
         are_objects = isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt)
+        is_bare_number = isinstance(prompt, int | float) and not isinstance(prompt, bool)
+        hint = (
+            "; a number that is a question is written as a text, in double quotes" if is_bare_number else ""
+        )
         refuse(
             not prompt or not are_objects,
-            f"{flag}: a prompt must be a text, a list of messages or a list of token ids, not {_shown(prompt)}",
+            f"{flag}: a prompt must be a text, a list of messages or a list of token ids, not {_shown(prompt)}{hint}",
         )
-        is_share_gpt = "from" in prompt[0] and "value" in prompt[0]
-        refuse(
-            is_share_gpt,
-            f"{flag}: these are ShareGPT's messages, with `from` and `value`: name the text of the question, such as "
-            "--prompt-column conversations.0.value, or write them with `role` and `content`",
-        )
+        if "from" in prompt[0] and "value" in prompt[0]:
+            prompt = share_gpt_question(prompt)
+            refuse(not prompt, f"{flag}: the only message is an answer, so there is no question")
         # `prompt` is what functions with TRL's signature get as `prompts`
         return other_columns | {"messages": prompt, "prompt": prompt}
 
@@ -111,16 +124,22 @@ def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
     raise ConfigurationError(f"{flag} {','.join(paths)}: {path} {state}")
 
 
-def _refuse_other_speakers(row: Mapping[str, Any], paths: tuple[str, ...]) -> None:
-    """Raise ConfigurationError if the prompt is a ShareGPT message whose `from` does not name the user."""
+def _refuse_speakers(
+    speakers: Collection[str], row: Mapping[str, Any], paths: tuple[str, ...], flag: str, is_no: str
+) -> None:
+    """Refuse the text of a ShareGPT message whose `from` is one of these speakers.
+
+    Args:
+        speakers: Names in `from`.
+        row: The row.
+        paths: Dotted paths, the first of which that leads to a value counts.
+        flag: The option that names the paths.
+        is_no: What such a message is not, and the way out.
+    """
     path = next(path for path in paths if not is_missing(value_at(row, path)))
     message_path, _, field = path.rpartition(".")
     speaker = value_at(row, f"{message_path}.from") if message_path and field == "value" else None
-    refuse(
-        speaker in NO_QUESTIONS,
-        f"--prompt-column {path}: this message is from {speaker!r}, so it is no question: name the message of the user, or "
-        "write the rows with messages",
-    )
+    refuse(speaker in speakers, f"{flag} {path}: this message is from {speaker!r}, so it is no {is_no}")
 
 
 def _names_at(row: Mapping[str, Any], path: str) -> str:

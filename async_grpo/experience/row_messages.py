@@ -18,7 +18,17 @@ Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, to
 # Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
-# Names of a message's fields in other formats, and their names here
+# Other formats' names for roles, and ShareGPT's for a message's fields
+FOREIGN_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+}
 FOREIGN_FIELDS = {"from": "role", "value": "content"}
 JSON_NULLS = ("default", "const")  # fields of a JSON schema whose value may be null
 MAX_SHOWN = 80  # characters of a value that an error message shows
@@ -48,7 +58,8 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
         text = prompt
     refuse(
         text is not None and not isinstance(text, str),
-        f"the prompt is a {type(text).__name__}: a row needs input_token_ids, messages, or prompt/input text",
+        f"the prompt is a {type(text).__name__}, {text!r:.{MAX_SHOWN}}: a row needs input_token_ids, messages, or "
+        "prompt/input text; a number that is a question is written as a text, in double quotes",
     )
     return text
 
@@ -98,7 +109,9 @@ def _check_fields(message: Message, known_roles: Collection[str]) -> None:
         name: field for name, field in FOREIGN_FIELDS.items() if name in message and field not in message
     }
     renamings = ", ".join(f"{name} is called {field}" for name, field in foreign.items())
-    hint = f" ({renamings} here)" if renamings else ""
+    hint = ""
+    if renamings:
+        hint = f" ({renamings} here; --prompt-column with the name of this column reads ShareGPT's rows)"
     role = message.get("role")
     refuse(role is None, f"it has no role; messages must be a list of objects with role and content{hint}")
     refuse(
@@ -119,7 +132,25 @@ def _check_fields(message: Message, known_roles: Collection[str]) -> None:
 
 def _nearest_role(role: Any, known_roles: Collection[str]) -> str:
     lower = str(role).strip().lower()
-    return f"; did you mean {lower}?" if lower in known_roles else nearest(role, known_roles)
+    role_here = FOREIGN_ROLES.get(lower, lower)
+    return f"; did you mean {role_here}?" if role_here in known_roles else nearest(role, known_roles)
+
+
+def share_gpt_question(messages: Sequence[Any]) -> list[Any]:
+    """Return a conversation of ShareGPT's with `role` and `content`, and without the answer in its last message.
+
+    >>> share_gpt_question([{"from": "human", "value": "3 + 4?"}, {"from": "gpt", "value": "7"}])
+    [{'role': 'user', 'content': '3 + 4?'}]
+    """
+    converted = []
+    for message in messages:
+        fields = {FOREIGN_FIELDS.get(name, name): value for name, value in message.items()}
+        role = fields.get("role")
+        if isinstance(role, str):
+            fields["role"] = FOREIGN_ROLES.get(role, role)
+        converted.append(fields)
+    has_answer = converted[-1].get("role") == "assistant"
+    return converted[:-1] if has_answer else converted
 
 
 def template_message(message: Message) -> dict[str, Any]:

@@ -66,7 +66,7 @@ SCHEMAS = (
     Schema("TRL's", ("prompt", "ground_truth"), "prompt", "ground_truth"),
     Schema("TRL's", ("prompt", "solution"), "prompt", "solution"),
     Schema("Alpaca's", ("instruction", "output"), "instruction", "output"),
-    Schema("ShareGPT's", ("conversations.1.value",), "conversations.0.value", "conversations.1.value"),
+    Schema("ShareGPT's", ("conversations.1.value",), "conversations", "conversations.-1.value"),
 )
 
 

@@ -238,6 +238,71 @@ def test_an_option_that_cannot_be_used_is_refused_at_once(options, changes, mess
         PromptRenderer(load_tokenizer(TINY_MODEL), PromptOptions(**options | changes))
 
 
+SWITCHES = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if thinks %}<think>{% endif %}"
+    "{% if strict is defined and strict is false %}<plain>{% endif %}"
+    "{% if mode == 'on' %}<on>{% endif %}{{ times }}"
+    "{% generation %}{% endgeneration %}{% set fixed = 1 %}{{ fixed }}{{ raise_exception and '' }}"
+)
+# Text of --chat-template-kwargs -> the end of the prompt, or the words that refuse it
+SWITCHED = {
+    "thinks=true": "3+4?<think>1",
+    "thinks=False": "3+4?1",
+    "thinks=0": "3+4?1",
+    "thinks=1,times=0": "3+4?<think>01",
+    "thinks=no": "for the wrong one: write thinks=false",
+    "thinks=off": "write thinks=false",
+    "thinks=Yes": "write thinks=true",
+    'thinks="false"': "write thinks=false",
+    '{"thinks": "false"}': "write thinks=false",
+    '{"thinks": "0"}': "write thinks=false",
+    "strict=false": "3+4?<plain>1",
+    "strict=true": "3+4?1",
+    "strict=0": "takes 0 for neither true nor false.* write strict=false",
+    "mode=on": "3+4?<on>1",
+    "mode=off": "write mode=false",
+    "times=1": "3+4?11",
+    "times=none": "3+4?None1",
+    "times=few": "3+4?few1",
+    "m=3": "has no variable 'm', so it would change nothing",
+    "fixed=3": "has no variable 'fixed'",
+    "raise_exception=3": "has no variable 'raise_exception'",
+    "content=3": "has no variable 'content'",
+}
+
+
+@pytest.mark.parametrize("kwargs", SWITCHED)
+def test_a_variable_reaches_the_template_as_it_was_meant_or_is_refused(tmp_path, kwargs):
+    path = tmp_path / "template.jinja"
+    path.write_text(SWITCHES)
+    tokenizer = load_tokenizer(TINY_MODEL)
+    options = PromptOptions(chat_template=str(path), chat_template_kwargs=kwargs)
+    expected = SWITCHED[kwargs]
+    if expected.startswith("3+4?"):
+        tokens = PromptRenderer(tokenizer, options).prompt_tokens({"messages": ASK}, 900)
+        assert tokenizer.decode(tokens) == expected
+    else:
+        with pytest.raises(ConfigurationError, match=f"--chat-template-kwargs .*{expected}"):
+            PromptRenderer(tokenizer, options)
+
+
+WRONG_TEMPLATES = {
+    "{{ messages }}\n{% endfor %}": "line 2: .*unknown tag 'endfor'",
+    "a\n\n{% for m in messages %}": "line 3: Unexpected end of template",
+    "{{ messages": "line 1: unexpected end of template",
+    "{% generate %}": "line 1: .*unknown tag 'generate'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_TEMPLATES)
+def test_a_file_that_is_no_template_is_refused_by_its_line(tmp_path, text):
+    path = tmp_path / "template.jinja"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=rf"^--chat-template {path}, {WRONG_TEMPLATES[text]}"):
+        PromptRenderer(load_tokenizer(TINY_MODEL), PromptOptions(chat_template=str(path)))
+
+
 @pytest.mark.parametrize("content", ["", " \n"])
 def test_an_empty_template_is_refused(tmp_path, content):
     path = tmp_path / "template.jinja"

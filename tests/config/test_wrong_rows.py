@@ -25,7 +25,7 @@ ROWS = {
     "half an object": ('{"prompt": "a"', "not JSON", {}),
     "two objects": ('{"prompt": "a"}{"prompt": "b"}', "not JSON", {}),
     "Python instead of JSON": ("{'prompt': 'a'}", "not JSON", {}),
-    "another encoding": ('{"prompt": "é"}'.encode("cp1252"), "not JSON", {}),
+    "another encoding": ('{"prompt": "é"}'.encode("cp1252"), "not UTF-8", {}),
     "a byte order mark": ('{"prompt": "a"}'.encode("utf-8-sig"), "BOM", {}),
     "a list": ([1, 2], "a row must be an object, not list", {}),
     "a text": ("a", "a row must be an object, not str", {}),
@@ -41,7 +41,7 @@ ROWS = {
     "Alpaca's row": ({"instruction": "a", "output": "7"}, "--prompt-column instruction", {}),
     "ShareGPT's row": (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "7"}]},
-        "--prompt-column conversations.0.value",
+        "--prompt-column conversations --answer-column conversations.-1.value",
         {},
     ),
     "null prompts": ({"input": None, "prompt": None, "answer": "7"}, "a row needs input_token_ids", {}),

@@ -48,6 +48,11 @@ MAPPED = {
     "prompt instead of input": ({"prompt": "a", "input": "x"}, {"prompt_column": "prompt"}, PROMPT),
     "input instead of prompt": ({"prompt": "x", "input": "a"}, {"prompt_column": "input"}, PROMPT),
     "an object": ({"q": {"text": "a"}}, {"prompt_column": "q.text"}, {"q": {"text": "a"}} | PROMPT),
+    "a place from the end of a list": (
+        {"q": ["x", "a"]},
+        {"prompt_column": "q.-1"},
+        {"q": ["x", "a"]} | PROMPT,
+    ),
     "a place in a list": ({"q": ["x", "a"]}, {"prompt_column": "q.1"}, {"q": ["x", "a"]} | PROMPT),
     "a name with a dot": ({"q.text": "a"}, {"prompt_column": "q.text"}, {"q.text": "a"} | PROMPT),
     "the second of two names": ({"q": "a"}, {"prompt_column": "p, q"}, {"q": "a"} | PROMPT),
@@ -132,7 +137,7 @@ NOT_MAPPED = {
     "a system message of ShareGPT": (
         {"turns": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}]},
         {"prompt_column": "turns.0.value"},
-        "turns.0.value: this message is from 'system', so it is no question",
+        "turns.0.value: this message is from 'system', so it is no question: name the column of the whole",
     ),
     "an answer of ShareGPT": (
         {"turns": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
@@ -141,13 +146,32 @@ NOT_MAPPED = {
     ),
     "an empty text": ({"problem": " \n"}, {"prompt_column": "problem"}, "the text there is empty"),
     "an empty list": ({"chat": []}, {"prompt_column": "chat"}, "a prompt must be a text, a list of messages"),
-    "a number": ({"problem": 34}, {"prompt_column": "problem"}, "a list of token ids, not 34"),
+    "a number": (
+        {"problem": 34},
+        {"prompt_column": "problem"},
+        "a list of token ids, not 34; a number .* as a text",
+    ),
     "one message": ({"chat": USER[0]}, {"prompt_column": "chat"}, "a list of token ids, not {'role'"),
     "a list of texts": ({"chat": ["a", "b"]}, {"prompt_column": "chat"}, "a list of token ids, not .'a'"),
-    "ShareGPT's messages": (
-        {"conversations": [{"from": "human", "value": "a"}]},
+    "an answer alone of ShareGPT": (
+        {"conversations": [{"from": "gpt", "value": "a"}]},
         {"prompt_column": "conversations"},
-        "ShareGPT's messages.*--prompt-column conversations.0.value",
+        "--prompt-column conversations: the only message is an answer",
+    ),
+    "a question of ShareGPT as the answer": (
+        {"talk": [{"from": "human", "value": "q"}] * 2},
+        {"prompt_column": "talk", "answer_column": "talk.-1.value"},
+        "--answer-column talk.-1.value: this message is from 'human', so it is no answer",
+    ),
+    "a place before the first": (
+        {"q": ["x"]},
+        {"prompt_column": "q.-2"},
+        "q.-2 is not in this row, which has a list of 1 in q",
+    ),
+    "a text that is no number, as a question": (
+        {"problem": True},
+        {"prompt_column": "problem"},
+        "a list of token ids, not True$",
     ),
     "messages that Python printed": (
         {"chat": str(USER)},
@@ -162,6 +186,7 @@ def test_a_row_without_the_named_column_is_refused_by_line(tmp_path, kind):
     row, options, message = NOT_MAPPED[kind]
     good = {"problem": "a", "chat": USER, "conversations": USER, "q": list("abcd"), "p": "x", "input": "a"}
     good |= {"turns": [{"from": "human", "value": "q"}] * 2}
+    good |= {"talk": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     good |= {"label": "7", "reward_model": {"ground_truth": "7"}, "answer": {"value": "7"}}
     text = json.dumps(good) + "\n\n" + json.dumps(row) + "\n"
     with pytest.raises(ConfigurationError, match=f"data.jsonl, line 3: .*{message}"):
@@ -246,8 +271,9 @@ WRONG_JSON = {
         'to_json.FILE, orient="records"',
     ),
     "a line of JSONL": (json.dumps(A) + "\n{broken", "data.json, line 2: not JSON"),
-    "a mark": (b"\xef\xbb\xbf[]", "data.json: not JSON .*BOM"),
-    "cp1252": ('[{"input": "é"}]'.encode("cp1252"), "data.json: not JSON .*utf-8"),
+    "a mark before an empty list": (b"\xef\xbb\xbf[]", "data.json holds no questions"),
+    "cp1252": ('[{"input": "é"}]'.encode("cp1252"), "data.json: not UTF-8 .*utf-8"),
+    "UTF-16": ('[{"input": "é"}]'.encode("utf-16"), "data.json.*: not UTF-8 .* iconv -f utf-16 "),
     "brackets without end": ("[" * 10**5, "data.json: not JSON"),
 }
 
@@ -270,6 +296,7 @@ def test_a_json_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
 ROW = {"input": "3 + 4?", "answer": "7"}
 TABLES = {
     "a line": ("input,answer\n3 + 4?,7\n", [ROW]),
+    "breaks of CR alone within quotes": ('input,answer\n"a\rb",7\n', [{"input": "a\rb", "answer": "7"}]),
     "ends of Windows": ("input,answer\r\n3 + 4?,7\r\n", [ROW]),
     "the mark of Excel": ("\ufeffinput,answer\n3 + 4?,7\n", [ROW]),
     "no last end": ("input,answer\n3 + 4?,7", [ROW]),
@@ -326,7 +353,16 @@ WRONG_TABLES = {
     "a header alone": ("input,answer\n", "holds no questions"),
     "nothing": ("", "holds no questions"),
     "cp1252": ("input,answer\na,7\né,7\n".encode("cp1252"), "line 3: not UTF-8 .*iconv -f cp1252"),
-    "UTF-16": ("input,answer\n".encode("utf-16"), "line 1: not UTF-8"),
+    "UTF-16": ("input,answer\n".encode("utf-16"), "line 1: not UTF-8 .* iconv -f utf-16 "),
+    "an Excel file under another name": (
+        b"PK\x03\x04",
+        "line 1: not UTF-8 text, but a zip file: .* CSV UTF-8",
+    ),
+    "ends of old Macintosh": ("input,answer\ra,7\r", "line 1: no row of a table: .* by tr '.r' '.n'"),
+    "a break of CR alone within a text": (
+        "input,answer\na\rb,7\n",
+        "line 2: .* put texts with line breaks between",
+    ),
     "a mark in the middle": ("input,answer\na,7\n\ufeffinput,answer\n", "line 3: a byte order mark"),
     "semicolons": (
         "input;answer\na;7\n",

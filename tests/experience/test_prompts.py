@@ -115,8 +115,10 @@ REFUSED = [
     ([{"role": "", "content": "3+4?"}], "the role '' is unknown"),
     ([{"role": "USER", "content": "3+4?"}], "the role 'USER' is unknown.*did you mean user"),
     ([{"role": "user ", "content": "3+4?"}], "the role 'user ' is unknown.*did you mean user"),
-    ([{"role": "human", "content": "3+4?"}], "the role 'human' is unknown"),
-    ([{"role": "model", "content": "3+4?"}], "the role 'model' is unknown"),
+    ([{"role": "human", "content": "3+4?"}], "the role 'human' is unknown.*did you mean user"),
+    ([{"role": "model", "content": "3+4?"}], "the role 'model' is unknown.*did you mean assistant"),
+    ([{"role": "gpt", "content": "3+4?"}], "the role 'gpt' is unknown.*did you mean assistant"),
+    ([{"role": "critic", "content": "3+4?"}], "the role 'critic' is unknown; known: [a-z, ]*$"),
     ([{"role": 1, "content": "3+4?"}], "the role 1 is unknown"),
     ([{"role": ["user"], "content": "3+4?"}], r"the role \['user'\] is unknown"),
     (

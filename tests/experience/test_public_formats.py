@@ -77,6 +77,15 @@ FORMATS = {
         [system("Put the answer into \\boxed{}.") + user(SUM), user(SQUARE)],
         OF_ANSWER,
     ),
+    "sharegpt_system.json": (
+        {"prompt_column": "conversations", "answer_column": "conversations.-1.value"},
+        [
+            user(SUM),
+            system("Be brief.") + user(SQUARE),
+            [*user("Hi."), {"role": "assistant", "content": "Hello."}, *user("What is 2 + 2?")],
+        ],
+        [*OF_ANSWER, "4"],
+    ),
     "sharegpt.json": (
         {"prompt_column": "conversations.0.value", "answer_column": "conversations.1.value"},
         [user(SUM), user(SQUARE)],
@@ -133,7 +142,7 @@ WITHOUT_OPTIONS = {
     "nemo_skills.jsonl": "line 1: .* --prompt-column problem --answer-column expected_answer$",
     "openrlhf.jsonl": "line 1: .* --prompt-column context_messages --answer-column label$",
     "questions.csv": "line 2: .* --prompt-column question$",
-    "sharegpt.json": "row 1: .* --prompt-column conversations.0.value --answer-column conversations.1.value$",
+    "sharegpt.json": "row 1: .* --prompt-column conversations --answer-column conversations.-1.value$",
 }
 
 

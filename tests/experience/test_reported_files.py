@@ -13,12 +13,12 @@ USER = [{"role": "user", "content": "a"}]
 
 # File of the reports -> the message that refuses it
 REFUSED = {
-    "d03_cp1252.jsonl": "d03_cp1252.jsonl, line 1: not JSON .*utf-8",
+    "d03_cp1252.jsonl": "d03_cp1252.jsonl, line 1: not UTF-8 .*utf-8",
     "d05_nan.jsonl": "d05_nan.jsonl, line 1: answer is NaN, which is no finite number",
     "d06_array.jsonl": "d06_array.jsonl, line 1: a row must be an object, not list",
     "d19_sharegpt.jsonl": "d19_sharegpt.jsonl, line 1: a row needs .*conversations",
     "d23_gsm8k_raw.jsonl": "d23_gsm8k_raw.jsonl, line 1: a row needs .*--prompt-column question",
-    "d44_bom_middle.jsonl": "d44_bom_middle.jsonl, line 2: not JSON .*BOM",
+    "d44_bom_middle.jsonl": "d44_bom_middle.jsonl, line 2: a byte order mark .BOM. within the file",
 }
 # File of the reports -> the prompts of its rows
 READ = {
@@ -107,14 +107,23 @@ def encoded(text: str, encoding: str) -> bytes:
 
 LINE = '{"prompt": "é × 5?", "answer": "7"}\n'
 WRONG_ENCODINGS = {
-    "cp1252": (LINE.encode("cp1252"), "line 1: not JSON .*utf-8"),
-    "latin-1 in line 3": (LINE.encode() * 2 + LINE.encode("latin-1"), "line 3: not JSON .*utf-8"),
-    "UTF-16": (LINE.encode("utf-16"), "line 1: not JSON"),
-    "UTF-16 without a mark": (LINE.encode("utf-16-le"), "line 1: not JSON"),
-    "a mark in the middle": (LINE.encode() + LINE.encode("utf-8-sig"), "line 2: not JSON .*BOM"),
-    "a mark at the beginning": (LINE.encode("utf-8-sig"), "line 1: not JSON .*BOM"),
-    "shift-jis": ('{"prompt": "三足す四"}\n'.encode("shift-jis"), "line 1: not JSON"),
-    "half a character": (LINE.encode()[:-20] + b"\xe2\x82", "line 1: not JSON"),
+    "cp1252": (LINE.encode("cp1252"), "line 1: not UTF-8 .*utf-8"),
+    "latin-1 in line 3": (LINE.encode() * 2 + LINE.encode("latin-1"), "line 3: not UTF-8 .*utf-8"),
+    "UTF-16": (LINE.encode("utf-16"), "line 1: not UTF-8 .* iconv -f utf-16 -t utf-8"),
+    "UTF-16 of the other order": (
+        b"\xfe\xff" + LINE.encode("utf-16-be"),
+        "line 1: not UTF-8 .* iconv -f utf-16 ",
+    ),
+    "UTF-16 without a mark": (LINE.encode("utf-16-le"), "line 1: not UTF-8 .* iconv -f utf-16le "),
+    "gzip": (b"\x1f\x8b\x08\0", "line 1: not UTF-8 text, but packed by gzip"),
+    "Parquet": (b"PAR1\x15\n", "line 1: not UTF-8 text, but a Parquet file: .* ends in .parquet"),
+    "Excel": (b"PK\x03\x04", "line 1: not UTF-8 text, but a zip file: .* Excel"),
+    "a mark in the middle": (
+        LINE.encode() + LINE.encode("utf-8-sig"),
+        "line 2: a byte order mark .BOM. within the file",
+    ),
+    "shift-jis": ('{"prompt": "三足す四"}\n'.encode("shift-jis"), "line 1: not UTF-8"),
+    "half a character": (LINE.encode()[:-20] + b"\xe2\x82", "line 1: not UTF-8"),
 }
 RIGHT_TEXTS = [
     "a\u2028b",
@@ -128,6 +137,37 @@ RIGHT_TEXTS = [
     "a\u200bb",
     "\ufeffa",
 ]
+
+
+# Contents of files that look like those of WRONG_ENCODINGS, and are read
+RIGHT_ENCODINGS = {
+    "a mark at the beginning": LINE.encode("utf-8-sig"),
+    "ends of Windows": LINE.encode().replace(b"\n", b"\r\n"),
+    "an empty line first": b"\n" + LINE.encode(),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT_ENCODINGS)
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+def test_utf_8_is_read_with_or_without_a_mark(tmp_path, kind, name):
+    (tmp_path / name).write_bytes(RIGHT_ENCODINGS[kind])
+    assert [row["prompt"] for _, row in read_rows(tmp_path / name)] == ["é × 5?"]
+
+
+NO_JSON = {
+    "a page of a server": ("<!DOCTYPE html>", "Expecting value at column 1, '<!DOCTYPE html>'"),
+    "Python": ("{'prompt': 'a'}", "column 2, \"'prompt': 'a'}\""),
+    "half a line": ('{"prompt": "a"', 'delimiter at column 15, \'{"prompt": "a"\''),
+    "a comma at the end": ('{"prompt": "a",}', "at column 1[56]"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_JSON)
+def test_a_line_that_is_no_json_is_shown(tmp_path, kind):
+    line, message = NO_JSON[kind]
+    (tmp_path / "data.jsonl").write_text(LINE + line + "\n")
+    with pytest.raises(ConfigurationError, match=f"data.jsonl, line 2: not JSON .*{message}"):
+        list(read_rows(tmp_path / "data.jsonl"))
 
 
 @pytest.mark.parametrize("kind", WRONG_ENCODINGS)

@@ -204,9 +204,11 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "experience/prompts.py": {
         r"""['"]([^'"]+)['"]""": "chat template",
-        r"""\b[A-Za-z_]\w*\b""": "chat template",
         r"""\brole['"]?\]?\s{0,9}(?:[!=]=|(?:not\s{1,9})?in)\s{0,9}(['"][^'"]{1,80}['"]|[\[(][^\])]{0,400}[\])])""": "chat template",  # noqa: E501
         r"""content['\"]?\]?\s{0,9}(?:is\s{1,9}(?:not\s{1,9})?|[!=]=\s{0,9})none""": "chat template",
+    },
+    "experience/template_variables.py": {
+        r"\{%-?\s{0,9}(?:end)?generation\s{0,9}-?%\}": PLAIN,
     },
     "launch/local_run.py": {
         r"was the first to end, with exit code 2\b": "log lines",

@@ -1,0 +1,113 @@
+"""Find what is wrong with a chat template, or with the user's variables for it, before a prompt is rendered.
+
+A template reads a variable without complaint whatever its value is, and ignores one that it does not know. Prompts would be
+wrong, and nobody would notice.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+
+from async_grpo.options.fields import nearest, refuse
+
+# Tags that transformers adds to Jinja's. They mark the answers, and say nothing about variables
+EXTRA_TAG = re.compile(r"\{%-?\s{0,9}(?:end)?generation\s{0,9}-?%\}")
+BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+# Jinja's tests that the numbers 0 and 1 do not pass
+TESTS_OF_BOOLEANS = ("true", "false", "boolean", "sameas")
+GLOBALS = ("raise_exception", "strftime_now")  # functions that transformers adds
+
+
+def syntax_problem(template: str) -> str:
+    """Return line and reason if the text is no Jinja template, else ""."""
+    try:
+        _parsed(template)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except RecursionError:
+        return "line 1: it is nested too deeply"
+    return ""
+
+
+def check_variables(variables: Mapping[str, Any], templates: list[str], template_name: str) -> None:
+    """Check the variables of `--chat-template-kwargs`.
+
+    Args:
+        variables: Names and values.
+        templates: The texts of the chat template, or of all of them if the tokenizer has several.
+        template_name: Name of the template in messages.
+
+    Raises:
+        ConfigurationError: No template reads a variable, so it would change nothing. Or its value is a word or number for
+            true or false that the template would take for another value.
+    """
+    trees: list[nodes.Template] = []
+    # A template that is no Jinja is refused when a prompt is rendered
+    with suppress(TemplateSyntaxError, RecursionError):
+        trees = [_parsed(template) for template in templates]
+    if len(trees) < len(templates):
+        return
+    names: set[str] = set()
+    for tree in trees:
+        names |= meta.find_undeclared_variables(tree)
+    for name, value in variables.items():
+        option = f"--chat-template-kwargs {name}={value}"
+        refuse(
+            name not in names,
+            f"{option}: {template_name} has no variable {name!r}, so it would change nothing"
+            f"{nearest(name, sorted(names))}",
+        )
+        boolean = _intended_boolean(value, name, trees)
+        refuse(
+            boolean is not None,
+            f"{option}: {template_name} takes {value!r} for neither true nor false, or for the wrong one: write "
+            f"{name}={str(boolean).lower()}",
+        )
+
+
+def _parsed(template: str) -> nodes.Template:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    environment.globals |= dict.fromkeys(GLOBALS)
+    return environment.parse(EXTRA_TAG.sub("", template))
+
+
+def _intended_boolean(value: Any, name: str, trees: list[nodes.Template]) -> bool | None:
+    """Return the boolean that the user probably means by a text or number, if templates would read another value from it.
+
+    A text such as "no" is true in a condition, unless the template compares it with such a text.
+    """
+    word = str(value).strip("\"' ").lower()
+    if isinstance(value, bool) or not isinstance(value, str | int) or word not in BOOLEANS:
+        return None
+    if isinstance(value, str):
+        is_compared = any(value in _texts(tree) for tree in trees)
+        is_misread = not is_compared
+    else:
+        is_misread = any(name in _names_tested_for_booleans(tree) for tree in trees)
+    return BOOLEANS[word] if is_misread else None
+
+
+def _texts(tree: nodes.Template) -> Iterator[str]:
+    """Yield all texts that stand in quotes in a template."""
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
+
+
+def _names_tested_for_booleans(tree: nodes.Template) -> Iterator[str]:
+    """Yield the variables that a template compares with a boolean by a test such as `is false`."""
+    for test in tree.find_all(nodes.Test):
+        if test.name in TESTS_OF_BOOLEANS and isinstance(test.node, nodes.Name):
+            yield test.node.name

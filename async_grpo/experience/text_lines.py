@@ -1,0 +1,93 @@
+"""Read the lines of a data file as text, and say what another file is: in another encoding, packed, or no text at all."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
+from async_grpo.processes.untrusted_files import MAX_ROW_BYTES, bounded_lines
+
+BYTE_ORDER_MARK = "\ufeff"
+UTF_16 = "UTF-16, as some programs of Windows write: convert it by iconv -f utf-16 -t utf-8 FILE"
+# Beginnings of files that are no UTF-8 text, and what to do with them
+BEGINNINGS = {
+    codecs.BOM_UTF16_LE: UTF_16,
+    codecs.BOM_UTF16_BE: UTF_16,
+    b"PAR1": "a Parquet file: give it a name that ends in .parquet",
+    b"\x1f\x8b": "packed by gzip: unpack it first, by gunzip",
+    b"\x28\xb5\x2f\xfd": "packed by zstd: unpack it first, by zstd -d",
+    b"PK\x03\x04": "a zip file: unpack it first; a table of Excel is saved as CSV UTF-8",
+    b"\x93NUMPY": "an array of numpy: write the rows as JSONL",
+}
+SHOWN_CHARACTERS = 40  # number of characters of a wrong line that a message shows
+
+
+def text_lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, str]]:
+    """Yield (file and line number as text, line) for each line of a UTF-8 file.
+
+    Windows begins such a file with a byte order mark, which is skipped.
+
+    Raises:
+        ConfigurationError: A line is too long, or is not UTF-8.
+    """
+    for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+        place = f"{path}, line {number}"
+        if number == 1:
+            refuse_other_contents(line or b"", place)
+        if line is None:
+            raise ConfigurationError(
+                f"{place}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
+            )
+        text = decoded(line, place)
+        if number == 1:
+            text = text.removeprefix(BYTE_ORDER_MARK)
+        refuse(
+            text.startswith(BYTE_ORDER_MARK),
+            f"{place}: a byte order mark (BOM) within the file, as after joining files: remove it",
+        )
+        yield place, text
+
+
+def refuse_other_contents(beginning: bytes, place: str) -> None:
+    """Raise ConfigurationError if a file that should be text begins as one of BEGINNINGS, or with NUL bytes."""
+    for signature, content in BEGINNINGS.items():
+        refuse(beginning.startswith(signature), f"{place}: not UTF-8 text, but {content}")
+    refuse(
+        b"\0" in beginning,
+        f"{place}: not UTF-8 text, because it holds NUL bytes: convert UTF-16 without a mark by iconv -f utf-16le (or "
+        "utf-16be) -t utf-8 FILE; rows in a binary format are written as JSONL",
+    )
+
+
+def decoded(content: bytes, place: str) -> str:
+    """Return the text of bytes.
+
+    Args:
+        content: UTF-8.
+        place: Where they stand, for the message.
+
+    Raises:
+        ConfigurationError: They are not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{place}: not UTF-8 ({error}): convert the file, such as by iconv -f cp1252 -t utf-8"
+        ) from error
+
+
+def json_problem(error: ValueError) -> str:
+    """Return what is wrong with a row that is not JSON, and the text there.
+
+    The decoder's own message counts lines within the row, which looks like another line of the file.
+    """
+    if not isinstance(error, json.JSONDecodeError):  # brackets nested too deeply
+        return str(error)
+    begin = error.pos if error.pos < len(error.doc.rstrip()) else max(0, len(error.doc) - SHOWN_CHARACTERS)
+    shown = error.doc[begin : begin + SHOWN_CHARACTERS].rstrip()
+    words = f"{error.msg} at column {error.colno}"
+    return f"{words}, {shown!r}" if shown else words
