@@ -7,14 +7,16 @@ indentation of its opening fence. Models often break these rules, so some things
 - A fence may be indented by any width, also outside of a list. The code may be indented less.
 - A fence inside a triple-quoted string of Python code does not end the block.
 - A fence that ends the block only by looser rules (inside such a string, or shorter, or indented much further than the
-  opening fence) ends it if no other fence does. A block without any end is no block, because its text was cut off.
+  opening fence) ends it if no other fence does. So does a fence at the end of a line of code. A block without any end is
+  no block, because its text was cut off.
+- In a text without any block, a fence that names Python may follow other words in its line.
 
 A Markdown library such as markdown-it-py reads by the strict rules only, so it would lose such blocks. All functions
 take linear time, even for texts that are written to slow them down.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TAB_COLUMNS = 4  # width of a tab stop in CommonMark
@@ -40,6 +42,10 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     [('python', 'print(7)\n')]
     """
     lines = text.split("\n")
+    return _blocks(lines, _opening_of) or _blocks(lines, _late_opening_of)
+
+
+def _blocks(lines: Sequence[str], opening_of: Callable[[str], "_Opening | None"]) -> list[tuple[str, str]]:
     blocks: list[tuple[str, str]] = []
     # Once a block had no proper end, each later block ends at the first fence that may end it. Once a block had no end at
     # all, later fences of the same character are ignored. Otherwise, each later block might search the rest of the text
@@ -48,7 +54,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     endless_characters = ""
     index = 0
     while index < len(lines):
-        opening = _opening_of(lines[index])
+        opening = opening_of(lines[index])
         index += 1
         if opening is None or opening.character in endless_characters:
             continue
@@ -57,7 +63,10 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
             endless_characters += opening.character
             continue
         takes_loose_ends = takes_loose_ends or end.is_loose
-        blocks.append((opening.language, opening.content(lines[index : end.first_line])))
+        content_lines = list(lines[index : end.first_line])
+        if end.is_glued:
+            content_lines[-1] = content_lines[-1].rstrip().rstrip(opening.character)
+        blocks.append((opening.language, opening.content(content_lines)))
         index = end.next_line
     return blocks
 
@@ -97,6 +106,10 @@ class _Opening:
         fence = line.strip(" \t\r")
         return len(fence) >= MIN_FENCE and not fence.strip(self.character)
 
+    def is_glued_end(self, line: str) -> bool:
+        """Return whether a line of the block, from `inside`, has code in front of a fence that may end the block."""
+        return line.rstrip(" \t\r").endswith(self.character * self.length) and not self.is_end(line)
+
     def is_proper_end(self, line: str) -> bool:
         """Return whether a fence for which `is_end` is true is long enough to end the block, and not indented too far."""
         has_length = len(line.strip(" \t\r")) >= self.length
@@ -111,6 +124,15 @@ class _End:
     next_line: int  # index of the line that follows the block
     # whether the fence ends the block only by the looser rules (see the module's docstring)
     is_loose: bool = False
+    is_glued: bool = False  # whether the last line of the content ends with the fence
+
+
+def _late_opening_of(line: str) -> _Opening | None:
+    """Return the opening of a block of Python behind other words, such as in "My code: ```python"."""
+    words, fence, language = line.rstrip().rpartition("`" * MIN_FENCE)
+    if not fence or "`" in words or language.lower() not in PYTHON:
+        return None
+    return _Opening(character="`", length=MIN_FENCE, columns=0, num_quotes=0, language=language.lower())
 
 
 def _opening_of(line: str) -> _Opening | None:
@@ -142,6 +164,14 @@ def _end_of(opening: _Opening, lines: Sequence[str], start: int, takes_loose_end
             if is_proper or takes_loose_ends:
                 return _End(first_line=index, next_line=index + 1)
             loose_end = loose_end or _End(first_line=index, next_line=index + 1, is_loose=True)
+        elif opening.is_glued_end(line) and not open_string:
+            glued_end = _End(first_line=index + 1, next_line=index + 1, is_loose=True, is_glued=True)
+            if takes_loose_ends:
+                return glued_end
+            loose_end = loose_end or glued_end
+        elif loose_end is not None and loose_end.is_glued and _opening_of(line) is not None:
+            # The next proper end is that of another block
+            return loose_end
         if may_be_python:
             open_string = open_string_after(line, open_string)
     return loose_end

@@ -20,16 +20,18 @@ _PRINTING_NAMES = ("print", "pprint")
 _PRINTING_ATTRIBUTES = ("write", "writelines", "stdout")
 # The first word of a line that defines or prints, for code that cannot be parsed
 _DEFINES_OR_PRINTS = re.compile(r"^[ \t]*(?:async[ \t]+def|def|class|print)\b", re.MULTILINE)
+_DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IMPORTING = (ast.Import, ast.ImportFrom)
 _PROMPT = ">>> "  # an interactive session shows this before a line of code
 
 
 def python_code_of(text: str, prelude: str = "") -> str:
     """Return the code that a completion without its thought answers with, or the whole text if it has no block.
 
-    A block answers if it defines a function or a class, or prints. An example of use does not answer: it needs a name
-    that only another block defines. Neither do sessions with ">>>", shell commands and expected output. Of the blocks
-    that answer, the last one counts, and blocks that are fenced as Python precede those without a language. If no block
-    answers, the last block counts.
+    A block answers if it defines a function or a class, or prints, or redefines another block's function by a lambda or an
+    import. An example of use does not answer: it needs a name that only another block defines. Neither do sessions with
+    ">>>", shell commands and expected output. Of the blocks that answer, the last one counts, and blocks that are fenced
+    as Python precede those without a language. If no block answers, the last block counts.
 
     Args:
         text: The completion without its thought.
@@ -48,11 +50,14 @@ def python_code_of(text: str, prelude: str = "") -> str:
         return blocks[0] if blocks else text
     contents = [_content_of(block) for block in blocks]
     names_elsewhere: set[str] = set()
+    functions: set[str] = set()
     for content in contents:
         names_elsewhere |= content.definitions
+        functions |= content.functions
     names_elsewhere -= _content_of(prelude).bound_names
     for block, content in zip(reversed(blocks), reversed(contents), strict=True):
-        if content.may_answer and not content.missing_names & names_elsewhere:
+        may_answer = content.may_answer or bool(content.new_bindings & functions)
+        if may_answer and not content.missing_names & names_elsewhere:
             return block
     return blocks[-1]
 
@@ -81,7 +86,11 @@ def _blocks_of(text: str) -> list[tuple[str, str]]:
 
 
 def _unindented(code: str, prelude: str) -> str:
-    """Return code without the indentation that all its lines share, unless the indentation continues the prelude."""
+    """Return code without the indentation that all its lines share, unless the indentation continues the prelude.
+
+    A byte order mark before the code is left out, as Python does when it reads a file.
+    """
+    code = code.removeprefix("\ufeff")
     is_indented = code.lstrip("\r\n")[:1] in (" ", "\t")
     if not is_indented or (prelude.strip() and _parsed(f"{prelude}\n{code}") is not None):
         return code
@@ -95,12 +104,16 @@ class _Content:
     Attributes:
         may_answer: Whether the block defines a function or a class, or prints.
         definitions: Names that the block binds outside of functions and classes.
+        functions: Those of them that are functions or classes by a `def` or `class`.
+        new_bindings: Those of them that are bound to a lambda, or imported from the standard library.
         bound_names: Names that the block binds anywhere.
         missing_names: Names that the block uses, and that neither it nor Python defines.
     """
 
     may_answer: bool
     definitions: frozenset[str] = frozenset()
+    functions: frozenset[str] = frozenset()
+    new_bindings: frozenset[str] = frozenset()
     bound_names: frozenset[str] = frozenset()
     missing_names: frozenset[str] = frozenset()
 
@@ -133,6 +146,8 @@ def _content_of(code: str) -> _Content:
     return _Content(
         may_answer=may_answer,
         definitions=frozenset(_definitions_of(tree)),
+        functions=frozenset(_names_bound_by_any(tree, _DEFINING)),
+        new_bindings=frozenset(_names_bound_by_any(tree, _IMPORTING) | _names_of_lambdas(tree)),
         bound_names=frozenset(bound_names),
         missing_names=frozenset(missing_names),
     )
@@ -146,6 +161,25 @@ def _definitions_of(tree: ast.Module) -> set[str]:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             for node in ast.iter_child_nodes(statement):
                 names |= _names_bound_by(node)
+    return names
+
+
+def _names_bound_by_any(tree: ast.Module, kinds: tuple[type[ast.stmt], ...]) -> set[str]:
+    """Return the names that a module's statements of these kinds bind."""
+    names: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, kinds):
+            names |= _names_bound_by(statement)
+    return names
+
+
+def _names_of_lambdas(tree: ast.Module) -> set[str]:
+    """Return the names that a module binds to lambdas."""
+    names: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Lambda):
+            for target in statement.targets:
+                names |= _names_bound_by(target)
     return names
 
 

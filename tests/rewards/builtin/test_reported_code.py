@@ -52,7 +52,20 @@ def indented(code: str, by: str) -> str:
         ("~~~ a `b`\nc\n~~~", [("a", "c\n")]),
         ("```python print(7)```\na\n```\nb\n```", [("", "b\n")]),  # the first line is text with code in it
         ("``\na\n``", []),
-        ("Here: ```python\na\n```", []),
+        # In a text without any block, a fence behind other words
+        ("Here: ```python\na\n```", [("python", "a\n")]),
+        ("Here: ```\na\n```", []),
+        ("Here: ```bash\na\n```", []),
+        ("Use `x` in ```python\na\n```", []),
+        ("Write ```python\nor\n```\nb\n```", [("", "b\n")]),
+        # A fence at the end of a line of code
+        ("```python\na\nb```", [("python", "a\nb\n")]),
+        ("```python\na\nb``` \nDone.", [("python", "a\nb\n")]),
+        ("```python\na```\nRun:\n```bash\nc\n```", [("python", "a\n"), ("bash", "c\n")]),
+        ("~~~py\na~~~", [("py", "a\n")]),
+        ("````py\na```", []),
+        ("```python\na  # ```\nb\n```", [("python", "a  # ```\nb\n")]),
+        ("```python\n'''\na```\n'''\n```", [("python", "'''\na```\n'''\n")]),
         # In lists and quotes
         ("1. x\n\n   ```py\n   a\n     b\n   ```", [("py", "a\n  b\n")]),
         ("- ```py\n  a\n  ```\n- b", [("py", "a\n")]),
@@ -150,6 +163,16 @@ def plain(*codes: str) -> str:
         (python(F, BROKEN), BROKEN),
         (python(F, "def g(x):\n    return x\nprint(g(1))\n"), "def g(x):\n    return x\nprint(g(1))\n"),
         (python(F, "import sys\nsys.stdout.write('7')\n"), "import sys\nsys.stdout.write('7')\n"),
+        # A function may be redefined without a definition
+        (python(BROKEN, F, "f = lambda x: x + 2\n"), "f = lambda x: x + 2\n"),
+        (
+            python("def add(a, b):\n    return a\n", "from operator import add\n"),
+            "from operator import add\n",
+        ),
+        (python(F, "key = lambda x: x\nsorted([1], key=key)\n"), F),
+        (python(F, "f = f(1)\n"), F),
+        (python(F, "import math\n"), F),
+        ("```python\n\ufeff" + F + "```", F),
         # Names that an earlier draft defines, but that the answer gets elsewhere
         (
             python("def gcd(a, b):\n    pass\n", "from math import gcd\nprint(gcd(4, 6))\n"),
@@ -363,6 +386,9 @@ HOSTILE_SECONDS = 2.0  # of processor time; texts that are read in quadratic tim
         "> ```\n" * 20_000,
         ">" * 50_000 + "```\n" + ">" * 50_000,
         "~~~\n```a\n" * 20_000,
+        "```python\na```\n" * 20_000,
+        "```python\n" + "a```\n" * 20_000,
+        "a ```python\n" * 20_000,
         "````a\n```\n" * 20_000,
         "- " * 50_000 + "```",
         " \t" * 50_000 + "```\n" + " \t" * 50_000,
