@@ -19,17 +19,13 @@ from async_grpo.experience.row_schemas import (
     names_of,
     proposal,
     unread_columns,
+    words_of,
 )
-from async_grpo.experience.text_lines import (
-    BYTE_ORDER_MARK,
-    decoded,
-    json_problem,
-    refuse_other_contents,
-    text_lines,
-)
+from async_grpo.experience.text_lines import decoded, json_problem, refuse_other_contents, text_lines
 from async_grpo.options.fields import refuse
 from async_grpo.processes.hub import is_hub_name
 from async_grpo.processes.untrusted_files import (
+    BYTE_ORDER_MARK,
     MAX_ROW_BYTES,
     bounded_lines,
     is_regular,
@@ -93,7 +89,11 @@ def raw_rows(path: Path) -> Rows:
     suffix = path.suffix.lower()
     refuse(suffix in REFUSED_SUFFIXES, f"{path}: {REFUSED_SUFFIXES.get(suffix)}")
     read = READERS.get(suffix, _jsonl_rows)
-    with open_regular(path, follow_links=True) as file:
+    try:
+        file = open_regular(path, follow_links=True)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
         yield from read(path, file)
 
 
@@ -299,8 +299,7 @@ def _warn_of_dropped_texts(
         text = raw_row.get(name)
         if name in warned_of or not isinstance(text, str) or not text.strip() or name in columns.prompt:
             continue
-        prompt_text = json.dumps(row.get("messages", row.get("input")), ensure_ascii=False)
-        if json.dumps(text.strip(), ensure_ascii=False)[1:-1] not in prompt_text:
+        if words_of(text) not in words_of(row.get("messages", row.get("input"))):
             warned_of.add(name)
             log.warning(
                 "%s: the text in the column %s is not part of the prompt, which is --prompt-column %s: if both belong to "

@@ -295,6 +295,8 @@ class PromptRenderer:
             words = str(error) or type(error).__name__
             is_added = messages[0]["content"] == self._options.system_prompt
             hint = " (the first message is that of --system-prompt)" if is_added else ""
+            if isinstance(self._tokenizer.chat_template, dict):
+                hint += "; the model has several templates: write one of them into a file for --chat-template FILE"
             raise ConfigurationError(
                 f"{self._template_name} refuses these messages: {words}{hint}"
             ) from error

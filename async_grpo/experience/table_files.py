@@ -6,7 +6,7 @@ would become a null, and a column with numbers and texts would be refused. Parqu
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,11 +30,12 @@ def parquet_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     parquet = imported("pyarrow.parquet", f"{path} is a Parquet file")
     number = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                number += 1
-                place = f"{path}, row {number}"
-                yield place, plain_row(row, place)
+        table = parquet.ParquetFile(file)
+        _refuse_names_given_twice(path, table.schema_arrow.names)
+        batches = table.iter_batches(batch_size=ROWS_AT_ONCE)
+        for place, row in _placed_rows(str(path), batches):
+            number += 1
+            yield place, row
     except ConfigurationError:
         raise
     except Exception as error:  # pyarrow raises exceptions of several kinds for broken files
@@ -67,12 +68,7 @@ def dataset_rows(path: str) -> Iterator[tuple[str, Any]]:
         reach_hub(name, "dataset")
     try:
         dataset = _loaded(datasets, name, selection)
-        number = 0
-        for batch in dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                number += 1
-                place = f"{path}, row {number}"
-                yield place, plain_row(row, place)
+        yield from _placed_rows(path, dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE))
     except ConfigurationError:
         raise
     except Exception as error:  # `datasets` raises exceptions of many kinds
@@ -82,6 +78,23 @@ def dataset_rows(path: str) -> Iterator[tuple[str, Any]]:
                 f"{way_out(name, 'dataset')}"
             ) from error
         raise ConfigurationError(f"{path}: `datasets` cannot read it: {error}") from error
+
+
+def _refuse_names_given_twice(path: Path, names: Sequence[str]) -> None:
+    """Raise ConfigurationError if two columns have the same name, because a row would have only the last of them."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"{path}: two columns have the name {name!r}: rename or remove one")
+
+
+def _placed_rows(path: str, batches: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (path and row number as text, row) for each row of Arrow's batches."""
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            place = f"{path}, row {number}"
+            yield place, plain_row(row, place)
 
 
 def _loaded(datasets: Any, name: str, selection: list[str]) -> Any:

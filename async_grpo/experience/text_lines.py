@@ -8,9 +8,8 @@ from typing import BinaryIO
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
-from async_grpo.processes.untrusted_files import MAX_ROW_BYTES, bounded_lines
+from async_grpo.processes.untrusted_files import BYTE_ORDER_MARK, MAX_ROW_BYTES, bounded_lines
 
-BYTE_ORDER_MARK = "\ufeff"
 UTF_16 = "UTF-16, as some programs of Windows write: convert it by iconv -f utf-16 -t utf-8 FILE"
 # Beginnings of files that are no UTF-8 text, and what to do with them
 BEGINNINGS = {
@@ -88,6 +87,6 @@ def json_problem(error: ValueError) -> str:
     if not isinstance(error, json.JSONDecodeError):  # brackets nested too deeply
         return str(error)
     begin = error.pos if error.pos < len(error.doc.rstrip()) else max(0, len(error.doc) - SHOWN_CHARACTERS)
-    shown = error.doc[begin : begin + SHOWN_CHARACTERS].rstrip()
+    excerpt = error.doc[begin : begin + SHOWN_CHARACTERS].rstrip()
     words = f"{error.msg} at column {error.colno}"
-    return f"{words}, {shown!r}" if shown else words
+    return f"{words}, {excerpt!r}" if excerpt else words

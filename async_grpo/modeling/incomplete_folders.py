@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.processes.hub import is_hub_name
 from async_grpo.processes.untrusted_files import is_regular, open_regular, read_json
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -83,6 +84,8 @@ def problem_without_config(path: Path) -> str:
         return f"is a file in {OTHER_FORMATS['*.gguf']}: {GGUF_WAY_OUT}"
     if path.is_file() and (path.parent / "config.json").is_file():
         return f"is a file: give its folder, {path.parent}"
+    if not path.is_dir() and is_hub_name(str(path)):
+        return f"is not a folder; only `async-grpo run`, `eval` and `doctor` fetch models of the hub by name: {fetch}"
     if not path.is_dir():
         return f"is not a folder; {fetch}"
     refuse_adapter(path)

@@ -18,6 +18,7 @@ from async_grpo.modeling.model_files import (
     check_model_folder,
     refuse_more_parameters,
     refuse_pickles,
+    weight_shapes,
 )
 from async_grpo.processes.untrusted_files import read_json
 
@@ -111,7 +112,9 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
     except Exception as error:  # transformers raises any exception for broken files
-        raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
+        raise ConfigurationError(
+            f"no causal language model can be loaded from {path}: {_wrong_shape(folder) or error}"
+        ) from error
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ConfigurationError(
@@ -119,6 +122,20 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
             "fetch the whole model (hf download NAME --local-dir FOLDER)"
         )
     return model
+
+
+def _wrong_shape(folder: Path) -> str:
+    """Return which weight in the files has another shape than the configuration says; "" if none has."""
+    shapes = weight_shapes(folder)
+    for name, parameter in empty_causal_lm(folder).named_parameters():
+        described_shape = list(parameter.shape)
+        shape = shapes.get(name, described_shape)
+        if shape != described_shape:
+            return (
+                f"{name} has the shape {shape} in the files, and {described_shape} by config.json: they do not belong "
+                "together"
+            )
+    return ""
 
 
 def empty_causal_lm(path: str | Path) -> PreTrainedModel:
@@ -137,7 +154,9 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     except ConfigurationError:
         raise
     except Exception as error:  # transformers raises any exception for broken files
-        raise ConfigurationError(f"no causal language model can be made of {path}: {error}") from error
+        unknown = f"config.json has the value {error}, which transformers does not know"
+        problem = unknown if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"no causal language model can be made of {path}: {problem}") from error
     model.tie_weights()  # until this call, the head and the embedding are separate parameters even if they are tied
     return model
 

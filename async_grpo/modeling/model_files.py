@@ -92,6 +92,7 @@ def check_model_folder(folder: Path) -> None:
             _refuse_wrong_end_tokens(folder / name, content)
             if name == "config.json":
                 _refuse_implausible(folder / name, content)
+                _refuse_unknown_dtypes(folder / name, content)
 
 
 def _refuse_special(entry: Path, *, is_needed: bool) -> None:
@@ -192,6 +193,22 @@ def _refuse_wrong_end_tokens(path: Path, content: dict[str, Any]) -> None:
                 raise ConfigurationError(
                     f"{path}: the end token {token_id!r:.50} is no token id (eos_token_id): write the number of the "
                     "token, such as 2, or a list of numbers"
+                )
+
+
+def _refuse_unknown_dtypes(path: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigurationError if a `dtype` in the configuration is not the name of a dtype of torch."""
+    import torch  # imported here, because the import takes seconds, and other commands of this module need none
+
+    for table in _tables(content):
+        for key in ("dtype", "torch_dtype"):
+            value = table.get(key)
+            if value is None or isinstance(value, dict):  # an object names the dtype of each part
+                continue
+            dtype = getattr(torch, value, None) if isinstance(value, str) else None
+            if not isinstance(dtype, torch.dtype):
+                raise ConfigurationError(
+                    f"{path}: {key} {value!r:.50} is no dtype of torch: write float32, bfloat16 or float16"
                 )
 
 

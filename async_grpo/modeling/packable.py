@@ -71,10 +71,29 @@ def _check_class(model_class: type[PreTrainedModel]) -> None:
 
 
 def _check_values(config: PreTrainedConfig) -> None:
+    _check_chunks(config)
     _check_layers(config)
     _check_rope(config)
     _check_head(config)
     _check_deterministic(config)
+
+
+def _check_chunks(config: PreTrainedConfig) -> None:
+    """Raise ConfigurationError for dual chunk attention, which vLLM computes, and transformers does not."""
+    chunks = getattr(config, "dual_chunk_attention_config", None)
+    if not chunks:
+        return
+    way_out = "use a model without"
+    length = chunks.get("chunk_size") if isinstance(chunks, Mapping) else None
+    if type(length) is int:
+        way_out += (
+            f", or, if no sample of the run is longer than {length} tokens, remove dual_chunk_attention_config from "
+            "config.json"
+        )
+    raise ConfigurationError(
+        "packed attention sees a whole sequence, but the engines would attend by chunks (dual_chunk_attention_config in "
+        f"config.json): {way_out}"
+    )
 
 
 def _check_layers(config: PreTrainedConfig) -> None:

@@ -2,9 +2,21 @@
 
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
+from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import load_config, model_folder
-from async_grpo.modeling.model_files import refuse_pickles
+from async_grpo.modeling.model_files import refuse_pickles, weight_shapes
 from async_grpo.modeling.packable import check_packable_configuration
+
+# Ends of the names of embeddings and heads, whose weights have one row per token of the vocabulary
+WEIGHTS_BY_TOKEN = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "lm_head.weight",
+    "embed_out.weight",
+)
 
 
 def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
@@ -23,4 +35,20 @@ def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
     config = load_config(path)
     if trains:
         check_packable_configuration(config)
-    refuse_pickles(model_folder(path))
+    folder = model_folder(path)
+    refuse_pickles(folder)
+    _refuse_other_vocabulary(folder, config.get_text_config())
+
+
+def _refuse_other_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
+    """Raise ConfigurationError if embedding or head have another number of tokens than the configuration says.
+
+    transformers and vLLM notice it only when they load the weights.
+    """
+    vocab_size = getattr(config, "vocab_size", None)
+    for name, shape in sorted(weight_shapes(folder).items()):
+        if name.endswith(WEIGHTS_BY_TOKEN) and len(shape) == 2 and shape[0] != vocab_size:
+            raise ConfigurationError(
+                f"{folder}: config.json says vocab_size {vocab_size}, and {name} has rows for {shape[0]} tokens: correct "
+                "vocab_size, or take config.json and weights of the same model"
+            )

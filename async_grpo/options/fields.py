@@ -116,6 +116,8 @@ class Section:
 
 def _check_value(option_field: "dataclasses.Field[Any]", value: Any) -> None:
     flag = f"--{dashed(option_field.name)}"
+    has_nul = isinstance(value, str) and "\0" in value
+    refuse(has_nul, f"{flag} {value!r:.80} holds a NUL character: remove it")
     metadata = option_field.metadata
     if isinstance(value, float) and not math.isfinite(value):
         is_allowed = metadata["unbounded"] and math.isinf(value)

@@ -24,6 +24,7 @@ ASSIGNMENT = re.compile(r"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>[^#]*)")
 PLACE = re.compile(r"\(at line (?P<number>\d+),")
 TOML_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 NUMBER = re.compile(r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
+GIVEN_TWICE = ("Cannot overwrite a value", "Cannot declare ")  # words in messages of `tomllib`
 SHOWN_CHARACTERS = 80
 
 
@@ -50,15 +51,24 @@ def parse_options_file(path: Path) -> Any:
 def _decoded(content: bytes) -> str:
     if content.startswith(UTF_16_MARKS):
         raise ValueError("it is UTF-16, as Windows PowerShell writes it: save it as UTF-8")
-    return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+    try:
+        return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 ({error}): save it as UTF-8") from error
 
 
 def _advice(path: Path, text: str, error: Exception) -> str:
     """Return how to write the file, or the line that cannot be parsed; "" if that is unknown."""
     if path.suffix == ".json":
         return ""
+    if "\r" in text.replace("\r\n", ""):
+        return (
+            "; a line ends with CR alone, as old Macintosh programs write: convert the file by tr '\\r' '\\n'"
+        )
     if text.lstrip().startswith("{"):
         return "; it looks like JSON: give its name the ending .json"
+    if any(words in str(error) for words in GIVEN_TWICE):
+        return "; an option or table is given twice: remove one of them"
     place = PLACE.search(str(error))
     lines = text.split("\n")
     number = int(place["number"]) if place else 0

@@ -20,6 +20,7 @@ MAX_TEXT_BYTES = 16 << 20  # largest file that is read as a whole, such as a man
 MAX_LINE_BYTES = 8 << 20  # longest line in a run's own files; a step's metrics take a few kilobytes
 MAX_ROW_BYTES = 32 << 20  # longest row of a data file, whose columns may contain test cases
 MAX_JSON_DEPTH = 100  # deepest nesting of objects and lists; Python's own functions fail at some hundreds
+BYTE_ORDER_MARK = "\ufeff"
 CHUNK_BYTES = 1 << 18  # number of bytes to read at a time when skipping a long line
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -156,10 +157,15 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: The text is not UTF-8, is not JSON, or is nested deeper than MAX_JSON_DEPTH.
+        ValueError: The text is not UTF-8, is not JSON, begins with a byte order mark, or is nested deeper than
+            MAX_JSON_DEPTH.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
+    if text.startswith(BYTE_ORDER_MARK):
+        raise ValueError(
+            "it begins with a byte order mark (BOM), which JSON forbids: save it as UTF-8 without one"
+        )
     too_deep = f"brackets are nested deeper than {MAX_JSON_DEPTH}"
     try:
         value = json.loads(text)

@@ -52,9 +52,11 @@ UNREADABLE = [  # name, content, reason, way out
     ("run.toml", "mask_truncated = True\n", "line 1", "write mask_truncated = true"),
     ("run.toml", "mask_truncated = no\n", "line 1", "write mask_truncated = false"),
     ("run.toml", "batch_size = \n", "cannot be read", "line 1"),
-    ("run.toml", "batch_size = 16\nbatch_size = 8\n", "cannot be read", "overwrite"),
+    ("run.toml", "batch_size = 16\nbatch_size = 8\n", "overwrite", "given twice: remove one of them"),
+    ("run.toml", "[experience]\n[experience]\n", "Cannot declare", "given twice: remove one of them"),
+    ("run.toml", b"batch_size = 16\rseed = 1\r", "a line ends with CR alone", "by tr "),
     ("run.toml", "batch_size = 16\n".encode("utf-16"), "UTF-16", "save it as UTF-8"),
-    ("run.toml", 'run_name = "é"\n'.encode("cp1252"), "run.toml cannot be read", "utf-8"),
+    ("run.toml", 'run_name = "é"\n'.encode("cp1252"), "it is not UTF-8", "save it as UTF-8"),
     ("run.json", "batch_size = 16\n", "run.json cannot be read", "run.json"),
     ("run.toml", "[1, 2]\nx", "cannot be read", "line 1"),
 ]  # fmt: skip
@@ -266,6 +268,11 @@ def test_files_that_can_be_told_apart_are_left_alone(tmp_path, monkeypatch, valu
     for name in ("a.jsonl", "a,b.jsonl", "1.jsonl"):
         Path(name).touch()
     refuse_ambiguous_files(RunConfig(model_name_or_path="m", data_path="d", eval_data_path=value))
+
+
+def test_a_nul_character_in_an_option_is_refused_by_its_name(capsys, tmp_path):
+    assert run_with(file_of(tmp_path, NEEDED + 'output_dir = "a\\u0000b"')) is None
+    assert "--output-dir 'a\\x00b' holds a NUL character: remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["", " ", "\t"])

@@ -110,6 +110,20 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path, content):
         list(read_rows(tmp_path / "train.parquet"))
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"]
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(
+        ConfigurationError, match="data.parquet: two columns have the name 'prompt': rename or remove"
+    ):
+        list(read_rows(tmp_path / "data.parquet"))
+
+
 def test_a_folder_of_parquet_files_has_splits(tmp_path):
     folder = tmp_path / "folder"
     parquet(folder / "data" / "train-00000-of-00002.parquet", [{"prompt": "a", "answer": "1"}])

@@ -18,7 +18,7 @@ import pytest
 
 from async_grpo.environments import chat
 from async_grpo.environments.control_tokens import ControlTokens
-from async_grpo.experience import prompts
+from async_grpo.experience import template_variables
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.launch import local_run
 from async_grpo.observe import why
@@ -208,7 +208,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"""content['\"]?\]?\s{0,9}(?:is\s{1,9}(?:not\s{1,9})?|[!=]=\s{0,9})none""": "chat template",
     },
     "experience/template_variables.py": {
-        r"\{%-?\s{0,9}(?:end)?generation\s{0,9}-?%\}": PLAIN,
+        r"\{%-?\s{0,9}(?:end)?generation\s{0,9}-?%\}": "chat template",
     },
     "launch/local_run.py": {
         r"was the first to end, with exit code 2\b": "log lines",
@@ -405,9 +405,9 @@ CONTROL_TOKENS = ControlTokens(SimpleNamespace(all_special_tokens=SPECIAL_TOKENS
 
 
 def look_at_template(template: str) -> None:
-    """Search a chat template for its roles, its words and its tests, as for a run with options of the template."""
+    """Search a chat template for its roles, its tests and its tags, as for a run with options of the template."""
     renderer = PromptRenderer(SimpleNamespace(chat_template=template))
-    prompts.WORD.findall(template)
+    template_variables.EXTRA_TAG.sub("", template)
     assert renderer._tests_for_none in (True, False)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from async_grpo.data import TINY_MODEL
@@ -333,6 +334,9 @@ WRONG_CONFIGURATIONS = [  # values of config.json, reason, way out
     ({**MISTRAL, "sliding_window": 4096}, "sliding_window 4096", "longer than 4096 tokens"),
     ({"model_type": "gemma3_text", "sliding_window": 512, "layer_types": [WINDOWED] * 3 + [FULL], "head_dim": 32},
      "sliding_window 512", "use a model with full attention"),
+    ({"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}},
+     "dual_chunk_attention_config in config.json", "longer than 262144 tokens, remove"),
+    ({"dual_chunk_attention_config": True}, "the engines would attend by chunks", "use a model without"),
     ({"layer_types": [FULL, "linear_attention"] * 2}, "'linear_attention'", "use a model with full attention"),
     ({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 2]], "num_layers": 4},
      "does not use transformers' attention interface", "docs/models.md"),
@@ -353,6 +357,8 @@ RIGHT_CONFIGURATIONS = [
     {"rope_parameters": ..., "rope_theta": 5e5},
     {"attention_dropout": 0.0, "classifier_dropout": 0.1},
     {"max_position_embeddings": 64},
+    {"dual_chunk_attention_config": None},
+    {"dual_chunk_attention_config": {}},
 ]
 
 
@@ -390,3 +396,88 @@ def test_the_positions_of_gemma_s_layers_are_not_changed_by_the_way_out(folder):
 def test_an_evaluation_takes_models_that_cannot_be_packed(folder):
     edited("config.json", **WINDOW, layer_types=[WINDOWED] * 4)(folder)
     refuse_wrong_model(folder, trains=False)
+
+
+@pytest.mark.parametrize("vocab_size", [260, 100, 512])
+def test_a_vocabulary_that_does_not_fit_the_weights_is_refused_before_they_are_loaded(folder, vocab_size):
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert size != vocab_size
+    edited("config.json", vocab_size=vocab_size)(folder)
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"vocab_size {vocab_size}, and \S+embed_tokens.weight has rows for {size} tokens",
+    ):
+        refuse_wrong_model(folder, trains=False)
+
+
+def test_other_weights_may_have_any_number_of_rows(folder):
+    weights = load_file(folder / WEIGHTS)
+    size = len(weights["model.embed_tokens.weight"])
+    weights["model.embed_tokens_per_layer.weight"] = torch.zeros(size + 1, 4)
+    weights["visual.wte.bias"] = torch.zeros(3)
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    refuse_wrong_model(folder, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "has_hint"), [("Qwen/Qwen2.5-0.5B", True), ("/no/model", False), ("no-model", False)]
+)
+def test_a_name_of_the_hub_is_not_fetched_everywhere_and_that_is_said(path, has_hint):
+    with pytest.raises(ConfigurationError, match="is not a folder.*hf download") as refused:
+        refuse_wrong_model(path, trains=True)
+    assert ("`async-grpo run`, `eval` and `doctor` fetch models of the hub" in str(refused.value)) == has_hint
+
+
+WRONG_DTYPES = {
+    "fp16": {"dtype": "fp16"},
+    "a name with torch": {"dtype": "torch.float16"},
+    "auto": {"torch_dtype": "auto"},
+    "a number": {"dtype": 16},
+    "a function of torch": {"dtype": "zeros"},
+    "within the text model": {"text_config": {"dtype": "fp16"}},
+}
+RIGHT_DTYPES = [
+    {"dtype": "half"},
+    {"torch_dtype": "bfloat16", "dtype": ...},
+    {"dtype": None},
+    {"dtype": "float64"},
+]
+
+
+@pytest.mark.parametrize("kind", WRONG_DTYPES)
+def test_a_name_that_is_no_dtype_is_refused_in_words(folder, kind):
+    edited("config.json", **WRONG_DTYPES[kind])(folder)
+    with pytest.raises(ConfigurationError, match="is no dtype of torch: write float32, bfloat16 or float16"):
+        check(folder)
+
+
+@pytest.mark.parametrize("values", RIGHT_DTYPES, ids=str)
+def test_the_name_of_a_dtype_is_read(folder, values):
+    edited("config.json", **values)(folder)
+    check(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_byte_order_mark_in_a_model_s_file_is_named(folder, name):
+    (folder / name).write_text("\ufeff" + (folder / name).read_text())
+    with pytest.raises(
+        ConfigurationError, match=f"{name} cannot be used: .*byte order mark .BOM.*without one"
+    ):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_act": "siluu"}, "config.json has the value 'siluu', which transformers does not know"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        (
+            {"intermediate_size": 99},
+            r"layers.0.mlp.gate_proj.weight has the shape .384, 128. in the files, and .99, 128. by config.json",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_weights_is_refused_in_words(folder, values, words):
+    edited("config.json", **values)(folder)
+    with pytest.raises(ConfigurationError, match=words):
+        load_causal_lm(folder, "float32")
