@@ -1,7 +1,7 @@
 """Check and read the inputs of a run before anything is started: files, model, lengths and names."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from async_grpo.environments.make import rows_of, source_of
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.curriculum import make_curriculum
+from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import read_rows
 from async_grpo.experience.dataset import Question, questions_of
 from async_grpo.experience.prompts import PromptRenderer
@@ -31,6 +32,7 @@ from async_grpo.modeling.load import (
     model_fingerprint,
     stop_token_ids,
 )
+from async_grpo.options.fields import dashed, refuse
 from async_grpo.options.source_file import absolute, library_version
 from async_grpo.training.checkpoint_folder import Manifest
 from async_grpo.weights.config import TRANSPORTS, get_transport
@@ -97,6 +99,7 @@ def prepare(config: RunConfig) -> Prepared:
         return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, renderer)
 
     refuse_ambiguous_files(config)
+    _refuse_unused_columns(config)
     questions = read_questions(config.data_path, is_training=True)
     eval_questions = {}
     for name, path in config.eval_files.items():
@@ -173,6 +176,20 @@ def _rows(config: RunConfig, path: str, is_training: bool) -> Iterable[tuple[str
         return read_rows(path, config.column_map)
     rows = rows_of(config, "train" if is_training else "eval", config.reward_environment())
     return ((f"row {number} of the environment", row) for number, row in enumerate(rows))
+
+
+def _refuse_unused_columns(config: RunConfig) -> None:
+    """Refuse options for the columns of files if the environment makes all rows, because they would change nothing."""
+    if any(path != ROWS for path in (config.data_path, *config.eval_files.values())):
+        return
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    for name, default in defaults.items():
+        value = getattr(config, name)
+        refuse(
+            value != default,
+            f"--{dashed(name)} {value}: it is about columns of files, and the environment makes all rows "
+            f"(--data-path {ROWS}), so it would change nothing: leave it out",
+        )
 
 
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -39,6 +39,7 @@ from async_grpo.launch.temporary_directory import temporary_directory
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.processes.hub import local_model
 from async_grpo.processes.private_folder import private_folder
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 
@@ -109,6 +110,8 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     else:
         yield from within(plan.limits)
     if prepared:
+        # A model of the hub was fetched into a folder
+        config = replace(config, model_name_or_path=prepared[0].config.model_name_or_path)
         for look in (plan.resources, tokenizer, judges, rewards):
             yield from within(look, config, prepared[0])
     if prepared or not names_run:
@@ -310,8 +313,12 @@ def cluster(config: LocalConfig) -> Iterator[Finding]:
 
 
 def inputs(config: LocalConfig, prepared: "list[Prepared]") -> Iterator[Finding]:
-    """Check everything that `run` checks before it starts, and append the run's inputs to `prepared`."""
-    prepared.append(read_inputs(config))
+    """Check everything that `run` checks before it starts, and append the run's inputs to `prepared`.
+
+    A model of the hub is fetched, as `run` does.
+    """
+    model = local_model(config.model_name_or_path)
+    prepared.append(read_inputs(replace(config, model_name_or_path=model)))
     num_questions = len(prepared[0].questions)
     yield Finding("inputs", OK, f"model, {num_questions:,} questions, rewards and settings fit each other")
 

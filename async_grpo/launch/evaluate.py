@@ -52,8 +52,6 @@ MAX_TOKENS_PER_GPU = 1 << 30
 RESULTS_FILE = "eval_results.jsonl"
 # Options that are taken from the checkpoint's run only, because `async-grpo eval` does not have them
 OPTIONS_OF_THE_RUN = (
-    "temperature",
-    "max_generation_tokens",
     "infinite_sampler_seed",
     "dtype",
     "float32_head",
@@ -91,6 +89,22 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         aliases=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
         form=TABLE,
+    )
+    max_generation_tokens: int | None = option(
+        None,
+        "Maximum length of a completion in tokens, as in training; --eval-max-tokens overrides it. The default is the "
+        "run's, or that of `async-grpo run`.",
+        "Evaluation",
+        range=POSITIVE,
+        portable=True,
+    )
+    temperature: float | None = option(
+        None,
+        "Sampling temperature, as in training; --eval-temperature overrides it. The default is the run's, or that of "
+        "`async-grpo run`.",
+        "Evaluation",
+        range=POSITIVE,
+        portable=True,
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
     generation_workers: int = option(1, "Number of generation workers.", "Local", range=POSITIVE)
@@ -149,8 +163,10 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         refuse(not files, "say on what: --data FILE, or --data NAME=FILE,NAME=FILE")
         options = _options_without_a_flag(Path(self.path))
         for field in fields(self):
-            if field.name != "path":
-                options[field.name] = getattr(self, field.name)
+            value = getattr(self, field.name)
+            is_default = value is None and field.name in ("max_generation_tokens", "temperature")
+            if field.name != "path" and not is_default:
+                options[field.name] = value
         if options.get("dtype", "auto") == "auto":
             # "auto" is resolved here, because the evaluation program sees no GPU: the engines have all of them
             options["dtype"] = "bfloat16" if gpus() else "float32"

@@ -2,12 +2,14 @@
 
 import ast
 import asyncio
+import errno
 import json
 import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -19,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.experience.column_paths import parse_paths
+from async_grpo.experience.data_files import raw_rows
 from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.row_columns import ColumnMap, refuse_infinite_answers
@@ -34,6 +37,7 @@ from async_grpo.options.fields import (
 )
 from async_grpo.rewards.adapter.registry_source import registry_file
 from async_grpo.rewards.bench.completions import (
+    LABEL,
     CompletionRow,
     check_adapter,
     read_completion_rows,
@@ -46,6 +50,9 @@ from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TABLES_OF_TEXT = (".csv", ".tsv")
+LABELS = {"": None, "true": True, "false": False}  # labels in a table of texts, beside numbers
 MAX_PROMPT_TOKENS = 1 << 20  # no model of this library has a longer context
 FILE_WIDTH = 100  # width of the report in characters if stdout is not a terminal
 _bench = partial(option, panel="Bench")
@@ -56,9 +63,9 @@ class VerifyConfig(PromptOptions):
     """Options of `async-grpo verify`."""
 
     file: str = required(
-        "JSONL file with one completion per row: `completion`, usually `answer`, and any column that the rewards "
-        "read; optionally `input`, `label` (true, false or the right reward), `group_id` (rows that share it form "
-        "one group; the default is one group per `input`), `completion_token_ids`.",
+        "File with one completion per row, JSONL or another format that training reads: `completion`, usually `answer`, "
+        "and any column that the rewards read; optionally `input`, `label` (true, false or the right reward), `group_id` "
+        "(rows that share it form one group; the default is one group per `input`), `completion_token_ids`.",
         "Bench",
         argument=True,
     )
@@ -187,7 +194,9 @@ def verify(config: VerifyConfig) -> None:
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses(judge_urls=config.judge_urls, http_scorer_urls=config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
-    rows = read_completion_rows(config.file, config.with_columns, _input_renderer(config))
+    rows = read_completion_rows(
+        _placed_rows(config.file), config.file, config.with_columns, _input_renderer(config)
+    )
     _note_local_imports(console, registry, workers)
     report = Report(
         workers.adapters,
@@ -199,6 +208,11 @@ def verify(config: VerifyConfig) -> None:
     try:
         asyncio.run(_score(config, workers, rows, report))
     except OSError as error:
+        if config.output is not None and error.errno in DISK_FULL:
+            raise RunFailed(
+                f"--output {config.output} cannot be written to the end ({error.strerror}): name a file on a disk with "
+                "space, or leave the option out"
+            ) from error
         raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
     report.print(console, rows, config.repeat)
     failures = []
@@ -211,6 +225,21 @@ def verify(config: VerifyConfig) -> None:
                 failures.append(f"{name} did not pass its check")
     if failures:
         raise RunFailed("; ".join(failures))
+
+
+def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (file and line as text, row) for each row of the file of completions, which training could read as well.
+
+    In a table of texts, an empty completion and a label are texts, too.
+    """
+    is_table = Path(path).suffix.lower() in TABLES_OF_TEXT
+    for place, row in raw_rows(Path(path)):
+        if is_table:
+            label = str(row.get(LABEL) or "").strip().lower()
+            with suppress(ValueError):
+                row[LABEL] = LABELS[label] if label in LABELS else float(label)
+            row["completion"] = row.get("completion") or ""
+        yield place, row
 
 
 def _input_renderer(config: VerifyConfig) -> Callable[[dict[str, Any], str], None] | None:

@@ -69,3 +69,44 @@ def test_lengths_go_by_the_completion_that_even_the_longest_prompt_has_room_for(
 def test_a_buffer_of_less_than_a_token_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"--overlong-buffer 0.01 of 24 tokens.*less than one token"):
         prepare(config(tmp_path, overlong_buffer=0.01))
+
+
+GAME = """
+from async_grpo.environments.games.guess import Guess
+
+class Own(Guess):
+    @staticmethod
+    def rows(split):
+        return [{"input": "a"}]
+"""
+
+
+@pytest.fixture
+def rows_of_a_game(tmp_path) -> dict[str, str]:
+    """Return the options of a run whose environment makes the rows."""
+    (tmp_path / "game.py").write_text(GAME)
+    return {
+        "environment": f"{tmp_path}/game.py:Own",
+        "data_path": "environment",
+        "reward_fns": "environment",
+    }
+
+
+@pytest.mark.parametrize(
+    "option", [{"prompt_column": "question"}, {"answer_column": "label"}, {"prompt_as": "text"}], ids=str
+)
+def test_columns_are_refused_where_the_environment_makes_all_rows(tmp_path, rows_of_a_game, option):
+    (name,) = option
+    flag = name.replace("_", "-")
+    with pytest.raises(
+        ConfigurationError, match=f"--{flag} .*the environment makes all rows .* leave it out"
+    ):
+        prepare(config(tmp_path, **rows_of_a_game, **option))
+
+
+def test_columns_of_a_held_out_file_are_read_beside_rows_of_the_environment(tmp_path, rows_of_a_game):
+    (tmp_path / "held.jsonl").write_text('{"question": "a"}\n')
+    held = {"eval_data_path": str(tmp_path / "held.jsonl"), "prompt_column": "question"}
+    prepared = prepare(config(tmp_path, **rows_of_a_game, **held))
+    assert len(prepared.eval_questions[""]) == 1
+    assert prepare(config(tmp_path, **rows_of_a_game)).questions

@@ -216,6 +216,15 @@ def test_a_reward_whose_columns_the_data_lack_is_an_error(tmp_path):
     assert "`nums` must be a list of whole numbers" in finding.found
 
 
+def test_a_model_of_the_hub_is_fetched_as_by_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "local_model", lambda name: str(TINY_MODEL) if name == "owner/tiny" else name)
+    config = LocalConfig(**options(tmp_path, model_name_or_path="owner/tiny"))
+    prepared = []
+    (finding,) = doctor.in_main_thread(doctor.inputs, config, prepared)
+    assert finding.level == "ok", finding
+    assert prepared[0].config.model_name_or_path == str(TINY_MODEL)
+
+
 class NotFound(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_error(404)

@@ -73,6 +73,33 @@ def test_what_is_given_goes_before(checkpoint):
     assert run.eval_files == {"a": "1.jsonl", "b": "2.jsonl"} and run.data_path == "1.jsonl"
 
 
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, (24, None)),
+        ({"max_generation_tokens": 99}, (99, None)),
+        ({"eval_max_tokens": 99}, (99, 99)),
+        ({"eval_max_tokens": 99, "max_generation_tokens": 5}, (99, 99)),
+    ],
+)
+def test_the_length_of_completions_is_given_as_in_training(checkpoint, options, lengths):
+    run = given(checkpoint, **options).as_run("exported")
+    assert (run.max_generation_tokens, run.eval_max_tokens) == lengths
+
+
+@pytest.mark.parametrize(
+    ("options", "temperatures"),
+    [
+        ({}, (0.75, None)),
+        ({"temperature": 0.5}, (0.5, None)),
+        ({"eval_temperature": 0.0}, (0.75, 0.0)),
+    ],
+)
+def test_the_temperature_is_given_as_in_training(checkpoint, options, temperatures):
+    run = given(checkpoint, **options).as_run("exported")
+    assert (run.temperature, run.eval_temperature) == temperatures
+
+
 def test_a_judge_that_the_evaluation_serves_itself_is_not_looked_for_where_the_run_had_it(tmp_path):
     url = "http://127.0.0.1:1"
     checkpoint = checkpoint_with(tmp_path, judge_urls=url)

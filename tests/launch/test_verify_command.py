@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from async_grpo.__main__ import main
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.data_files import raw_rows
 from async_grpo.rewards.bench.completions import (
     LABEL,
     CompletionRow,
@@ -121,7 +122,7 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
         {"completion": "without a prompt"},
         {"completion": "without a prompt"},
     )
-    rows = read_completion_rows(path)
+    rows = read_completion_rows(raw_rows(Path(path)), path)
     assert [(row.line, row.label) for row in rows[:3]] == [(1, 1.0), (2, 0.25), (4, None)]
     one, two, four, five, six = (sample_of(row.columns) for row in rows)
     assert five["group_id"] != six["group_id"]
@@ -136,7 +137,7 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
     ("row", "message"),
     [
         ("[" * 100_000, "line 2: not JSON"),
-        ("\udcff", "line 2: not JSON .*utf-8"),
+        ("\udcff", "line 2: not UTF-8 .*utf-8"),
         ("[1]", "line 2: a row must be an object, not list"),
         ({"completion": ["a"]}, r"line 2: the column completion must be text, not \['a'\]"),
         ({"completion": "", "input": 7}, "line 2: the column input must be text, not 7"),
@@ -149,7 +150,7 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
 def test_a_bad_row_is_named_by_file_and_line(files, row, message):
     path = files({"completion": "a"}, row)
     with pytest.raises(ConfigurationError, match=f"{path}, .*{message}"):
-        read_completion_rows(path)
+        read_completion_rows(raw_rows(Path(path)), path)
 
 
 # --- counting, against plain loops ---
@@ -357,7 +358,7 @@ def test_a_missing_or_empty_file_is_exit_code_2_and_the_output_never_overwrites_
     old.write_text("of another day")
     for output in ([], ["--output", new], ["--output", old]):
         assert verify(tmp_path / "none", "--reward-fns=mathd", *output) == 2
-        assert "error: cannot read the completions" in capsys.readouterr().err
+        assert "none: there is no such file" in capsys.readouterr().err
     assert not new.exists() and old.read_text() == "of another day"
     assert verify(path, "--reward-fns=mathd", "--output", path) == 2
     assert verify(files(""), "--reward-fns=mathd") == 2

@@ -7,13 +7,11 @@ same `input` form a group with one `group_id`, and each row without an `input` f
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.processes.untrusted_files import MAX_ROW_BYTES, bounded_lines, open_regular, parse_json
 from async_grpo.rewards.adapter.result import is_finite_number
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.pool import VerifierPool
@@ -47,51 +45,46 @@ POOR_COMPLETIONS = {
 class CompletionRow:
     """A row of the file."""
 
-    line: int  # line number in the file, from 1
+    line: int  # number of its line in the file, or of the row in a file without lines, from 1
     columns: dict[str, Any]
     label: float | None = None  # the correct reward, or None if the file has no label for the row
 
 
 def read_completion_rows(
-    path: str | Path,
+    placed_rows: Iterable[tuple[str, Any]],
+    name: str,
     with_columns: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     add_input: Callable[[dict[str, Any], str], None] | None = None,
 ) -> list[CompletionRow]:
-    """Return all rows of the file.
+    """Return all rows of a file, checked.
 
     Args:
-        path: The file.
+        placed_rows: (file and line or row number as text, row) for each row of the file.
+        name: The file, for messages.
         with_columns: Returns a row with the columns of its prompt and its answer, for rows with other names for them.
         add_input: Called with each row and its place (file and line), to add a missing `input`.
 
     Raises:
-        ConfigurationError: The file cannot be read, holds no rows, or has an invalid row. The message names its line.
+        ConfigurationError: The file holds no rows, or has an invalid row. The message names its line.
     """
     rows = []
-    number = 0
     groups: dict[str | int, int] = {}
-    try:
-        with open_regular(Path(path), follow_links=True) as file:
-            for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
-                if line is None:
-                    raise ValueError(f"longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row")
-                if not line.strip():
-                    continue
-                row = _row(line, with_columns)
-                if add_input is not None:
-                    add_input(row, f"{path}, line {number}")
-                if row.get("group_id") is None:
-                    # Rows with the same input form a group, and each row without an input forms its own. The id is
-                    # minus the line number of the group's first row.
-                    row["group_id"] = groups.setdefault(row.get("input") or number, -number)
-                label = row.pop(LABEL, None)
-                rows.append(CompletionRow(number, row, None if label is None else float(label)))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the completions {str(path)!r}: {error}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{path}, line {number}: {error}") from error
+    for place, columns in placed_rows:
+        number = int(place.rpartition(" ")[2])
+        try:
+            row = _checked_row(columns, with_columns)
+            if add_input is not None:
+                add_input(row, place)
+        except ValueError as error:
+            raise ConfigurationError(f"{place}: {error}") from error
+        if row.get("group_id") is None:
+            # Rows with the same input form a group, and each row without an input forms its own. The id is minus the
+            # line number of the group's first row.
+            row["group_id"] = groups.setdefault(row.get("input") or number, -number)
+        label = row.pop(LABEL, None)
+        rows.append(CompletionRow(number, row, None if label is None else float(label)))
     if not rows:
-        raise ConfigurationError(f"{path} holds no completions")
+        raise ConfigurationError(f"{name} holds no completions")
     return rows
 
 
@@ -110,11 +103,7 @@ def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str
     return sample | {"sample_text": f"{sample['input']}{text}"}
 
 
-def _row(line: bytes, with_columns: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:  # not UTF-8, not JSON, or nested too deeply
-        raise ValueError(f"not JSON ({error})") from error
+def _checked_row(row: Any, with_columns: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, not {type(row).__name__}")
     row = with_columns(row)
