@@ -6,7 +6,6 @@ wrong, and nobody would notice.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
@@ -27,13 +26,15 @@ BOOLEANS = {
 }
 # Jinja's tests that the numbers 0 and 1 do not pass
 TESTS_OF_BOOLEANS = ("true", "false", "boolean", "sameas")
+# Jinja's tests and filters for a variable that may be missing
+DEFAULTS = ("defined", "undefined", "none", "default", "d")
 GLOBALS = ("raise_exception", "strftime_now")  # functions that transformers adds
 
 
 def syntax_problem(template: str) -> str:
     """Return line and reason if the text is no Jinja template, else ""."""
     try:
-        _parsed(template)
+        meta.find_undeclared_variables(_parsed(template))  # looks at the names of filters, too
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:
@@ -53,15 +54,15 @@ def check_variables(variables: Mapping[str, Any], templates: list[str], template
         ConfigurationError: No template reads a variable, so it would change nothing. Or its value is a word or number for
             true or false that the template would take for another value.
     """
-    trees: list[nodes.Template] = []
-    # A template that is no Jinja is refused when a prompt is rendered
-    with suppress(TemplateSyntaxError, RecursionError):
-        trees = [_parsed(template) for template in templates]
-    if len(trees) < len(templates):
+    if not variables:
         return
     names: set[str] = set()
-    for tree in trees:
-        names |= meta.find_undeclared_variables(tree)
+    try:
+        trees = [_parsed(template) for template in templates]
+        for tree in trees:
+            names |= _variables_of(tree)
+    except (TemplateSyntaxError, RecursionError):
+        return  # a template that is no Jinja is refused when a prompt is rendered
     for name, value in variables.items():
         option = f"--chat-template-kwargs {name}={value}"
         refuse(
@@ -81,6 +82,26 @@ def _parsed(template: str) -> nodes.Template:
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     environment.globals |= dict.fromkeys(GLOBALS)
     return environment.parse(EXTRA_TAG.sub("", template))
+
+
+def _variables_of(tree: nodes.Template) -> set[str]:
+    """Return the names that a template reads and does not set itself.
+
+    A name that it sets, too, counts only if it has a default for it: `{% set x = x or 3 %}`, or a test such as
+    `x is defined`.
+    """
+    set_names = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
+    names_with_default: set[str] = set()
+    for place in tree.find_all((nodes.Test, nodes.Filter)):
+        if place.name in DEFAULTS and isinstance(place.node, nodes.Name):
+            names_with_default.add(place.node.name)
+    for assignment in tree.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name):
+            read_names = {node.name for node in assignment.node.find_all(nodes.Name)}
+            if isinstance(assignment.node, nodes.Name):
+                read_names.add(assignment.node.name)
+            names_with_default |= read_names & {assignment.target.name}
+    return meta.find_undeclared_variables(tree) - (set_names - names_with_default)
 
 
 def _intended_boolean(value: Any, name: str, trees: list[nodes.Template]) -> bool | None:

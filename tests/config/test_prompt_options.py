@@ -243,6 +243,8 @@ SWITCHES = (
     "{% if thinks %}<think>{% endif %}"
     "{% if strict is defined and strict is false %}<plain>{% endif %}"
     "{% if mode == 'on' %}<on>{% endif %}{{ times }}"
+    "{% if a %}{% set role = 'x' %}{% endif %}{{ role }}{% set few = few or '' %}{{ few }}"
+    "{% if not day is defined %}{% set day = '' %}{% endif %}{{ day }}"
     "{% generation %}{% endgeneration %}{% set fixed = 1 %}{{ fixed }}{{ raise_exception and '' }}"
 )
 # Text of --chat-template-kwargs -> the end of the prompt, or the words that refuse it
@@ -268,6 +270,10 @@ SWITCHED = {
     "m=3": "has no variable 'm', so it would change nothing",
     "fixed=3": "has no variable 'fixed'",
     "raise_exception=3": "has no variable 'raise_exception'",
+    "role=3": "has no variable 'role'",
+    "few=3": "3+4?31",
+    "day=Monday": "3+4?Monday1",
+    "a=true": "3+4?x1",
     "content=3": "has no variable 'content'",
 }
 
@@ -291,6 +297,7 @@ WRONG_TEMPLATES = {
     "{{ messages }}\n{% endfor %}": "line 2: .*unknown tag 'endfor'",
     "a\n\n{% for m in messages %}": "line 3: Unexpected end of template",
     "{{ messages": "line 1: unexpected end of template",
+    "a\n{{ a|nofilter }}": "line 2: No filter named 'nofilter'",
     "{% generate %}": "line 1: .*unknown tag 'generate'",
 }
 
