@@ -16,10 +16,10 @@ from async_grpo.experience.row_columns import DEFAULT_COLUMNS, ColumnMap
 from async_grpo.experience.row_schemas import (
     PROMPT_COLUMNS,
     PROMPT_LIKE,
+    joined_texts,
     names_of,
     proposal,
     unread_columns,
-    words_of,
 )
 from async_grpo.experience.text_lines import decoded, json_problem, refuse_other_contents, text_lines
 from async_grpo.options.fields import refuse
@@ -299,7 +299,7 @@ def _warn_of_dropped_texts(
         text = raw_row.get(name)
         if name in warned_of or not isinstance(text, str) or not text.strip() or name in columns.prompt:
             continue
-        if words_of(text) not in words_of(row.get("messages", row.get("input"))):
+        if joined_texts(text) not in joined_texts(row.get("messages", row.get("input"))):
             warned_of.add(name)
             log.warning(
                 "%s: the text in the column %s is not part of the prompt, which is --prompt-column %s: if both belong to "

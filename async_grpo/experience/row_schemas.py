@@ -96,16 +96,16 @@ def unread_columns(row: Mapping[str, Any]) -> list[str]:
     """
     if TOKENS in row:
         return []
-    prompt = words_of([row[name] for name in PROMPT_COLUMNS if name in row])
+    prompt = joined_texts([row[name] for name in PROMPT_COLUMNS if name in row])
     unread = []
     for name in PROMPT_LIKE:
-        texts = [words_of(text) for text in _texts(row.get(name)) if text.strip()]
+        texts = [joined_texts(text) for text in _texts(row.get(name)) if text.strip()]
         if texts and not any(text in prompt for text in texts):
             unread.append(name)
     return unread
 
 
-def words_of(value: Any) -> str:
+def joined_texts(value: Any) -> str:
     """Return all texts in a value as one text with single blanks, in which other texts can be looked for."""
     return " ".join(" ".join(_texts(value)).split())
 
