@@ -34,6 +34,7 @@ def refusal(capsys, command=main, **changes) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_refused_run_ends_what_was_started_while_its_inputs_were_checked(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(local_run, "early_start", early_start)
     (tmp_path / "data.jsonl").write_text(GOOD + "{broken\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hostile_server as hostile
 import numpy as np
+import pytest
 from fake_chain import GROUPS, STEPS, Chain, PoolVerification
 from hostile_server import HostileServer
 
@@ -193,6 +194,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_asleep(tmp_path):
     from async_grpo.launch.process_variables import free_port
 

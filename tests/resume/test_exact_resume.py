@@ -76,6 +76,7 @@ if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
     CASES = [(staleness, ranks, KILLS) for staleness in (0, 1, 2) for ranks in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("staleness", "ranks", "kills"), CASES)
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(tmp_path, staleness, ranks, kills):
