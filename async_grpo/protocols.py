@@ -125,8 +125,8 @@ class TensorRecord:
 
 
 Manifest = Mapping[str, TensorRecord]
-# The tensors that an engine received, and its log-probs (N,) of the canary. The canary are fixed texts whose log-probs
-# the trainer computes as well, to compare them
+# The tensors that an engine received, and its log-probs (N,) of the canary. The canary consists of fixed texts. The
+# trainer computes their log-probs as well, and compares them with the engine's
 Receipt = tuple[Manifest, np.ndarray]
 
 

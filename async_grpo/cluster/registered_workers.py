@@ -65,7 +65,7 @@ class RegisteredWorkers:
         self.is_frozen = kind == "reference"
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
-        # whether a sync has succeeded, so that workers that join from now on are late
+        # Whether a sync has succeeded. A worker that joins after it is late: it needs a sync of its own to get weights
         self._has_weights = False
         self._sync_began_at = 0.0  # Unix time at which the current sync began; 0 if there is none
         self._syncs: deque[Span] = deque(maxlen=MOST)
@@ -274,8 +274,8 @@ class GenerationWorkers(RegisteredWorkers):
         """
         members = [session.member] if session else list(range(count))
         session = session or Session(0)
-        # Another worker continues with the same seeds after a loss. New seeds would favor short completions, because
-        # long ones are lost more often
+        # If a worker is lost, another worker continues with the same seeds. New seeds would favor short completions,
+        # because long ones are interrupted more often
         seeds = {}
         for member in members:
             seeds[member] = request_seed(self._seed, prompt.ordinal, member, session.turn)

@@ -17,8 +17,8 @@ class DataConfig(Section):
     prompt_column: str | None = _data(
         None,
         "Column of the prompt, in training and held-out files: a name such as problem, or a dotted path such as "
-        "conversations.0.value, where -1 is the last place of a list. Of several, separated by commas, the first that a "
-        "row has counts. By default the prompt is input_token_ids, messages, prompt or input.",
+        "conversations.0.value, where -1 is the last item of a list. Several are separated by commas, and the first one "
+        "that a row has is used. By default the prompt is input_token_ids, messages, prompt or input.",
         form=LIST,
     )
     answer_column: str | None = _data(

@@ -41,7 +41,7 @@ PROGRESS_S = 10.0  # seconds between two lines about the progress of a large fil
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
 BARE_RETURN = "new-line character"  # in the message of `csv` for a line that ends with CR alone
-DELIMITERS = (";", "\t")  # what other tables have between their cells
+DELIMITERS = (";", "\t")  # delimiters of tables whose cells are not separated by commas
 
 
 def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:

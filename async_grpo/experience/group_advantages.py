@@ -53,7 +53,10 @@ class GroupAdvantages:
         return any("refill" in self._failure_policies(verdict) for verdict in verdicts)
 
     def with_group_mean(self, group: Group) -> Group:
-        """Return the group, with its mean reward for each sample whose failed rewards all have the policy `group_mean`."""
+        """Return the group, with its mean reward as the reward of samples whose rewards failed.
+
+        Only a sample whose failed rewards all have `--on-reward-failure group_mean` gets the mean reward.
+        """
         mean_reward = self.mean_reward(group)
         if mean_reward is None:
             return group

@@ -16,7 +16,7 @@ from async_grpo.options.fields import refuse
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
-# In ShareGPT's rows, the names of those whose messages are no question, and no answer
+# Values of `from` in ShareGPT messages that are not a question, and of those that are not an answer
 NO_QUESTIONS = ("system", "gpt", "assistant", "chatgpt", "bard", "bing")
 NO_ANSWERS = ("system", "human", "user")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
@@ -127,14 +127,14 @@ def _value(row: Mapping[str, Any], paths: tuple[str, ...], flag: str) -> Any:
 def _refuse_speakers(
     speakers: Collection[str], row: Mapping[str, Any], paths: tuple[str, ...], flag: str, is_no: str
 ) -> None:
-    """Refuse the text of a ShareGPT message whose `from` is one of these speakers.
+    """Raise ConfigurationError if a column is the text of a ShareGPT message from one of these speakers.
 
     Args:
-        speakers: Names in `from`.
+        speakers: Values of `from`.
         row: The row.
-        paths: Dotted paths, the first of which that leads to a value counts.
+        paths: Dotted paths. The first one at which the row has a value is used.
         flag: The option that names the paths.
-        is_no: What such a message is not, and the way out.
+        is_no: The end of the error message: what a message from such a speaker is not, and what to do.
     """
     path = next(path for path in paths if not is_missing(value_at(row, path)))
     message_path, _, field = path.rpartition(".")

@@ -18,7 +18,7 @@ Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, to
 # Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
-# Other formats' names for roles, and ShareGPT's for a message's fields
+# Names of roles in other formats, and of a message's fields in ShareGPT, and their names here
 FOREIGN_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -137,7 +137,7 @@ def _nearest_role(role: Any, known_roles: Collection[str]) -> str:
 
 
 def share_gpt_question(messages: Sequence[Any]) -> list[Any]:
-    """Return a conversation of ShareGPT's with `role` and `content`, and without the answer in its last message.
+    """Return a ShareGPT conversation as messages with `role` and `content`. A last message with the answer is left out.
 
     >>> share_gpt_question([{"from": "human", "value": "3 + 4?"}, {"from": "gpt", "value": "7"}])
     [{'role': 'user', 'content': '3 + 4?'}]

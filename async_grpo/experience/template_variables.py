@@ -51,8 +51,8 @@ def check_variables(variables: Mapping[str, Any], templates: list[str], template
         template_name: Name of the template in messages.
 
     Raises:
-        ConfigurationError: No template reads a variable, so it would change nothing. Or its value is a word or number for
-            true or false that the template would take for another value.
+        ConfigurationError: No template reads a variable, so it would change nothing. Or its value is a word or number that
+            means true or false, but that the template would not read as such.
     """
     if not variables:
         return
@@ -62,7 +62,7 @@ def check_variables(variables: Mapping[str, Any], templates: list[str], template
         for tree in trees:
             names |= _variables_of(tree)
     except (TemplateSyntaxError, RecursionError):
-        return  # a template that is no Jinja is refused when a prompt is rendered
+        return  # a template that is not valid Jinja is refused when a prompt is rendered
     for name, value in variables.items():
         option = f"--chat-template-kwargs {name}={value}"
         refuse(

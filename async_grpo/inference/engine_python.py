@@ -84,7 +84,7 @@ def engine_variables(path: str) -> dict[str, str]:
 
 
 def engine_executable(path: str) -> str:
-    """Return `--engine-python` as the part of a shell command that Ray makes of it."""
+    """Return `--engine-python`, quoted for the shell command in which Ray uses it."""
     return shlex.quote(path)
 
 

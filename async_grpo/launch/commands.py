@@ -176,7 +176,8 @@ def foreign_keys() -> dict[str, set[str]]:
     """Return all names that a configuration file may contain: options of `run` and `worker`, and `FACTS` of a run.
 
     Returns:
-        For each name, the packages that define the option: a file may have the option in their tables. () for the facts.
+        For each name, the packages that define the option. A configuration file may have the option in a table with the
+        name of such a package. Names of `FACTS` have no packages.
     """
     # Imported here, because `async-grpo --help` needs none of the configurations
     from async_grpo.config.run import FACTS

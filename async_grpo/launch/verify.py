@@ -52,7 +52,7 @@ from async_grpo.types import Verdict
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TABLES_OF_TEXT = (".csv", ".tsv")
-LABELS = {"": None, "true": True, "false": False}  # labels in a table of texts, beside numbers
+LABELS = {"": None, "true": True, "false": False}  # labels in CSV and TSV files that are not numbers
 MAX_PROMPT_TOKENS = 1 << 20  # no model of this library has a longer context
 FILE_WIDTH = 100  # width of the report in characters if stdout is not a terminal
 _bench = partial(option, panel="Bench")

@@ -77,7 +77,7 @@ Output = Annotated[
     typer.Option("-o", "--output", help=f"Picture ({', '.join(PICTURE_SUFFIXES)}). Default: a window."),
 ]
 Unit = Annotated[str, typer.Option("-x", "--x", help=f"Quantity on the x axis: {', '.join(UNITS)}.")]
-Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of each run, if it does not record them.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs of each run that does not record it.")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or metrics files.")]
 OneRun = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or its metrics file.")]
 

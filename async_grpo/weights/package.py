@@ -121,7 +121,11 @@ def _safetensors_header(weights: Mapping[str, torch.Tensor], dtype: torch.dtype)
 
 
 def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
-    """Return the tensors in safetensors images, and their records. Images are objects that `bytes` accepts."""
+    """Return the tensors in safetensors images (see `pack_weights`), and the `TensorRecord` of each tensor.
+
+    Args:
+        chunks: The images, as objects that `bytes` accepts.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         tensors |= load(bytes(chunk))

@@ -43,8 +43,8 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # A trainer whose log-probs change more by rounding gets a higher tolerance. The value for bfloat16 is above the usual
 # rounding, because engines with quantized weights differ from the trainer by more than rounding
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
-# Largest difference in nats that the first sync accepts, with a warning, of a bfloat16 engine whose weights were all read
-# back
+# If all weights of a bfloat16 engine were read back, a difference up to this many nats only causes a warning in the first
+# sync
 LARGEST_ROUNDING = 1.0
 log = logging.getLogger(__name__)
 
@@ -188,9 +188,9 @@ class Publisher:
         weights: Mapping[str, torch.Tensor],
         wait_for_last_round: Callable[[], Any],
     ) -> WeightPackage:
-        """Return the package, still without tensors, of a round of the self-test. A collective.
+        """Return the package of a round of the self-test, still without its tensors. A collective.
 
-        The tolerance depends on the result of the first round, so the call waits for the last one.
+        The tolerance depends on the result of the first round, so this call waits until the previous round has ended.
         """
         expected = self._canary_logprobs(model)
         tolerance = self.config.canary_tolerance
@@ -322,7 +322,7 @@ class Publisher:
     def _with_observed_rounding(
         self, package: WeightPackage, worker_id: str, receipt: Receipt
     ) -> WeightPackage:
-        """Return the package, in the first sync with a higher tolerance if this engine rounds more coarsely than expected.
+        """Return the package. In the first sync, its tolerance is raised if the engine rounds more than expected.
 
         UNCHANGED_ALLOWED was measured on models with random weights. A trained model may amplify rounding more. If the
         engine is known to compute with the weights that were sent, a difference up to LARGEST_ROUNDING only causes a

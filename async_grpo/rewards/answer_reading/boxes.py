@@ -17,11 +17,14 @@ _WORD_PIECE = re.compile(  # a piece of the word after a box command without bra
     r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]"
 )
 _ROW_BREAK = r"\\\\(?:\[[^\]\\]*\])?"
+# White space, and LaTeX commands for space and style, which do not change the meaning of a text
 _SPACE = (
     r"[\s~\u200b\u2060\ufeff]|\\[,;:!>/ ]|\\[hv]space\*?\s*\{[^{}\\]*\}"
     r"|\\(?:q?quad|en(?:space|skip)|(?:neg)?(?:thin|med|thick)space|space|nobreakspace|hfill|newline|linebreak|par"
     r"|noindent|(?:small|med|big)skip|(?:display|text|script|scriptscript)style)(?![a-zA-Z])"
 )
+# Parts of a text around and between boxes that are not read: row breaks, space, delimiters, environments, brackets of
+# \left and \right, and fonts
 _LAYOUT = re.compile(
     rf"{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\[()\[\]]"
     r"|\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\{[lcr| ]*\})?"

@@ -85,6 +85,7 @@ _SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPTS}]+")
 _SUBSCRIPT = re.compile(f"[{_SUBSCRIPTS}]+")
 _ON_THE_LINE = str.maketrans(_SUPERSCRIPTS + _SUBSCRIPTS, "0123456789-+()ni" + "0123456789-+()n")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+# A root sign and its content: in parentheses, in braces, a number or letter without either, or nothing
 _ROOT = re.compile("([√∛∜])\\s*(?:\\(([^()]{0,200})\\)|\\{([^{}]{0,200})\\}|(\\d+(?:\\.\\d+)?|[a-zA-Zπ])|())")
 _ROOT_COMMANDS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 

@@ -6,6 +6,7 @@ from async_grpo.rewards.answer_reading.spellings import FONT, SPACE
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer that may be a choice with its value
 
+# A single letter, perhaps with a font, "Option" before it, parentheses and full stops, as in `\textbf{(C)}.`
 _CHOICE = re.compile(
     rf"""
     (?:{FONT}\s?\{{|\{{)? \s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\s{{1,4}})?
@@ -21,6 +22,7 @@ _NUMBER_OR_COMMAND = (
     r"(?:[$€£¥]?\.?\d|\$|-\s?[\d.\\]"
     r"|\\(?!(?:cup|cap|times|cdot|setminus|subset|in|to|[gl]e|ne|equiv|approx|pm)(?![a-zA-Z])|[,;:!\ ]))"
 )
+# The letter of a choice before its value, as in "(B) 12", "B) 12" or "B. 12". The value itself does not match
 CHOICE_WITH_VALUE = re.compile(
     rf"""
     \s{{0,8}}
@@ -96,5 +98,5 @@ def compared_parts(gold: str, answer: str) -> list[tuple[str, str]]:
 
 
 def _part_like(choice: tuple[str, str], text: str) -> str:
-    """Return the letter of a choice if a text is a letter, and else the value."""
+    """Return the part of a choice that is comparable with a text: the letter if the text is a letter, else the value."""
     return choice[0] if plain_choice(text) is not None else choice[1]

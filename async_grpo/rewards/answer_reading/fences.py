@@ -128,7 +128,7 @@ class _End:
 
 
 def _late_opening_of(line: str) -> _Opening | None:
-    """Return the opening of a block of Python behind other words, such as in "My code: ```python"."""
+    """Return the opening fence of a Python block that follows other words in its line, as in "My code: ```python"."""
     words, fence, language = line.rstrip().rpartition("`" * MIN_FENCE)
     if not fence or "`" in words or language.lower() not in PYTHON:
         return None

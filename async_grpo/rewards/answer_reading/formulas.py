@@ -12,18 +12,23 @@ from async_grpo.rewards.answer_reading.choices import plain_choice
 
 MAX_FORMULA_CHARACTERS = 2_000  # maximum length of a formula between delimiters
 
+# One token of a text. The first alternative that matches gives its kind
 _TOKEN = re.compile(
     r"""
     (?P<newline>\n)
     |(?P<blank>(?:[ \t\r]|~|\\[,;:!\ ]|\\q?quad(?![a-zA-Z]))+)
+    # <<3*4=12>> as in GSM8K, <b>, </b>, and marks of code
     |(?P<tag><<[^<>\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})
     |(?P<environment>\\begin\s?\{)
     |(?P<delimiter>\$\$|\$|\\[(\[])
     |(?P<font>\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\s?\{)
     |(?P<command>\\[a-zA-Z]+)
     |(?P<escaped>\\[{}|%])
+    # 1,234.5 or 12.5 or .5, each perhaps with an exponent, as in 6.02e23
     |(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,5}(?![\w.]*\w))?)
     |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))
+    # A word of two letters or more, perhaps with an apostrophe and digits, as in l'aire and GPT-4o; a letter with digits,
+    # as in x2; a character of another script; or the words "I", "A" and "a" before another word
     |(?P<word>(?:[^\W\d_]['\u2019])?[^\W\d_]{2,}(?:(?<=[a-zA-Z])-?\d[a-zA-Z0-9]*)?|[a-zA-Z]\d[a-zA-Z0-9]*|[^\W\d_a-zA-Z]
         |[IaA](?=[ ][a-z]{2}))
     |(?P<letter>[a-zA-Z])
@@ -38,6 +43,7 @@ _CLOSINGS = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 _OPENERS = {"(": ")", "[": ")", "{": "}", r"\{": r"\}"}
 _CLOSERS = {")": ")", "]": ")", "}": "}", r"\}": r"\}"}
 _DEPTHS = dict.fromkeys(_OPENERS, 1) | dict.fromkeys(_CLOSERS, -1)
+# Words that may be part of a formula: environments, text in a font, commands, functions, and products such as `xy`
 _FORMULA_WORD = re.compile(
     r"""
     \\(?:begin|end)\{[a-z]+\*?\}
@@ -51,23 +57,25 @@ _FORMULA_WORD = re.compile(
 )
 _PROSE = re.compile(r"[a-zA-Z]{2}|[^\W\d_a-zA-Z\u0391-\u03c9]")
 _WORD = re.compile(r"[a-zA-Z]{2,20}")
-_UNIT_IN_FONT = re.compile(
-    r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?"  # not the words of a list
-)
+# Words in a font and their power, which may be a unit, as in `\text{cm}^2`. The words "or" and "and" of a list are no unit
+_UNIT_IN_FONT = re.compile(r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?:\^\d|\^\{\d\})?")
+# Letters directly after a number, which are variables, as in `3x` and `2ab`
 _NUMBER_SUFFIX = re.compile(r"(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])")
 _NEGATIVE_PRICE = re.compile(r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z")
+_REST_OF_FRACTION = re.compile(r"\s?/\s?\d")  # the text after the numerator
+_REST_OF_POWER = re.compile(r"\s{0,2}10\s?\^")  # the text after "x", as in "6.02 x 10^23"
 _PERCENT = re.compile(r"\s?(?:\\?%|(?:percent|pct)\b)")
 
 
 @dataclass
 class Formula:
-    """A formula in a text: its begin and end with delimiters, its own text, and what it consists of."""
+    """A formula in a text: its begin and end, including delimiters, and its text without them."""
 
     begin: int
     end: int
     text: str
     follows_equals: bool = False
-    is_choice: bool = False  # whether it is nothing but one letter
+    is_choice: bool = False  # whether the formula is a single letter, which may be the choice of an option
 
 
 @dataclass
@@ -80,7 +88,7 @@ class _Token:
 
 @dataclass
 class _Run:
-    """The tokens of a formula without delimiters, as far as they are read."""
+    """The tokens of a formula without delimiters that were read so far."""
 
     tokens: list[_Token] = field(default_factory=list)
     depth: int = 0  # number of open brackets
@@ -123,12 +131,12 @@ def formulas_in(text: str) -> list[Formula]:
 
 
 def is_formula(text: str) -> bool:
-    r"""Return whether a text consists of a formula, without words except in \text{} and "and", "or" and functions."""
+    r"""Return whether a text is only a formula. It may contain words in \text{}, "and", "or" and names of functions."""
     return _PROSE.search(_FORMULA_WORD.sub(" ", text)) is None
 
 
 def _delimited(text: str, token: _Token) -> Formula | None:
-    """Return the formula whose opening delimiter is given, or None if it is a currency or has no end."""
+    """Return the formula that begins with a delimiter, or None if the delimiter is a currency sign or is not closed."""
     if token.kind == "environment":
         end = text.find(r"\end", token.end, token.end + MAX_FORMULA_CHARACTERS)
         brace = text.find("}", end) + 1 if end >= 0 else 0
@@ -176,7 +184,7 @@ def _classified(text: str, token: _Token, run: _Run) -> _Token:
         is_table = token.text == "|" and (before.isspace() or not before) and (after.isspace() or not after)
         if token.text == "|" and not is_table:
             return token
-        # A sign on one side of a word is Markdown
+        # A sign with white space on only one side marks bold or italic text in Markdown
         if not is_between or is_table or token.text == "|" or (token.text == "_" and before.isspace()):
             return _Token("break", token.text, token.begin, token.end)
     if token.text == ":" and not (before.isdigit() and after.isdigit()):
@@ -185,7 +193,7 @@ def _classified(text: str, token: _Token, run: _Run) -> _Token:
 
 
 def _font(text: str, token: _Token, run: _Run) -> _Token:
-    r"""Return \text{} and the like as one token if it is a unit or a letter, and else as the begin of some words."""
+    r"""Return a font command such as \text{} as one token if it contains a unit or a letter, else as a `break`."""
     end = text.find("}", token.end, token.end + 100) + 1
     content = text[token.begin : end]
     choice = plain_choice(content) if end else None
@@ -198,38 +206,56 @@ def _font(text: str, token: _Token, run: _Run) -> _Token:
 
 
 def _continues(text: str, run: _Run, token: _Token, blank: _Token | None) -> bool:
-    """Return whether a token belongs to the formula before it."""
+    """Return whether a token continues the formula of the previous tokens."""
     if token.kind == "break" or not run.tokens:
         return False
     previous = run.tokens[-1]
-    if token.text == "," and run.depth == 0:
+    is_list_comma = token.text == "," and run.depth == 0
+    # A letter after `2ab`, which has its variables already
+    is_after_suffix = token.kind == "letter" and previous.kind == "number" and previous.text[-1].isalpha()
+    if is_list_comma or is_after_suffix:
         return False
-    if token.kind == "letter" and previous.kind == "number" and previous.text[-1].isalpha():
-        return False
-    if blank is None:
+    if blank is None or run.depth > 0:
         return True
-    if run.depth > 0 or token.kind in ("operator", "close", "command", "font"):
+    return _continues_after_blank(text, run.tokens, token)
+
+
+def _continues_after_blank(text: str, tokens: Sequence[_Token], token: _Token) -> bool:
+    """Return whether a token that follows a blank, outside of brackets, continues the formula of the previous tokens."""
+    previous = tokens[-1]
+    if token.kind in ("operator", "close", "command", "font"):
         return True
     if previous.kind in ("operator", "command", "function"):
-        return previous.text != "%" and token.kind != "break"
+        return previous.text != "%"  # nothing follows a percentage, except an operator
     if token.kind == "function":
         return previous.kind in ("number", "close")
     if token.kind in ("open", "escaped"):
         return previous.text in (")", "]")
     if token.kind == "number" and previous.kind == "number":
-        is_after_index = len(run.tokens) > 1 and run.tokens[-2].text == "_"  # as in `\log_2 8`
-        is_mixed = (
-            previous.text.isdecimal() and re.match(r"\s?/\s?\d", text[token.end : token.end + 4]) is not None
-        )
-        is_grouped = len(previous.text) <= 3 and len(token.text) == 3 and previous.text.isdecimal()
-        return is_after_index or is_mixed or (is_grouped and token.text.isdecimal())
+        return _are_one_number(text, tokens, token)
+    # The two blanks in "6.02 x 10^23"
     if token.text == "x" and previous.kind == "number":
-        return re.match(r"\s{0,2}10\s?\^", text[token.end : token.end + 8]) is not None
-    return previous.text == "x" and token.text == "10" and len(run.tokens) > 1
+        return _REST_OF_POWER.match(text, token.end) is not None
+    return previous.text == "x" and token.text == "10" and len(tokens) > 1
+
+
+def _are_one_number(text: str, tokens: Sequence[_Token], token: _Token) -> bool:
+    r"""Return whether a number and the one before it, separated by a blank, belong to one formula.
+
+    They do in `\log_2 8`, in the mixed number "3 1/2" and in the grouped number "12 345".
+    """
+    previous = tokens[-1]
+    if len(tokens) > 1 and tokens[-2].text == "_":
+        return True
+    if not previous.text.isdecimal():
+        return False
+    is_mixed = _REST_OF_FRACTION.match(text, token.end) is not None
+    is_grouped = len(previous.text) <= 3 and len(token.text) == 3 and token.text.isdecimal()
+    return is_mixed or is_grouped
 
 
 def _end_run(text: str, run: _Run, formulas: list[Formula]) -> None:
-    """Append the formula of a run, if it is one."""
+    """Append the formula that the tokens of a run form, if they form one."""
     tokens, follows_equals = _trimmed(text, run.tokens)
     if not tokens:
         return
@@ -245,27 +271,33 @@ def _end_run(text: str, run: _Run, formulas: list[Formula]) -> None:
 
 
 def _trimmed(text: str, tokens: Sequence[_Token]) -> tuple[list[_Token], bool]:
-    """Return the tokens without operators and single brackets at both ends, and whether "=" stood before them."""
+    """Return the tokens without operators and unmatched brackets at both ends, and whether "=" was removed before them."""
     tokens = _balanced(tokens)
     first = 0
-    last = len(tokens)
-    follows_equals = False
-    while first < last and _is_no_begin(text, tokens[first]):
-        follows_equals = follows_equals or tokens[first].text == "="
+    while first < len(tokens) and _is_no_begin(text, tokens[first]):
         first += 1
-    while first < last and tokens[last - 1].kind == "operator" and tokens[last - 1].text != "%":
-        last -= 1
-    if last - first > 2 and tokens[first].kind == "open" and tokens[last - 1].kind == "close":
-        inner = tokens[first + 1 : last - 1]
-        # Brackets around a single number or letter, as in "(5)" or "(C)"
-        is_letter = len(inner) == 1 and inner[0].kind == "letter"
-        if is_letter or all(token.kind == "number" or token.text in "-%" for token in inner):
-            return inner, follows_equals
-    return tokens[first:last], follows_equals
+    end = len(tokens)
+    while end > first and _is_no_end(tokens[end - 1]):
+        end -= 1
+    follows_equals = any(token.text == "=" for token in tokens[:first])
+    trimmed = tokens[first:end]
+    if _is_value_in_brackets(trimmed):
+        trimmed = trimmed[1:-1]
+    return trimmed, follows_equals
+
+
+def _is_value_in_brackets(tokens: Sequence[_Token]) -> bool:
+    """Return whether the tokens are a single number or letter in brackets, as in "(5)", "(-5%)" or "(C)"."""
+    if len(tokens) < 3 or tokens[0].kind != "open" or tokens[-1].kind != "close":
+        return False
+    inner = tokens[1:-1]
+    is_letter = len(inner) == 1 and inner[0].kind == "letter"
+    is_number = all(token.kind == "number" or token.text in ("-", "%") for token in inner)
+    return is_letter or is_number
 
 
 def _is_no_begin(text: str, token: _Token) -> bool:
-    """Return whether no formula begins with this token. A minus sign begins one unless it is a dash or a hyphen."""
+    """Return whether a formula cannot begin with this token. It can begin with a minus sign, but not with a dash."""
     if token.text == r"\approx":
         return True
     if token.kind != "operator" or token.text == "<":
@@ -279,8 +311,13 @@ def _is_no_begin(text: str, token: _Token) -> bool:
     return after.isspace() or (before.isascii() and before.isalpha())
 
 
+def _is_no_end(token: _Token) -> bool:
+    """Return whether a formula cannot end with this token: an operator other than the percent sign."""
+    return token.kind == "operator" and token.text != "%"
+
+
 def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
-    """Return the longest end of the tokens up to the first bracket without a partner, in which all others have one."""
+    """Return the tokens before the first unmatched closing bracket, without those up to the last unmatched opening one."""
     open_tokens: list[int] = []
     end = len(tokens)
     for position, token in enumerate(tokens):
@@ -291,7 +328,7 @@ def _balanced(tokens: Sequence[_Token]) -> list[_Token]:
                 end = position
                 break
             open_tokens.pop()
-    # A bracket that stays open at the very end belongs to the words behind it, as in "12 (so ...)"
+    # An opening bracket at the very end belongs to the words that follow the formula, as in "12 (so ...)"
     while open_tokens and open_tokens[-1] == end - 1:
         end = open_tokens.pop()
     begin = open_tokens[-1] + 1 if open_tokens else 0

@@ -19,6 +19,7 @@ MAX_CHARACTERS = 20_000  # maximum length of the end of a text in which the answ
 MAX_DISTANCE = 50  # maximum number of characters between "answer is" and the answer
 MAX_COPULA_DISTANCE = 100  # maximum number of characters between "answer" and "is"
 
+# "answer" in several languages, "correct option" and the like
 _ANSWER_WORD = re.compile(
     r"""
     (?i: \b(?:answers?|(?:correct|right)[ ](?:option|choice))\b
@@ -30,23 +31,29 @@ _ANSWER_WORD = re.compile(
 )
 # The words between a formula and "answer", as in "So 34 is our final answer, as 12 is too small."
 _BEFORE_ANSWER_WORD = re.compile(r"[$*_)\]\\]{0,4}\s(?:is|are)\s(?:the|our|my)\s(?:[a-z]{1,12}\s)?\Z")
-# A name in front of its value, as in "the largest $n$ is 34"
+# A name before its value, as in "the largest $n$ is 34", and the words between both
 _NAME = re.compile(r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\w\))")
 _BEHIND_NAME = re.compile(r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b")
+# The word or sign between "answer" and the answer itself
 _COPULA = re.compile(r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]")
+# Not the point of a decimal, because a blank must follow
 _SENTENCE_END = re.compile(r"[.!?](?=[*_\"')\]]{0,4}(?:\s|\Z))")
+# The text between two formulas of a list: a comma or a semicolon, "and" or "or", or nothing but blanks
 _LINK = re.compile(r"[ \t]*(?:[,;][ \t]*)?(?P<word>and|or|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*")
+# The text after a list that ends there: closing marks, then a punctuation mark or the end of the line or text
 _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \t]*\n")
+# Marks between "answer is" and the letter of a choice. Before a letter with its value, "(" is part of the choice
 _BEFORE_CHOICE = re.compile(r"[\s*_`\"'(\[{:=]*")
 _BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*")
+# The text after a letter that alone is the answer: closing marks, then the end of the line or a new sentence
 _AFTER_CHOICE = re.compile(r"[*_`\"')\]}]*[.!,;]?[*_]*(?:\s*\n|\s*\Z|\s+(?=[A-Z]))")
 
 
 def stated_formula(text: str) -> str | None:
     r"""Return the formula that a text states as its answer, or None if the text contains no formula.
 
-    It is the first one after the last "answer is" (or "Answer:", in some languages), or else the last one. Formulas that
-    commas, "and" or "or" connect are one list.
+    It is the first formula after the last "answer is" (or "Answer:", in several languages), or else the last formula of
+    the text. Formulas that are connected by commas, "and" or "or" are one list.
 
     >>> stated_formula(r"First 7, then 3. So the answer is 2\sqrt{3}, as 17 said."), stated_formula("So it is (3, 5).")
     ('2\\sqrt{3}', '(3, 5)')
@@ -66,37 +73,67 @@ def _is_name_of_value(text: str, formula: Formula) -> bool:
 
 
 def _answer_among(text: str, formulas: Sequence[Formula]) -> str | None:
+    """Return the answer that the text states at the last word "answer" with one, or else the last list of formulas."""
     groups = _lists_of(text, [formula for formula in formulas if not formula.is_choice])
-    weak_answer: str | None = None
+    weak_answer: str | None = None  # the last answer that is not sure
     for word in reversed(list(_ANSWER_WORD.finditer(text))):
-        group_before = _group_before(text, word.start(), groups)
-        if group_before is not None:
-            return _joined(text, group_before)
-        end_of_sentence = _SENTENCE_END.search(text, word.end(), word.end() + 2 * MAX_COPULA_DISTANCE)
-        limit = word.end() + 2 * MAX_COPULA_DISTANCE if end_of_sentence is None else end_of_sentence.start()
-        copula = _COPULA.search(text, word.end(), min(limit, word.end() + MAX_COPULA_DISTANCE))
-        begin = word.end() if copula is None else copula.end()
-        choice = _choice_after(text, begin, formulas) if copula is not None else None
-        if choice is not None:
-            return choice
-        candidates = [group for group in groups if begin <= group[0].begin <= limit]
-        results = [group for group in candidates if group[0].follows_equals]
-        if results:
-            return _joined(text, results[-1])
-        if candidates and candidates[0][0].begin <= begin + MAX_DISTANCE:
-            answer = _joined(text, candidates[0])
-            if copula is not None:
-                return answer
-            weak_answer = weak_answer or answer
+        answer, is_sure = _answer_at(text, word, formulas, groups)
+        if is_sure:
+            return answer
+        if weak_answer is None:
+            weak_answer = answer
     if weak_answer is not None:
         return weak_answer
     return _joined(text, groups[-1]) if groups else None
 
 
+def _answer_at(
+    text: str, word: re.Match[str], formulas: Sequence[Formula], groups: Sequence[Sequence[Formula]]
+) -> tuple[str | None, bool]:
+    """Return the answer that the text states at one word "answer", and whether it surely is the answer.
+
+    Args:
+        text: The text.
+        word: The word "answer" in the text.
+        formulas: All formulas of the text, among which a single letter may be the answer.
+        groups: The lists of formulas.
+
+    Returns:
+        (None, False) if no formula is near the word. The answer is not sure if no "is" or "=" follows the word, as in "My
+        answer 5 follows".
+    """
+    group_before = _group_before(text, word.start(), groups)
+    if group_before is not None:
+        return _joined(text, group_before), True
+
+    sentence_end = _sentence_end(text, word.end())
+    copula = _COPULA.search(text, word.end(), min(sentence_end, word.end() + MAX_COPULA_DISTANCE))
+    begin = word.end() if copula is None else copula.end()
+    choice = None if copula is None else _choice_after(text, begin, formulas)
+    if choice is not None:
+        return choice, True
+
+    candidates = [group for group in groups if begin <= group[0].begin <= sentence_end]
+    # In "The answer is 3 apples + 4 apples = 7 apples", the formula after the last "=" is the result
+    results = [group for group in candidates if group[0].follows_equals]
+    if results:
+        return _joined(text, results[-1]), True
+    if candidates and candidates[0][0].begin <= begin + MAX_DISTANCE:
+        return _joined(text, candidates[0]), copula is not None
+    return None, False
+
+
+def _sentence_end(text: str, begin: int) -> int:
+    """Return where the sentence ends that continues at `begin`, or the end of the search if it does not end before."""
+    search_end = begin + 2 * MAX_COPULA_DISTANCE
+    match = _SENTENCE_END.search(text, begin, search_end)
+    return search_end if match is None else match.start()
+
+
 def _group_before(
     text: str, word_begin: int, groups: Sequence[Sequence[Formula]]
 ) -> Sequence[Formula] | None:
-    """Return the formulas of which the text says that they are the answer, as in "34 is the answer"."""
+    """Return the formulas before the words "is the answer", as in "34 is the answer", or None if there are none."""
     window_begin = max(0, word_begin - MAX_DISTANCE)
     verb = _BEFORE_ANSWER_WORD.search(text[window_begin:word_begin])
     if verb is None:
@@ -108,7 +145,7 @@ def _group_before(
 
 
 def _choice_after(text: str, begin: int, formulas: Sequence[Formula]) -> str | None:
-    """Return the letter that follows "answer is", alone or with its value, or None if something else does."""
+    """Return the letter after "answer is", with its value if one follows. None if no letter follows, or if more does."""
     start_with_value = _BEFORE_CHOICE_WITH_VALUE.match(text, begin)
     value_begin = begin if start_with_value is None else start_with_value.end()
     choice = CHOICE_WITH_VALUE.match(text, value_begin)
@@ -127,9 +164,9 @@ def _choice_after(text: str, begin: int, formulas: Sequence[Formula]) -> str | N
 
 
 def _lists_of(text: str, formulas: Sequence[Formula]) -> list[list[Formula]]:
-    """Return the formulas in groups. Those of one group are a list, which commas, "and" or "or" connect."""
+    """Group the formulas into lists. Commas, "and" or "or" connect the formulas of one list."""
     groups: list[list[Formula]] = []
-    has_word = False  # whether "and" or "or" stands in the current group
+    has_word = False  # whether the current list contains "and" or "or"
     for formula in formulas:
         link = _link(text, groups[-1][-1], formula) if groups else None
         if link is None:
@@ -144,7 +181,7 @@ def _lists_of(text: str, formulas: Sequence[Formula]) -> list[list[Formula]]:
 
 
 def _link(text: str, formula: Formula, next_formula: Formula) -> bool | None:
-    """Return whether "and" or "or" stands between two formulas of a list, or None if they are no list."""
+    """Return whether "and" or "or" connects two formulas, or None if they do not belong to one list."""
     if next_formula.begin - formula.end > MAX_DISTANCE or next_formula.follows_equals:
         return None
     between = text[formula.end : next_formula.begin]
@@ -158,7 +195,7 @@ def _link(text: str, formula: Formula, next_formula: Formula) -> bool | None:
 
 
 def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) -> None:
-    """Split the last group if only commas connect it and a sentence goes on behind it, as in "In 2005, 17 people"."""
+    """Split the last group if it has only commas and its sentence continues after it, as in "In 2005, 17 people"."""
     if not groups or len(groups[-1]) == 1 or has_word or _LIST_END.match(text, groups[-1][-1].end):
         return
     formulas = groups.pop()
@@ -166,6 +203,7 @@ def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) ->
 
 
 def _joined(text: str, group: Sequence[Formula]) -> str:
+    """Return the formulas of a list as one text, with the words "and" and "or" between them, and commas elsewhere."""
     pieces = [group[0].text]
     for formula, next_formula in pairwise(group):
         link = _LINK.fullmatch(text[formula.end : next_formula.begin])

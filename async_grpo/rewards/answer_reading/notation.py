@@ -17,6 +17,7 @@ from async_grpo.rewards.answer_reading.units import number_before_unit, without_
 MAX_CHARACTERS = 20_000  # maximum length of a text that is rewritten
 MAX_EXPONENT = 20  # largest power of ten that is written out
 
+# A number times a power of ten, as in `6.02 \times 10^{23}`
 _SCIENTIFIC = re.compile(
     r"""
     ([-+]?\d{1,30}(?:\.\d{1,30})?)
@@ -26,15 +27,18 @@ _SCIENTIFIC = re.compile(
     re.VERBOSE,
 )
 _POWER_OF_TEN = re.compile(r"([-+]?)10\^(?:\{([-+]?\d{1,2})\}|(\d))")
+# The decimals at the end of a text that repeat its value, as in `3\pi \approx 9.42` or `2/3 = 0.67`
 _APPROXIMATION = re.compile(r"\s{0,8}(\\approx(?![a-zA-Z])|=)\s{0,8}(-?\d{0,40}\.?\d{1,40})\s{0,8}\Z")
+# A fraction of two integers, as `\frac{2}{3}` or `2/3`
 _FRACTION = re.compile(r"(-?)(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(\d{1,40})\s?/\s?(\d{1,40}))")
 _GROUPED_BY_BLANKS = re.compile(r"[-+]?\d{1,3}(?:[ ']\d{3}){1,20}(?:\.\d{1,40})?")
 _NAME = re.compile(r"\s*[a-zA-Z]\w?\s*=\s*(?=[^=]+\Z)")
-# A number and the name that it has, as in `5 = x`, but not `f(x) = x`
+# A number and its name on the right, as in `5 = x`, but not `f(x) = x`
 _NAME_BEHIND = re.compile(r"((?:[-+\d.,/(){}^*\s]|\\[a-z]{2,8}){1,200}?)\s?=\s{0,8}([a-zA-Z])")
 _PERCENTAGE = re.compile(r"(.{1,100}?)\s?\\?%")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 _WORDS_IN_FONT = re.compile(rf"{FONT}\s?(\{{[^{{}}]{{0,400}}\}})")
+# Punctuation at the end of a text, unless it belongs to \right, \left or dots such as \ldots
 _END_OF_SENTENCE = re.compile(r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z")
 # "2 and 2/3", where the fraction is less than 1
 _MIXED_WITH_AND = re.compile(
@@ -45,6 +49,7 @@ _MIXED_WITH_AND = re.compile(
     re.VERBOSE,
 )
 _SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])\s?")
+# The modulus at the end of a congruence, as in `\pmod{7}`, `\pmod 7` or `(mod 7)`
 _MODULUS = re.compile(
     r"""
     \s{0,8}

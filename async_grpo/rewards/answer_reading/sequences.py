@@ -6,8 +6,10 @@ from typing import NamedTuple
 DOTS = "\u2026"  # the term that stands for the terms that are left out
 
 _DOTS = re.compile(r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])|\.{3}")
+# The name before a sequence, as in `a_n =` or `n \in`
 _NAME = re.compile(r"\s*[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*(?:=|\\in(?![a-zA-Z]))")
 _VARIABLE = re.compile(r"[a-zA-Z](?:_\w)?")
+# Parts of a sequence that have no meaning: \left and \right, space, and delimiters of formulas
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\\q?quad(?![a-zA-Z])|[~$]")
 _BRACKETS = (r"\{\}", "()", "[]")
 _DEPTHS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}

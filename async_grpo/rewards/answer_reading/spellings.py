@@ -10,14 +10,15 @@ from fractions import Fraction
 from async_grpo.rewards.answer_reading.characters import plain_characters
 
 SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))"
+# A LaTeX command that sets its argument in a font
 FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt|normal)|boldsymbol|bm|mbox|operatorname)(?![a-zA-Z])"
 
-_NUMERALS = {  # numerals of bases, in words
+_NUMERALS = {  # word -> number, for bases such as `101_{\text{two}}`
     "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
     "ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16",
 }  # fmt: skip
 _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
-    r"\\\\(?=(?:d|t|c|nice|s)?frac|sqrt|text|boxed|pi)": r"\\",  # a backslash that was escaped twice
+    r"\\\\(?=(?:d|t|c|nice|s)?frac|sqrt|text|boxed|pi)": r"\\",  # a command with two backslashes
     r"\\(?:d|t|c|nice|s|flat)frac(?![a-zA-Z])": r"\\frac",
     r"\\left\s{0,8}\\langle(?![a-zA-Z])|\\langle(?![a-zA-Z])": "(",
     r"\\right\s{0,8}\\rangle(?![a-zA-Z])|\\rangle(?![a-zA-Z])": ")",
@@ -28,15 +29,15 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     r"\\(?:degree|textdegree)(?![a-zA-Z])": r"^\\circ ",
     r"\^\s{0,8}\{\s{0,8}\\circ\s{0,8}\}": r"^\\circ ",
     r"(?<=\d)\{:\}(?=\d)": ":",
-    # The argument of a function in degrees. Elsewhere the sign of the degree is dropped
+    # The argument of a function is converted from degrees to radians. Elsewhere, a degree sign is removed like a unit
     r"\\(sin|cos|tan|cot|sec|csc)\s?(?:\(\s?(\d{1,4})\s?\^\\circ\s{0,2}\)|(\d{1,4})\s?\^\\circ(?![a-zA-Z]))": (
         r"\\\1(\\frac{\2\3\\pi}{180})"
     ),
     r",\s{0,8}\.\.\.": r", \\ldots ",
-    # math-verify takes a single letter behind a blank for a unit, as in `a < b < c`
+    # Without blanks, because math-verify takes a single letter after a blank for a unit, as in `a < b < c`
     r"\s{1,8}(?=[<>])|(?<=[<>])\s{1,8}": "",
     r"(\\[lg]e)\s{1,8}([a-zA-Z])\s{0,8}\Z": r"\1{\2}",
-    # Letters of constants, and numbers in a font
+    # The constants e, i and pi, numbers, and single letters without their font
     r"\\(?:text(?:rm)?|mathrm|operatorname)\s{0,8}\{\s{0,8}([ei]|\\pi)\s{0,8}\}": r"\1",
     r"\{\\rm\s{1,8}([ei])\s{0,8}\}|\\rm\s{1,8}([ei])(?![a-zA-Z])": r"\1\2",
     rf"{FONT}\s{{0,8}}\{{\s{{0,8}}([-+]?\d[\d.,]{{0,40}})\s{{0,8}}\}}": r"\1",
@@ -49,7 +50,7 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     r"(\\frac)\s{1,8}(?=\{)": r"\1",
     r"(\\frac\{[^{}]{1,60}\})\s{1,8}(?=\{)": r"\1",
     r"\\sqrt\s{0,8}([0-9])(?![0-9])": r"\\sqrt{\1}",
-    # Only of a single term: in `\frac{-1+x}{2}`, the sign is not that of the fraction
+    # A minus sign of the numerator, if that is a single term: in `\frac{-1+x}{2}`, the fraction is not negative
     r"\A\s{0,8}\\frac\{\s?-\s?(?=[\w.\\]{1,40}\s?\})": r"-\\frac{",
     r"([\^_])\{\s?([0-9a-zA-Z])\s?\}(?![0-9a-zA-Z])": r"\1\2",
     r"\s{1,8}(?=\\(?:cup|cap|setminus)(?![a-zA-Z]))": "",
@@ -60,13 +61,14 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     r"(?<=\d)\s{0,8}(?:percent|pct|per cent)(?![a-zA-Z])": r"\\%",
     # Ordinal numbers, as in `3^{\text{rd}}`
     rf"(?<=\d)\s?\^\s?\{{?\s?{FONT}\s?\{{\s?(?:st|nd|rd|th)\s?\}}{{1,2}}": "",
-    # Sets without an element
+    # Names of the empty set
     r"\A\s{0,8}(?:\\text\s{0,8}\{)?\s{0,8}(?:[Nn]o (?:real )?solutions?|[Ee]mpty set)\s{0,8}\}?\s{0,8}\Z": r"\\emptyset ",
     # Repeating decimals: dots over the first and the last digit of the period
     r"\\dot\s?\{?(\d)\}?(\d{0,12})\\dot\s?\{?(\d)\}?": r"\\overline{\1\2\3}",
 }
 _SPELLING_PATTERNS = [(re.compile(pattern), replacement) for pattern, replacement in _SPELLINGS.items()]
 
+# The base of a number in words, as in `101_{\text{two}}`
 _BASE_IN_WORDS = re.compile(rf"(?<=\d)\s?_\s?\{{\s?(?:{FONT}\s?\{{\s?)?([a-z]{{3,7}})\s?\}}{{1,2}}")
 # `2e-1` may mean 2 times e minus 1. With a signed exponent, this is E-notation only if the number has a decimal point
 # or is 1, or the exponent begins with 0 or has two digits.
@@ -80,9 +82,11 @@ _E_NOTATION = re.compile(
     """,
     re.VERBOSE,
 )
+# A thousands separator that cannot separate the elements of a list
 _SURE_SEPARATOR = r"(?:,\\!|\\!,?|\{,\}|\\[,;:]|~|[\u00a0\u202f\u2009\u2007\u2008\u2006])"
 _SURELY_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SURE_SEPARATOR}\d{{3}}){{1,20}}(?!\d)")
 _SURE_SEPARATORS = re.compile(_SURE_SEPARATOR)
+# A mixed number such as `3 \frac{1}{2}` or `3 1/2`, unless it is part of a larger number, a power or a quotient
 _MIXED = re.compile(
     rf"""
     (?<![\w.}}^/]) (?<!\d[ ]) (?<!\\[ ])
@@ -94,6 +98,7 @@ _MIXED = re.compile(
     """,
     re.VERBOSE,
 )
+# A decimal whose repeating digits are marked, as in `0.1\overline{6}` or `0.(3)`
 _REPEATING = re.compile(
     r"""
     (?<![\w.]) (\d{1,15}) \. (\d{0,15})
@@ -134,7 +139,7 @@ def plain_text(text: str) -> str:
 
 
 def _without_sure_separators(text: str) -> str:
-    """Remove the thousands separators that no list or tuple contains, such as `{,}` and the thin space."""
+    """Remove thousands separators that cannot separate the elements of a list, such as `{,}` and the thin space."""
     return _SURELY_GROUPED.sub(lambda match: _SURE_SEPARATORS.sub("", match[0]), text)
 
 
@@ -147,7 +152,7 @@ def _fraction_of_mixed(match: re.Match[str]) -> str:
     whole = int(match[1])
     numerator = int(match[2] or match[4])
     denominator = int(match[3] or match[5])
-    # `2\frac{10}{3}` may be a product, but nobody writes "2 10/3" for one
+    # `2\frac{10}{3}` may be a product, but nobody writes a product as "2 10/3"
     is_product = match[2] is not None and numerator >= denominator
     if is_product or denominator == 0:
         return match[0]
@@ -167,7 +172,7 @@ def _fraction_of_repeated(match: re.Match[str]) -> str:
 
 def _latex_of_period(whole: str, decimals: str, period: str) -> str:
     """Return the value of a decimal whose last decimals, the period, repeat without end."""
-    digits_once = whole + decimals
+    digits_once = whole + decimals  # the digits before the repeating ones
     denominator = int("9" * len(period)) * 10 ** len(decimals)
     value = Fraction(int(digits_once + period) - int(digits_once), denominator)
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -57,7 +57,7 @@ def _equal_readings(gold: Any, answer: Any) -> bool:
         are_texts = isinstance(gold, str) and isinstance(answer, str)
         return are_texts and gold.strip() != "" and _without_order(gold) == _without_order(answer)
     if not is_computable(answer):
-        # `srepr` writes the terms of a sum and the factors of a product in one order
+        # `srepr` sorts the terms of a sum and the factors of a product
         return bool(gold == answer) or sympy.srepr(gold) == sympy.srepr(answer)
     if not is_computable(gold):
         return bool(verify([gold], [answer], timeout_seconds=None))
@@ -98,7 +98,7 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
     gold_inequalities = _inequalities(exact_gold)
     if gold_inequalities and _in_order(gold_inequalities) == _in_order(_inequalities(exact_answer)):
         return True
-    # The library compares words, which it reads as one variable, by their letters
+    # A word is one variable. math-verify compares such variables by their letters, so they are left to it
     are_formulas = all(
         isinstance(part, sympy.Expr) and not part.is_Symbol for part in (exact_gold, exact_answer)
     )
@@ -212,7 +212,7 @@ def _replaced(expression: Any, replacements: Mapping[sympy.Expr, sympy.Expr]) ->
 
 
 def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """If only one of two answers is a set, make a set of the other, where it states one in another form."""
+    """Return both answers. If only one of them is a set, the other is converted to a set if it describes one."""
     if isinstance(gold, sympy.Set) and not _inequalities(gold):
         answer = _set_of(answer, gold)
     elif isinstance(answer, sympy.Set) and not _inequalities(answer):
@@ -223,8 +223,8 @@ def _as_comparable_sets(gold: Any, answer: Any) -> tuple[Any, Any]:
 def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
     """Return the set that inequalities of one variable or the words "no solution" describe, or `expression` unchanged.
 
-    The inequalities of a list may hold together, as in x > 1, x < 3. If they cannot, one of them holds, as in
-    x < 1, x > 3. Those of a chain, as in 1 < x < 3, always hold together.
+    The set of a list of inequalities is their intersection, as for x > 1, x < 3. If that is empty, it is their union, as
+    for x < 1, x > 3. The set of a chain, as in 1 < x < 3, is always the intersection.
     """
     if compared_set is sympy.S.EmptySet and isinstance(expression, sympy.Symbol):
         return compared_set if expression.name.lower() in _EMPTY_SET_NAMES else expression
@@ -240,7 +240,7 @@ def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
 
 
 def _inequalities(expression: Any) -> list[Relational]:
-    """Return the inequalities of which an expression consists: one, a chain, or a list. For others, return []."""
+    """Return the inequalities of an expression that is one inequality, a chain or a list of them. Else return []."""
     parts = [expression]
     if isinstance(expression, And | sympy.FiniteSet):
         parts = list(expression.args)

@@ -11,21 +11,17 @@ from typing import Any
 import sympy
 
 PRECISION_DIGITS = 40  # number of digits to which numbers that are not rational must agree
-WORKING_DIGITS = 60  # number of digits to which they are computed
-QUICK_DIGITS = 15  # number of digits to which they are computed at first
+WORKING_DIGITS = 60  # number of digits to which such numbers are computed
+QUICK_DIGITS = 15  # number of digits to which such numbers are computed at first
 SURE_RELATIVE_DIFFERENCE = 1e-6  # two numbers that differ by more than twice this are not computed further
-FIRST_VALUE = (
-    1.37  # value of the first variable for a quick comparison; that of each next one is larger by STEP
-)
+# Value of the first variable for a quick comparison. The value of each further variable is larger by STEP
+FIRST_VALUE = 1.37
 STEP = 0.61
 SMALLEST_QUICK_VALUE = 1e-100  # a smaller value may be 0, and is computed further
-MAX_BINARY_EXPONENT = (
-    33_000  # largest exponent of a decimal number that is computed exactly; 2**33,000 is about 1e10,000
-)
-
-MAX_PRECISION_BITS = (
-    14_000  # largest precision of such a number. Python does not read integers of 4300 digits and more
-)
+# Largest exponent of a decimal number that is computed exactly; 2**33,000 is about 1e10,000
+MAX_BINARY_EXPONENT = 33_000
+# Largest precision of such a number. Python does not convert text of 4300 digits or more to an integer
+MAX_PRECISION_BITS = 14_000
 
 
 def exact_decimal(number: sympy.Float) -> sympy.Rational:

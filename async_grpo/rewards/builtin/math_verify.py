@@ -128,11 +128,11 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def _equal_texts(gold: str, answer: str) -> bool:
-    """Return whether two answers are equal as texts, or as the library reads them."""
+    """Return whether two answers are equal as texts, or as math-verify reads them."""
     if plain_notation(gold) == plain_notation(answer):
         return True
     if _TUPLE.fullmatch(without_layout(answer)):
-        gold = values_of_tuple(gold) or gold  # the library would ignore the order of the values
+        gold = values_of_tuple(gold) or gold  # math-verify would ignore the order of the values
     gold_answers = _parsed_gold(gold)
     for formula in _formulas(answer):
         answers = parsed(formula, "the answer") or _long_integer(boxed_answer(formula) or "")
@@ -222,7 +222,7 @@ def _stated(text: str) -> str | None:
 
 
 def _formulas(answer: str) -> list[str]:
-    """Return the texts in which the library is to search for an answer: several if the answer may mean several things."""
+    """Return the texts that math-verify should parse to find an answer. An ambiguous answer has several such texts."""
     return [readable(rf"\boxed{{{reading}}}") for reading in readings(answer) if reading]
 
 

@@ -101,7 +101,7 @@ def _guard(channel: int, *descriptors: int) -> None:
 
 
 def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
-    """Confine this process, and run the code in its order.
+    """Confine this process, and run the code that its order contains. An order is a JSON file (see the module).
 
     Args:
         parent_pid: Process id of the guardian.

@@ -199,7 +199,9 @@ def _overwrite(args: tuple[Any, ...], position: str, new_value: Any) -> None:
     value: Any = args[int(position)] if is_argument else None
     kinds = (list, bytearray, dict, set)
     if not any(isinstance(value, kind) and isinstance(new_value, kind) for kind in kinds):
-        raise WireError(f"argument {position} cannot have become a {type(new_value).__name__}")
+        raise WireError(
+            f"argument {position} cannot get the content of a {type(new_value).__name__}: its type differs"
+        )
     value.clear()
     fill = getattr(value, "extend", None) or value.update
     fill(new_value)
