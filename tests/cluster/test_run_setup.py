@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("ray_cluster")]
 
 def config(**changes: Any) -> RunConfig:
     paths = {"model_name_or_path": str(MODEL), "data_path": "d", "samples_per_question": 8, "batch_size": 2}
-    return RunConfig(**{**paths, "start_timeout_s": 2.0, **changes})
+    return RunConfig(**{**paths, "start_timeout_s": 20.0, **changes})
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ class Worker(ChannelServer):
 @pytest.fixture
 def handle() -> Iterator[Any]:
     actor = zero_cpu_actor(Worker).remote()
+    call(actor.pid.remote())  # it is up: a worker registers only then
     yield actor
     ray.kill(actor)
 
@@ -116,6 +117,8 @@ def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle)
 def test_steps_of_a_sync_name_who_was_lost_and_do_not_wait_for_those_who_wait_for_it(run, monkeypatch):
     monkeypatch.setattr(weight_sync, "OTHERS_S", 1.0)
     actors = [zero_cpu_actor(Worker).remote() for _ in range(3)]
+    for actor in actors:
+        call(actor.pid.remote())
     for name, actor in zip("abc", actors, strict=True):
         call(run.register.remote(worker(name), actor))
     ray.kill(actors[2])

@@ -48,7 +48,10 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a pipe": (os.mkfifo, "there is no such file"),
     "a device": (link_to("/dev/zero"), "there is no such file"),
-    "bytes": (lambda path: path.write_bytes(bytes(range(256)) * 99), "line 1: not JSON"),
+    "bytes": (
+        lambda path: path.write_bytes(bytes(range(256)) * 99),
+        "line 1: not UTF-8 text, because it holds NUL bytes",
+    ),
     "numbers": (of_text("1e999\n"), "a row must be an object"),
     "tokens beyond all": (
         of_text('{"input_token_ids": [' + "9" * 4000 + "]}"),
