@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("ray_cluster")]
 
 def config(**changes: Any) -> RunConfig:
     paths = {"model_name_or_path": str(MODEL), "data_path": "d", "samples_per_question": 8, "batch_size": 2}
-    return RunConfig(**{**paths, "start_timeout_s": 20.0, **changes})
+    return RunConfig(**{**paths, "start_timeout_s": 2.0, **changes})
 
 
 @pytest.fixture
