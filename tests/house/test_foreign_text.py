@@ -121,6 +121,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"f'\n    (?:{FONT}\\s?\\{{|\\{{)? \\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\s{{1,4}})?\n    \\(? \\s{{0,8}} (?:{FONT}\\s?\\{{)? \\s{{0,8}}\n    ([a-zA-Z])\n    \\s{{0,8}} \\}}? \\s{{0,8}} \\)? \\.? \\s{{0,8}} \\}}? \\.?\n    '": "notation",  # noqa: E501
         "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\))\\n        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})\\n          | {SPACE}{{1,8}} (?=\\\\w{{2}}|[(\\\\[]|[a-z]\\\\s?[-^+=])  # a word, a bracket or a formula\\n        )\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
         r"f'{FONT}\\s?\\{{([^{{}}]{{1,200}})\\}}'": "notation",
+        "\n    (?<![a-zA-Z\\\\}])\n    (?: \\(\\s?[A-J]\\s?\\)\n      | (?<!\\()[A-J][.:)]\\s{1,4}[-\\d$\\\\]  # not the end of `P(A) = 3`, and not that of a sentence\n      | (?:or|maybe|perhaps|possibly|wrong;?|it\\ is)\\s{1,4}\\}?\\s{0,4}[A-J](?![a-zA-Z])\n    )\n    ": "notation",  # noqa: E501
     },
     "rewards/answer_reading/qualifiers.py": {
         r"\A\s?([a-zA-Z](?:_\{?\w{1,8}\}?)?)\s?=(?=[^=]+\Z)": "notation",
@@ -130,6 +131,13 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}": "notation",
         r"f'(?:(?<=\\d)|(?<=\\}})){_IN_FONT}([a-zA-Z]{{1,10}})(?![a-zA-Z])'": "notation",
         r"f'\\d{_IN_FONT}([aApP])\\.?\\s?[mM](?![a-zA-Z])'": "notation",
+        "(?<![a-zA-Z])(?:maybe|perhaps|possibly|not sure)(?![a-zA-Z])": "notation",
+        "(?<![a-zA-Z])or\\s{1,4}([a-z]{3,9})(?![a-zA-Z])": "notation",
+        "[-+]?\\d[\\d.,]{0,60}(?:/\\d{1,60})?": "notation",
+        "\\d{1,60}": "notation",
+        "\\d{4}-\\d{2}-\\d{2}": "notation",
+        "\\s?(?:[<>]|\\\\(?:[gl]e|ne|[gl]t)(?![a-zA-Z]))": "notation",
+        "f'{FONT}\\\\s?\\\\{{([^{{}}]{{1,200}})\\\\}}'": "notation",
     },
     "rewards/answer_reading/formulas.py": {
         '\n    (?P<newline>\\n)\n    |(?P<blank>(?:[ \\t\\r]|~|\\\\[,;:!\\ ]|\\\\q?quad(?![a-zA-Z]))+)\n    # <<3*4=12>> as in GSM8K, <b>, </b>, and marks of code\n    |(?P<tag><<[^<>\\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})\n    |(?P<environment>\\\\begin\\s?\\{)\n    |(?P<delimiter>\\$\\$|\\$|\\\\[(\\[])\n    |(?P<font>\\\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\\s?\\{)\n    |(?P<command>\\\\[a-zA-Z]+)\n    |(?P<escaped>\\\\[{}|%])\n    # 1,234.5 or 12.5 or .5, each perhaps with an exponent, as in 6.02e23\n    |(?P<number>(?:\\d{1,3}(?:,\\d{3})+(?!\\d)(?:\\.\\d+)?|\\d+(?:\\.\\d+)?|\\.\\d+)(?:[eE][-+]?\\d{1,5}(?![\\w.]*\\w))?)\n    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))\n    # A word of two letters or more, perhaps with an apostrophe and digits, as in l\'aire and GPT-4o; a letter with digits,\n    # as in x2; a character of another script; or the words "I", "A" and "a" before another word\n    |(?P<word>(?:[^\\W\\d_][\'\\u2019])?[^\\W\\d_]{2,}(?:(?<=[a-zA-Z])-?\\d[a-zA-Z0-9]*)?|[a-zA-Z]\\d[a-zA-Z0-9]*|[^\\W\\d_a-zA-Z]\n        |[IaA](?=[ ][a-z]{2}))\n    |(?P<letter>[a-zA-Z])\n    |(?P<open>[(\\[{])\n    |(?P<close>[)\\]}])\n    |(?P<operator>[-+*/^_=<>|:,%])\n    |(?P<other>.)\n    ': "free text",  # noqa: E501
@@ -164,14 +172,15 @@ PATTERNS: dict[str, dict[str, str]] = {
         "\n    (?i: \\b(?:answers?|(?:correct|right)[ ](?:option|choice))\\b\n      | respuesta|réponse|antwort|risposta|resposta|ответ\n    )\n    | 答案|答え|答|정답\n    ": "free text",  # noqa: E501
         r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\w\))": "free text",
         r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]": "free text",
-        r"[ \t]*(?:[,;][ \t]*)?(?P<word>and|or|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*": "free text",
         r"[$*_)\]\\]{0,4}\s(?:is|are)\s(?:the|our|my)\s(?:[a-z]{1,12}\s)?\Z": "free text",
-        "[*_`\\\"')\\]}]*[.!,;]?[*_]*(?:\\s*\\n|\\s*\\Z|\\s+(?=[A-Z]))": "free text",
         "[.!?](?=[*_\\\"')\\]]{0,4}(?:\\s|\\Z))": "free text",
         "[\\s*_`\\\"'(\\[{:=]*": "free text",
         "[\\s*_`\\\"')\\]}]*(?:[.!?;:,](?:\\s|\\Z)|\\Z|\\n|[.!?]?\\*)|[ \\t]*\\n": "free text",
         "[\\s*_`\\\"':=]*": "free text",
         r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b": "free text",
+        "(?:\\bnot|n['\\u2019]t)\\s{1,3}[$*(\\\\]{0,4}\\Z": "free text",
+        "[ \\t]*(?:[,;][ \\t]*)?(?P<word>and|or(?: maybe| possibly)?|possibly|maybe|perhaps|和|或|及|\\\\text\\s?\\{\\s?(?:and|or)\\s?\\})?[ \\t]*": "free text",  # noqa: E501
+        "[*_`\\\"')\\]}]*(?:[.!]|[,;](?!\\s+\\(?[A-J](?![a-zA-Z])))?[*_]*(?:\\s*\\n|\\s*\\Z|\\s+(?=[A-Z])(?!Or\\b))": "free text",  # noqa: E501
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",

@@ -35,6 +35,17 @@ CHOICE_WITH_VALUE = re.compile(
     """,
     re.VERBOSE,
 )
+# A second choice in a value, as in `12 or (C) 13`, but not the `(A)` in `P(A)`
+_SECOND_CHOICE = re.compile(
+    r"""
+    (?<![a-zA-Z\\}])
+    (?: \(\s?[A-J]\s?\)
+      | (?<!\()[A-J][.:)]\s{1,4}[-\d$\\]  # not the end of `P(A) = 3`, and not that of a sentence
+      | (?:or|maybe|perhaps|possibly|wrong;?|it\ is)\s{1,4}\}?\s{0,4}[A-J](?![a-zA-Z])
+    )
+    """,
+    re.VERBOSE,
+)
 
 
 def plain_choice(text: str) -> str | None:
@@ -52,7 +63,7 @@ def choice_with_value(text: str) -> tuple[str, str] | None:
 
     >>> choice_with_value(r"\textbf{(B)}\ 12"), choice_with_value("B. 12"), choice_with_value(r"\text{(B) } \frac12")
     (('B', '12'), ('B', '12'), ('B', '\\frac12'))
-    >>> choice_with_value("(B)"), choice_with_value("f(12)"), choice_with_value(r"(B) \cup C")
+    >>> choice_with_value("(B)"), choice_with_value(r"(B) \cup C"), choice_with_value("(B) 12 or (C) 13")
     (None, None, None)
     """
     if len(text) > MAX_CHARACTERS:
@@ -65,8 +76,8 @@ def choice_with_value(text: str) -> tuple[str, str] | None:
     if match is None:
         return None
     value = text[match.end() :].strip()
-    # A second choice, as in "(A) (B)", is no value
-    if plain_choice(value) is not None and value.startswith("("):
+    # Whoever names two choices states neither
+    if _SECOND_CHOICE.search(value):
         return None
     return letter_of(match), value
 

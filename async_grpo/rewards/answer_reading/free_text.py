@@ -38,15 +38,22 @@ _BEHIND_NAME = re.compile(r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\
 _COPULA = re.compile(r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]")
 # Not the point of a decimal, because a blank must follow
 _SENTENCE_END = re.compile(r"[.!?](?=[*_\"')\]]{0,4}(?:\s|\Z))")
-# The text between two formulas of a list: a comma or a semicolon, "and" or "or", or nothing but blanks
-_LINK = re.compile(r"[ \t]*(?:[,;][ \t]*)?(?P<word>and|or|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*")
-# The text after a list that ends there: closing marks, then a punctuation mark or the end of the line or text
+_LINK = re.compile(
+    r"[ \t]*(?:[,;][ \t]*)?"
+    r"(?P<word>and|or(?: maybe| possibly)?|possibly|maybe|perhaps|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*"
+)
 _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \t]*\n")
 # Marks between "answer is" and the letter of a choice. Before a letter with its value, "(" is part of the choice
 _BEFORE_CHOICE = re.compile(r"[\s*_`\"'(\[{:=]*")
 _BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*")
-# The text after a letter that alone is the answer: closing marks, then the end of the line or a new sentence
-_AFTER_CHOICE = re.compile(r"[*_`\"')\]}]*[.!,;]?[*_]*(?:\s*\n|\s*\Z|\s+(?=[A-Z]))")
+# "B, C" and "B. Or C" are no choice of B, but a sentence may follow one, as in "B. A is wrong"
+_AFTER_CHOICE = re.compile(
+    r"[*_`\"')\]}]*(?:[.!]|[,;](?!\s+\(?[A-J](?![a-zA-Z])))?[*_]*(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!Or\b))"
+)
+_NEGATION = re.compile(
+    r"(?:\bnot|n['\u2019]t)\s{1,3}[$*(\\]{0,4}\Z"
+)  # the words in front of a value that is denied
+_NEGATION_CHARACTERS = 12  # largest length of such words
 
 
 def stated_formula(text: str) -> str | None:
@@ -61,8 +68,17 @@ def stated_formula(text: str) -> str | None:
     ('5', '3, 4 or 5', None)
     """
     text = without_scales(plain_text(text[-MAX_CHARACTERS:]))
-    formulas = [formula for formula in formulas_in(text) if not _is_name_of_value(text, formula)]
+    formulas = []
+    for formula in formulas_in(text):
+        if not _is_name_of_value(text, formula) and not _is_denied(text, formula):
+            formulas.append(formula)
     return _answer_among(text, formulas)
+
+
+def _is_denied(text: str, formula: Formula) -> bool:
+    """Return whether the text says that a formula is not the answer, as in "not 5"."""
+    before = text[max(0, formula.begin - _NEGATION_CHARACTERS) : formula.begin]
+    return _NEGATION.search(before) is not None
 
 
 def _is_name_of_value(text: str, formula: Formula) -> bool:
@@ -208,6 +224,7 @@ def _joined(text: str, group: Sequence[Formula]) -> str:
     for formula, next_formula in pairwise(group):
         link = _LINK.fullmatch(text[formula.end : next_formula.begin])
         word = link["word"] if link is not None else None
-        separator = ", " if word is None else f" {'or' if 'or' in word or word == '或' else 'and'} "
+        is_and = word is not None and ("and" in word or word in ("和", "及"))
+        separator = ", " if word is None else f" {'and' if is_and else 'or'} "
         pieces.extend((separator, next_formula.text))
     return "".join(pieces)
