@@ -554,10 +554,10 @@ IN_THE_LOOP = {
     "Retry-After",
 }
 NUM_CHARACTERS = 1_000_000  # for what runs in the controller's event loop
-NUM_OTHER_CHARACTERS = 40_000  # for what runs in processes that can be killed
+NUM_OTHER_CHARACTERS = 60_000  # for what runs in processes that can be killed
 PAIRED = ["{", "}", "<", "\\", "$", '"', " ", "1", "a", "\n", "<think>", r"\boxed{"]
 MANY_SECONDS = {"math_verify's answer", "notation", "free text"}  # in all, for all of UNITS
-SECONDS = 0.4  # of processor time; what is linear takes some milliseconds, what is quadratic many seconds
+SECONDS = 1.5  # of processor time; what is linear takes some milliseconds, what is quadratic many seconds
 
 
 class TooSlow(BaseException):
