@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.rewards.answer_reading.choices import plain_choice
+from async_grpo.rewards.answer_reading.spellings import WORD_IN_FORMULA
 
 MAX_FORMULA_CHARACTERS = 2_000  # maximum length of a formula between delimiters
 
@@ -45,13 +46,11 @@ _CLOSERS = {")": ")", "]": ")", "}": "}", r"\}": r"\}"}
 _DEPTHS = dict.fromkeys(_OPENERS, 1) | dict.fromkeys(_CLOSERS, -1)
 # Words that may be part of a formula: environments, text in a font, commands, functions, and products such as `xy`
 _FORMULA_WORD = re.compile(
-    r"""
-    \\(?:begin|end)\{[a-z]+\*?\}
-    | \\(?:text|mbox|mathrm)[a-z]{0,6}\s?\{[^{}]{0,200}\}
+    rf"""
+    \\(?:begin|end)\{{[a-z]+\*?\}}
+    | \\(?:text|mbox|mathrm)[a-z]{{0,6}}\s?\{{[^{{}}]{{0,200}}\}}
     | \\[a-zA-Z]+
-    | (?<![a-zA-Z])
-      (?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})
-      (?![a-zA-Z])
+    | (?<![a-zA-Z]) {WORD_IN_FORMULA} (?![a-zA-Z])
     """,
     re.VERBOSE,
 )

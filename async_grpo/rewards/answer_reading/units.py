@@ -68,8 +68,6 @@ _HALF_OF_DAY = re.compile(
 )
 _NUMBER = r"[-+]?(?:\d[\d,]{0,40}(?:\.\d{1,40})?|\.\d{1,40})"
 _SYMBOL_AFTER_NUMBER = re.compile(rf"\s*({_NUMBER}){SPACE}{{0,8}}{_SYMBOL}\s*\.?\s*")
-
-
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # word -> power of ten
 _SCALE = "|".join(_SCALES)
 # A number before a word such as "million", perhaps in a font

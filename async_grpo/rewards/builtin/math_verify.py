@@ -25,7 +25,7 @@ from async_grpo.rewards.answer_reading.free_text import stated_formula
 from async_grpo.rewards.answer_reading.notation import plain_notation, readings
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence, values_of_tuple
-from async_grpo.rewards.answer_reading.spellings import as_latex
+from async_grpo.rewards.answer_reading.spellings import WORD_IN_FORMULA, as_latex
 from async_grpo.rewards.answer_reading.units import number_before_unit
 from async_grpo.rewards.builtin.answers import (
     boxed_answer,
@@ -53,8 +53,7 @@ _DELIMITER = re.compile(r"(?<!\\)\$|\\[(\[]")  # opening delimiter of a formula
 # The letters in a formula that are not single variables: commands, functions and products such as xy
 _FORMULA_WORD = re.compile(
     r"\\(?:begin|end)\{[a-z]+\*?\}|\\text\{\s{0,8}(?:and|or)\s{0,8}\}|\\[a-zA-Z]+"
-    r"|(?<![a-zA-Z])(?:and|or|sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|arc(?:sin|cos|tan)|[abcxyz]{2,3})"
-    r"(?![a-zA-Z])"
+    rf"|(?<![a-zA-Z]){WORD_IN_FORMULA}(?![a-zA-Z])"
 )
 # Parts of a text that is more than a formula: words, units, bold letters, and signs such as those of currencies. Greek
 # letters and mathematical operators do not match, because they are parts of formulas
