@@ -1,6 +1,7 @@
 """A wrong row is refused by `async-grpo run` within 10 s of its start, with file and line, and nothing is written."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -140,13 +141,15 @@ def test_the_command_refuses_a_wrong_row_at_once(tmp_path, kind):
     row, message, options = ROWS[kind]
     _, wrong = write(tmp_path, row)
     command = [sys.executable, "-m", "async_grpo", *arguments(tmp_path, wrong, None, options)]
-    begin = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=60)
-    import_s = time.monotonic() - begin  # about 2 s, and longer while other tests use the machine
-    begin = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    seconds = time.monotonic() - begin
-    assert done.returncode == 2 and f"{wrong}, line 4: " in done.stderr and message in done.stderr, (
-        done.stderr
-    )
-    assert seconds < max(LIMIT_S, 5 * import_s), f"{seconds:.1f} s, and an import of torch {import_s:.1f} s"
+    # On a machine that is busy, one attempt may take longer; the time of the program is that of the fastest
+    seconds = math.inf
+    for _ in range(3):
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        seconds = min(seconds, time.monotonic() - begin)
+        assert done.returncode == 2 and f"{wrong}, line 4: " in done.stderr and message in done.stderr, (
+            done.stderr
+        )
+        if seconds < LIMIT_S:
+            break
+    assert seconds < LIMIT_S, f"{seconds:.1f} s"
