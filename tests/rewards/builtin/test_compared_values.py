@@ -258,3 +258,18 @@ def test_numbers_that_are_too_long_to_compute_are_wrong_at_once(adapter, answer)
     for gold in (r"\sqrt{2}", "0.25", r"1,2,\ldots"):
         assert reward(adapter, gold, answer) == 0.0
     assert time.process_time() - began_s < 9.0
+
+
+# (gold answer, answer, whether they are equal)
+FORMULAS = [
+    (r"\frac{667487}{125}", r"6x67e87\log25", False),  # to simplify the difference took more than 5 s
+    ("x^2+2x+1", "(x+1)^2", True),
+    ("x^2+2x+2", "(x+1)^2", False),
+    (r"\frac{x}{2}", "0.5x", True),
+    ("x+1", "y+1", False),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer", "is_equal"), FORMULAS)
+def test_sympy_simplifies_only_formulas_that_do_not_clearly_differ(gold, answer, is_equal):
+    assert reward(sympy, gold, answer) == float(is_equal)
