@@ -17,23 +17,34 @@ class ObservedActor(GenerationActor):
     """A `GenerationActor` whose engine can be asked for completions without a run."""
 
     async def begin(self, prompt: np.ndarray, count: int) -> None:
-        """Begin completions, and return once the engine has made tokens."""
+        """Begin completions, and return once the engine has made two tokens of each on average."""
 
         async def collect() -> list[Completion]:
             outputs = self._engine.complete(prompt, {member: member for member in range(count)})
             return [output async for output in outputs if isinstance(output, Completion)]
 
+        steps_before = len(self._engine.timeline.steps)  # such as those of the self-test
         self._completions = asyncio.ensure_future(collect())
-        while not self._engine.timeline.steps:
+        while sum(tokens for _, tokens in self._engine.timeline.steps[steps_before:]) < 2 * count:
+            assert not self._completions.done(), "the completions ended before anybody could look"
             await asyncio.sleep(0.01)
 
     async def finish(self) -> list[Completion]:
         """Return the completions."""
         return await self._completions
 
-    async def process_titles(self) -> list[str]:
-        """Return the titles of this process's descendants."""
-        return [" ".join(psutil.Process(process_id).cmdline()) for process_id in await self.processes()]
+    async def num_engine_processes(self) -> tuple[int, int]:
+        """Return the number of processes that this one spawned, and of those that they spawned.
+
+        Their titles do not tell: in some runs `setproctitle` has no effect in any of them.
+        """
+        children = _spawned_by(psutil.Process())
+        return len(children), sum(len(_spawned_by(child)) for child in children)
+
+
+def _spawned_by(process: psutil.Process) -> list[psutil.Process]:
+    """Return the child processes without the resource tracker of `multiprocessing`."""
+    return [child for child in process.children() if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 class ActorLink:
