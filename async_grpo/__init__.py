@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.options.version import VERSION
 
-if TYPE_CHECKING:  # for type checkers, to which `X as X` marks X as public
+if TYPE_CHECKING:  # only type checkers read these imports; `X as X` tells them that X is public
     from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from async_grpo.algorithm.aggregation import aggregate_loss as aggregate_loss
     from async_grpo.algorithm.kl import kl_penalty as kl_penalty

@@ -41,9 +41,9 @@ def _options(
 
 
 def _without_options() -> None:
-    """Stand in for each command in `--help`, and do nothing.
+    """Do nothing. This function is a placeholder that gives every command its line in `--help`.
 
-    `Commands.resolve_command` puts the real command in its place before it is called.
+    `Commands.resolve_command` replaces the placeholder by the real command before a command is called.
     """
 
 
@@ -52,7 +52,7 @@ for _name, _command in COMMANDS.items():
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv`, and exit. None takes the arguments of this process."""
+    """Run the command line `argv`, and exit. None means the arguments of this process."""
     run_app(typer.main.get_command(app), argv, "async-grpo")
 
 

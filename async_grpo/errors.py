@@ -1,8 +1,9 @@
-"""All errors of the library. Each is also a builtin error, and each can be pickled."""
+"""All exceptions of the library. Each can be pickled. Most also derive from a builtin exception such as ValueError."""
 
 EXIT_USAGE = 2  # exit code of a program that refuses its settings
 EXIT_FAILED = 1  # exit code of a program that failed
-# Exit code of a run that ended on request after it saved a checkpoint; the same command resumes it (EX_TEMPFAIL)
+# Exit code of a run that saved a checkpoint and ended on request. Running the same command again resumes the run. The
+# value is EX_TEMPFAIL of sysexits.h
 EXIT_INTERRUPTED = 75
 
 
@@ -31,7 +32,7 @@ class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
 
 
 class StalenessViolated(AsyncGrpoError, AssertionError):
-    """A token older than `max_staleness` steps was about to be trained on, which is a bug of this library."""
+    """A token older than `max_staleness` steps was about to be trained on. This is a bug of this library."""
 
 
 class NonFiniteGradient(AsyncGrpoError, ArithmeticError):

@@ -10,7 +10,7 @@ import numpy as np
 
 from async_grpo.types import PROMPT_TOKEN
 
-# Entry of `times` for a token that was not sampled, or whose sample has a single sequence
+# Entry of `MicroBatch.times` for a token that was not sampled, or whose sample has a single sequence
 NO_TIME = np.int32(-1)
 
 
@@ -29,14 +29,16 @@ class MicroBatch:
     advantages: np.ndarray  # (N,) float32
     # (N,) int32, policy version that generated each token; PROMPT_TOKEN for a token that no policy generated
     versions: np.ndarray
-    group_ids: np.ndarray  # (S,) int64, number of the sequence's prompt (`Prompt.ordinal`)
-    group_tokens: np.ndarray  # (S,) int64, number of trained tokens of the group in the whole minibatch
+    group_ids: np.ndarray  # (S,) int64, `Prompt.ordinal` of the sequence's prompt, which identifies its group
+    # (S,) int64, number of trained tokens of the sequence's group in the whole minibatch
+    group_tokens: np.ndarray
     ref_logprobs: np.ndarray | None = None  # (N,) float32, log-probs of the reference policy
     proximal_logprobs: np.ndarray | None = None  # (N,) float32, log-probs of the proximal policy
     # `members` and `times` are set if there is a critic and the micro-batch contains trajectories with several
     # sequences
     members: np.ndarray | None = None  # (S,) int64, index of the sequence's sample in its group
-    times: np.ndarray | None = None  # (N,) int32, index in time among the trajectory's tokens, or NO_TIME
+    # (N,) int32, position of the token among the sampled tokens of its trajectory, in the order of time; or NO_TIME
+    times: np.ndarray | None = None
     # True for a micro-batch without trained tokens, which an idle rank runs so that all ranks run the same collectives
     is_dummy: bool = False
 
@@ -68,7 +70,7 @@ def dummy_micro_batch(token_id: int) -> MicroBatch:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The end of one optimizer step, sent to every rank after its last micro-batch."""
+    """The end of one optimizer step. Every rank gets it after the last micro-batch of the step."""
 
     step: int  # number of the step, from 0
     num_groups: int  # number of groups trained in the step
@@ -78,7 +80,7 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class WorkersJoined:
-    """A request to every rank to publish the current weights again, for workers that joined. A self-test comes first."""
+    """A request to every rank to publish the current weights, after a self-test, to workers that have just joined."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class SharedRunSettings:
     transport: str  # how weights are transferred to engines, see `weights.config`
     logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
     seed: int
-    char_ends: bool = False  # whether completions need `char_ends`, which process rewards read
+    char_ends: bool = False  # whether workers set `Completion.char_ends`, which process rewards need
     float32_head: bool = False  # whether engines compute logits in float32
     guaranteed_completion_tokens: int = 0  # completion tokens that fit after the longest prompt; 0 if unknown
     group_size: int = 1  # number of samples of one prompt, which an engine must be able to accept at once
@@ -115,7 +117,7 @@ class SharedRunSettings:
     samples_in_flight: int = 0
     checkpoint: str = ""  # path of the checkpoint that the ranks resume from; "" if they start from the model
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
-    library: str = ""  # version of this library in the trainer
+    library: str = ""  # version of this library that the trainer runs
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,11 @@ class WorkerInfo:
 
     worker_id: str
     kind: str  # "generation", "reference" or "proximal"
-    # Number of sequences that it accepts at once: `EngineOptions.max_sequences` for a generation worker, and
+    # Number of sequences that the worker accepts at once: `EngineOptions.max_sequences` for a generation worker, and
     # `inference.config.UNLIMITED` for a logprob worker
     max_sequences: int
-    max_tokens: int  # number of tokens that it can hold at once (its KV cache, or its packing budget)
-    world_size: int = 1  # number of its processes (GPUs), each of which holds a shard of the weights
-    rewards: str = ""  # `--reward-fns` that it was started with; "" if none
+    # Number of tokens that the worker can hold at once: in the KV cache of a generation worker, or in one forward pass
+    # of a logprob worker
+    max_tokens: int
+    world_size: int = 1  # number of the worker's processes (GPUs), each of which holds a shard of the weights
+    rewards: str = ""  # `--reward-fns` with which the worker was started; "" if there are none

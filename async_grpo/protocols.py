@@ -16,7 +16,7 @@ from async_grpo.types import Completion, Prompt, Sampling, Session, Tokens, Verd
 
 
 class Generation(Protocol):
-    """Generates completions. It chooses an engine that has capacity."""
+    """Generates completions, and chooses an engine that has capacity for each request."""
 
     def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
@@ -33,8 +33,8 @@ class Generation(Protocol):
     async def take_stats(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        They contain those of `Engine.progress` for all engines, and `wait_generation_weights_s`. If known, they also
-        contain the engines' `spans` (see `metrics.spans`), and `workers_lost`, a text for each lost worker.
+        They contain the statistics of `Engine.progress` of all engines, and `wait_generation_weights_s`. If known, they
+        also contain the engines' `spans` (see `metrics.spans`), and `workers_lost`, a description of each lost worker.
         """
 
 
@@ -50,12 +50,13 @@ class Verification(Protocol):
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """Return the final verdicts on a group: rewards that compare its samples may change their verdicts here."""
+        """Return the final verdicts on a group. Rewards that compare samples of the group may change the verdicts."""
 
     async def take_stats(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        `verifiers` holds counts and latencies by reward adapter, including those of the cache and of the budget.
+        They contain `verifiers`, with the counts and latencies of each reward adapter. If the run has a verdict cache
+        or a budget for judges, they also contain the numbers of the cache or the budget.
         """
 
     async def close(self) -> None:
@@ -77,16 +78,16 @@ class Logprobs(Protocol):
 
 
 class ExperienceSource(Protocol):
-    """Supplies the micro-batches of each step. Between two StepEnds, all ranks get the same number of micro-batches."""
+    """Supplies the micro-batches of each step. All ranks get the same number of micro-batches between two StepEnds."""
 
     def start(self) -> None:
         """Start the generation. Called once on every rank, after the engines have the first weights."""
 
     def next_message(self, rank: int) -> Message:
-        """Wait for the next message for a rank, and return it. Raise an error after a deadline."""
+        """Return the next message for a rank, which may have to wait for it. Raise an error after a deadline."""
 
 
-# Weights are proven when the engines have shown that they received them, and live when engines generate with them
+# Weights are "proven" once the engines have shown that they received them, and "live" once engines generate with them
 Proof = Callable[[], dict[str, float]]
 """Waits, within a deadline, until weights are proven and live, and returns the metrics of their sync.
 
@@ -98,7 +99,7 @@ class WeightPublisher(Protocol):
     """Sends the policy's weights to the engines, and proves that they arrived unchanged."""
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> Proof:
-        """Publish a model as a policy version. A collective of all ranks.
+        """Publish a model as a policy version. A collective: every rank must call it.
 
         The weights may still be in transfer when this method returns. The weights of the model must not change until
         the proof has returned, but its gradients may.
@@ -106,8 +107,8 @@ class WeightPublisher(Protocol):
         Args:
             model: A `PolicyModel`.
             version: Its policy version.
-            self_test: Send a self-test before the weights. The first call with a self-test is for all workers, and each
-                later one only for workers that have joined since the last.
+            self_test: Send a self-test before the weights. The first call with a self-test serves all workers. Each
+                later call with a self-test serves only the workers that have joined since the previous one.
         """
 
 
@@ -193,7 +194,7 @@ class Engines(Protocol):
         """
 
     def together(self, method: str, *args: Any) -> None:
-        """Call a method of all members at the same time, because it only finishes when all execute it.
+        """Call a method of all members at the same time. The method finishes only when all members execute it.
 
         Raises:
             WorkerLost: A member was lost during the call. It is fenced.
@@ -206,7 +207,7 @@ class Engine(Protocol):
     `--engine` selects it: a name of `inference.config.ENGINES`, or FILE.py:NAME of a user's own class.
     """
 
-    # Number of tokens that it can hold at once. The registry of workers balances the load by it
+    # Number of tokens that the engine can hold at once, from which the registry of workers computes the engine's load
     kv_cache_tokens: int
 
     @classmethod
@@ -255,8 +256,8 @@ class Engine(Protocol):
     def progress(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        They are `token_timeline`, a list of (wall-clock seconds, number of tokens); `paused_s`, the seconds of pauses
-        for weight updates; and `busy`, the intervals of time in which the engine had unfinished requests.
+        They are `token_timeline`, a list of (Unix time, number of tokens); `paused_s`, the seconds of pauses for weight
+        updates; and `busy`, the intervals of time in which the engine had unfinished requests.
         """
 
     async def until_failure(self) -> str:

@@ -1,4 +1,4 @@
-"""The data types of the library: what becomes of a sample on its way from a data row to a gradient.
+"""The data types of the library. A data row passes through them, in this order, until it becomes a gradient.
 
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (many per step) -> StepEnd (one per step)
 
@@ -313,8 +313,8 @@ class Sample:
 
         Args:
             values: One value for each token of the sequence, starting at the token with the index `begin`.
-            begin: Index of the first token that has a value. It is not used for an answer without turns: the values of
-                an answer must begin after its prompt, where all tokens are sampled.
+            begin: Index of the first token that has a value. Ignored for an answer without turns, whose values must
+                begin after the prompt: all tokens from there on are sampled.
         """
         if not self.completion.turns:
             return values
@@ -330,7 +330,7 @@ class Sample:
     def sequences(self) -> "list[Sample]":
         """Return one sample per sequence. Each has the verdict of the whole sample.
 
-        If no history was rewritten, the sample has a single sequence and is returned itself.
+        If no history was rewritten, the sample has a single sequence, and the list contains the sample itself.
         """
         turns = self.completion.turns
         first_turns = [index for index, turn in enumerate(turns) if turn.fresh]
@@ -367,14 +367,15 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
-    # Policy version of the engines when the generation of the group began. If the group is generated again after a
-    # restart, or replaces a group that was unfit, this is later than its admission
+    # Policy version of the engines when the generation of the group began. It may be newer than the version at the
+    # group's admission, if the group is generated again after a restart or replaces a discarded group
     start_version: int
-    # Number of the group in the order of admission. It determines the step in which the group is due (`staleness`)
+    # Number of the group in the order of admission. It determines the step in which the group is due, see
+    # `experience.staleness`
     sequence_number: int
     baseline: Verdict | None = None  # verdict on the greedy completion, if the estimator compares with it
-    # Number of groups that were generated in place of this one before, and discarded: their rewards did not differ
-    # (`--zero-variance resample`), or a reward failed whose `--on-reward-failure` is `refill`
+    # Number of earlier groups that were discarded and that this one replaces, because their rewards did not differ
+    # (`--zero-variance resample`) or a reward failed (`--on-reward-failure refill`)
     resampled: int = 0
 
     @property
