@@ -10,13 +10,13 @@ scalar. These names of axes mean the same in `algorithm`, `modeling` and `traini
 - `sequences`: the sequences of a packed row.
 - `boundaries`: the index at which each sequence of a packed row begins, followed by the length of the row.
 - `inputs`: the tokens of a packed row that the model reads.
-- `rows`: the distinct hidden states of these inputs, not the rows of `batch`. Inputs with equal tokens up to and
-  including them share one hidden state (see `modeling.packed.Packing`).
+- `rows`: the distinct hidden states of these inputs, not the rows of `batch`. Two inputs share a hidden state if their
+  tokens, and all tokens before them in their sequences, are equal (see `modeling.packed.Packing`).
 - `vocab`, `hidden`, `heads`, `head_dim`: sizes of the model.
 - `bins`: bins of `off_policy.ratio_histogram`.
 - `ranks`: processes of the training.
 - `trajectories`: trajectories with several sequences.
-- `pools`: sets of values whose means and variances are merged.
+- `pools`: parts of a set of values, whose means and variances are merged into those of the whole set.
 
 `Float` is any float, `Int` any signed integer, and `Shaped` any dtype. A mask annotated with `Shaped` is True where it
 is not zero. An axis `#columns` may also have length 1 and is then broadcast. `*shape` is any number of axes. An axis

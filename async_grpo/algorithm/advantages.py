@@ -1,13 +1,14 @@
 """Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that hold for all of them.
 
-A missing or non-finite reward must never move a baseline, and a sample that is alone in its group teaches nothing:
+The rules ensure that a missing or non-finite reward never changes a baseline, and that a sample without any other
+sample in its group gets no advantage, because there is nothing to compare it with:
 
 - *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. All
   other rows enter no statistic, neither of the group nor of the batch, and get zeros. This also holds for
   `reinforce_plus_plus` and `gae`, which do not compare within groups. To compare rows across prompts, give them the
   same group id.
-- Values at masked positions and in invalid rows may be anything, NaN included, and change nothing. The same holds for
-  rewards outside a `step_mask` or `masks`.
+- Values at masked positions and in invalid rows may be anything, including NaN, and do not affect the result. The same
+  holds for rewards at tokens where a `step_mask` or one of the `masks` is False.
 - The advantages at masked positions, and of rows that do not participate, are zero.
 - Statistics are float64, and a standard deviation has ddof 1. Equal rewards give exactly zero, not rounding noise.
 - Advantages are finite. An intermediate value that overflows raises a ValueError, as does an advantage that is too
@@ -35,7 +36,7 @@ LARGEST = 1e100
 SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 
 # Forms in which an estimator gets the rewards of a sample
-TOTAL = "total"  # one tensor: the sum of all rewards, each at the token that earned it
+TOTAL = "total"  # one tensor: at each token, the sum of the rewards that belong to this token
 COMPONENTS = "components"  # a dict by name: the reward of each adapter, at the last token
 SOURCES = "sources"  # a dict by name: each process reward at its tokens, and the outcome at the last token
 
@@ -43,8 +44,8 @@ SOURCES = "sources"  # a dict by name: each process reward at its tokens, and th
 PROVIDED = (
     "values",  # the critic's values
     "baselines",  # the reward of each prompt's greedy completion
-    "step_mask",  # the tokens with a step reward
-    "masks",  # for each source of rewards, the tokens with a reward of it
+    "step_mask",  # True at the tokens that have a step reward
+    "masks",  # for each source of rewards, True at the tokens that have a reward from this source
     "weights",  # `--reward-weights`
 )
 
@@ -64,24 +65,24 @@ class Estimator:
     Args:
         function: (rewards, used, groups, *, options and inputs) -> advantages, see `outcome_advantages`. Keywords whose
             default is a number are options, all others are inputs.
-        group_local: The advantages of a group depend on that group alone, so groups may be passed on as they complete.
-            An estimator without this property is batch-coupled and waits for its whole minibatch.
+        group_local: The advantages of a group depend on that group alone, so they are computed as soon as the group is
+            complete. An estimator without this property is "batch-coupled": it needs all groups of the minibatch.
         outcome: The estimator accepts one score per sample, placed on the row's last unmasked token.
         process: The result depends on which token a reward is placed on.
-        flat_between_rewards: All tokens after one reward up to the next get the same advantage (with one reward, all
-            tokens of the sample), unless the option `gamma` discounts. So one column can stand for each such run of
-            tokens.
+        flat_between_rewards: All tokens after one reward, up to and including the token of the next reward, get the
+            same advantage, unless the option `gamma` discounts. So one column can stand for all of these tokens. A
+            sample with a single reward has the same advantage at all tokens.
         sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies
             `flat_between_rewards`.
         rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
-        needs_all_rewards: A sample counts only if every adapter gave it a reward. With TOTAL this matters only in
-            runs with process rewards; in other runs the status of the combined verdict decides.
+        needs_all_rewards: A sample counts only if every adapter gave it a reward. If `rewards` is TOTAL, this applies
+            only to runs with process rewards. In other runs, the status of the combined verdict decides.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
             token. For example, `lambda sample: sample.prompt.row["difficulty"]` reads a column of the data row.
         critic_returns: (rewards, values, mask, *, options) -> (advantages, returns). Set for an estimator that compares
-            rewards with a critic's values: the trainer computes the advantages, and trains the critic towards the
-            returns.
+            rewards with a critic's values. The trainer then computes the advantages with this function, and trains the
+            critic to predict the returns.
     """
 
     function: Callable[..., Float[Tensor, "batch columns"]]
@@ -232,7 +233,7 @@ class Estimator:
             raise ValueError(f"{name} has no option {unknown}; known: {', '.join(names) or 'none'}")
         missing = [option for option in self.required_inputs if options.get(option) is None]
         if missing:
-            raise ValueError(f"{name} needs {missing} beside the rewards")
+            raise ValueError(f"{name} needs {missing} in addition to the rewards")
 
     def _rewards_by_name(
         self,
@@ -270,8 +271,9 @@ def _reward_masks(
 ) -> dict[str, Bool[Tensor, "batch tokens"]]:
     """Return a mask for each reward: the unmasked tokens of valid rows (`readable`) that the caller's masks select.
 
-    The caller's masks are `step_mask` or `masks`. A reward without such a mask gets all readable tokens. The function of
-    the estimator gets the returned masks in place of the caller's, so it need not know which tokens are readable.
+    The caller passes its masks as `step_mask` or `masks`. A reward without such a mask gets all readable tokens. The
+    estimator's function gets the returned masks in place of the caller's, so it need not check which tokens are
+    readable.
 
     Raises:
         ValueError: A mask has the wrong shape, or belongs to no reward.
@@ -316,7 +318,7 @@ def _finite(
     finite = torch.where(counted, values, 0).double()
     kind = "rewards" if name == SINGLE_REWARD else name
     _refuse_rows(kind, ~torch.isfinite(finite), "are not finite; a missing one must be marked invalid")
-    beyond = f"are beyond {LARGEST:g}, where their statistics overflow: give plausible numbers"
+    beyond = f"are beyond +-{LARGEST:g}, where statistics of them overflow: give plausible numbers"
     _refuse_rows(kind, finite.abs() > LARGEST, beyond)
     return finite
 

@@ -19,7 +19,7 @@ from async_grpo.options.fields import refuse
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How token losses are averaged: each is divided by `per`, and their sum by the number of `unit`s.
+    """How token losses are averaged: each loss is divided by `per`, and their sum by the number of `unit`s.
 
     Only unmasked tokens count, and only sequences and groups that contain one.
     """
@@ -51,7 +51,8 @@ class Aggregation:
         elif self.per == "group":
             if group_tokens is None:
                 raise ConfigurationError(
-                    "prompt_mean needs the tokens of each group: give group_ids if every group is whole, else group_tokens"
+                    "prompt_mean needs the number of tokens of each group: give group_ids if every group is complete, "
+                    "otherwise group_tokens"
                 )
             loss = loss / torch.where(mask, group_tokens, 1).to(loss.dtype)
         return loss.sum() / self.scale
@@ -95,7 +96,7 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
 def compact_ids(
     ids: Int[Tensor, "batch tokens"] | Int[Tensor, " batch"] | None, mask: Bool[Tensor, "batch tokens"]
 ) -> Int64[Tensor, "batch tokens"]:
-    """Return the ids, renumbered from 0 without gaps. A masked position gets an arbitrary one of these ids.
+    """Return the ids, renumbered from 0 without gaps. Masked positions also get some of these ids.
 
     Args:
         ids: Any integers, one per token or one per row. None means that each row is one sequence.
@@ -114,7 +115,7 @@ def compact_ids(
 def sequence_sums(
     values: Num[Tensor, "batch tokens"], ids: Int[Tensor, "batch tokens"]
 ) -> Num[Tensor, " sequences"]:
-    """Return the sum of the values of each id, 0 ... max id. For a mask, these sums are the lengths of the sequences.
+    """Return the sum of the values of each id, 0 ... max id. If the values are a mask, the sums are sequence lengths.
 
     Args:
         values: Zero where masked.
@@ -144,8 +145,8 @@ def count_units(
 ) -> dict[str, Num[Tensor, ""]]:
     """Return the number of unmasked tokens, and of sequences and groups that contain one.
 
-    The counts of the parts of a minibatch add up to those of the whole. Groups are counted only with `group_tokens`:
-    each token of a group with n tokens counts as 1/n.
+    The counts of the parts of a minibatch add up to those of the whole minibatch. Groups are counted only if
+    `group_tokens` is passed: each token of a group with n tokens counts as 1/n of a group.
     """
     lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
@@ -168,7 +169,7 @@ def aggregate_loss(
     global_groups: float | Num[Tensor, ""] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, ""]:
-    """Return the loss of a minibatch, or the contribution of a part of it.
+    """Return the loss of a minibatch, or the share that a part of the minibatch contributes to it.
 
     Only unmasked tokens count, and only sequences and groups that contain one. Without any unmasked token, the loss is
     0. The losses of parts add up to the loss of the whole minibatch if each part consists of whole sequences and gets
@@ -181,9 +182,9 @@ def aggregate_loss(
         sequence_ids: Any integers. None means that each row is one sequence.
         group_ids: Any integers, one per token or one per row.
         group_tokens: Number of unmasked tokens of the token's group in the whole minibatch.
-        global_tokens: Number of unmasked tokens of the whole minibatch. None counts those of this part.
-        global_sequences: Number of sequences of the whole minibatch. None counts those of this part.
-        global_groups: Number of groups of the whole minibatch. None counts those of this part.
+        global_tokens: Number of unmasked tokens of the whole minibatch. None counts the tokens of this part.
+        global_sequences: Number of sequences of the whole minibatch. None counts the sequences of this part.
+        global_groups: Number of groups of the whole minibatch. None counts the groups of this part.
         scale: The length that constant_length divides by, in tokens.
 
     Raises:

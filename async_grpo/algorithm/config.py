@@ -36,8 +36,8 @@ RANGES = {
     },
 }
 
-# The library's losses with `PolicyLoss.needs_proximal`. They are named here, too, because the launcher needs to know
-# without importing torch, which takes seconds
+# The library's losses with `PolicyLoss.needs_proximal`. Their names are repeated here, because the launcher must know
+# them without importing torch, which takes seconds
 PROXIMAL_LOSSES = frozenset({"decoupled"})
 
 _algorithm = partial(option, panel="Algorithm", portable=True)
@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     )
     estimator_options: str = _algorithm(
         "",
-        "Further options of --advantage-estimator, such as gamma=0.99,lam=0.95.",
+        "Further options of the estimator in --advantage-estimator, such as gamma=0.99,lam=0.95.",
         form=TABLE,
     )
     policy_loss: str = _registered(
@@ -75,7 +75,7 @@ class AlgorithmConfig(Section):
     )
     loss_options: str = _algorithm(
         "",
-        "Further options of --policy-loss, such as cap=5,cap_mode=clamp.",
+        "Further options of the loss in --policy-loss, such as cap=5,cap_mode=clamp.",
         form=TABLE,
     )
     loss_aggregation: str = _algorithm(
@@ -84,10 +84,10 @@ class AlgorithmConfig(Section):
         choices="async_grpo.algorithm.aggregation:AGGREGATIONS",
     )
     clip_low: float | None = _algorithm(
-        None, "Clip the policy ratio below 1 minus this. By default the loss chooses.", range=SHARE
+        None, "Clip policy ratios below 1 minus this number. By default the loss sets it.", range=SHARE
     )
     clip_high: float | None = _algorithm(
-        None, "Clip the policy ratio above 1 plus this. By default the loss chooses.", range=NOT_NEGATIVE
+        None, "Clip policy ratios above 1 plus this number. By default the loss sets it.", range=NOT_NEGATIVE
     )
     entropy_coef: float = _algorithm(
         0.0, "Weight of the entropy bonus in the loss; 0 leaves it out.", range=NOT_NEGATIVE
@@ -100,12 +100,12 @@ class AlgorithmConfig(Section):
     )
     kl_kind: str = _algorithm(
         "k3",
-        "Estimator of the KL divergence. Names that end in + take their gradient from k2.",
+        "Estimator of the KL divergence. An estimator whose name ends in + has the gradient of k2.",
         choices="async_grpo.algorithm.kl:KL_KINDS",
     )
     kl_clamp: float | None = _algorithm(
         None,
-        "Clamp the KL estimate of each token to plus or minus this, in nats. By default it is not clamped.",
+        "Clamp the KL estimate of each token to plus or minus this number, in nats. By default it is not clamped.",
         range=POSITIVE,
     )
     kl_in_reward: bool = _algorithm(
@@ -162,8 +162,8 @@ class AlgorithmConfig(Section):
 
     overlong_buffer: float = on_groups(
         0.0,
-        "Over this last share of the maximum completion length, the reward falls linearly by --overlong-penalty. 0 "
-        "turns the penalty off.",
+        "Last share of the maximum completion length over which the reward falls linearly, in total by "
+        "--overlong-penalty. 0 turns the penalty off.",
         range=SHARE,
     )
     overlong_penalty: float = on_groups(
@@ -173,7 +173,9 @@ class AlgorithmConfig(Section):
     critic_coef: float = _critic(
         0.5, "Weight of the value loss. Only the estimator gae has a critic.", range=NOT_NEGATIVE
     )
-    critic_clip: float = _critic(0.5, "Clip values to this distance from the old values.", range=POSITIVE)
+    critic_clip: float = _critic(
+        0.5, "Clip the critic's values to this distance from its values before the step.", range=POSITIVE
+    )
     critic_trunk_gradient: bool = _critic(
         True, "Let the value loss train the policy's body in addition to the value head."
     )
@@ -262,11 +264,11 @@ class AlgorithmConfig(Section):
 
 
 def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return the options in a text of assignments, by name.
+    """Return the options in a text of assignments (NAME=VALUE,NAME=VALUE), by name.
 
     Args:
         flag: Name of the option that holds the text.
-        text: NAME=VALUE,NAME=VALUE.
+        text: The assignments.
         defaults: Options of the estimator or loss, and their defaults.
         owner: The estimator or loss, for the error messages.
 

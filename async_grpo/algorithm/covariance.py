@@ -37,7 +37,7 @@ def kl_cov_scores(
 ) -> Float[Tensor, "batch tokens"]:
     """Return the covariance of each token, and -inf for masked tokens and where the covariance is exactly 0.
 
-    If all advantages are equal, every covariance is 0. Without the -inf, all tokens would tie and be selected.
+    If all advantages are equal, every covariance is 0. With scores of 0, all tokens would tie and be selected.
     """
     covariance = covariances(batch, sums)
     return torch.where(batch.mask & (covariance != 0), covariance, -math.inf)
@@ -149,7 +149,8 @@ def clip_cov(
     """
     refuse(
         not cov_low < cov_high,
-        f"clip_cov chooses among tokens with cov_low {cov_low} < covariance < cov_high {cov_high}: there are none",
+        f"clip_cov chooses among tokens with cov_low < covariance < cov_high, but cov_low {cov_low} is not below "
+        f"cov_high {cov_high}",
     )
     if selected is None:
         scores = clip_cov_scores(
@@ -175,9 +176,9 @@ def kl_cov(
 ) -> LossAndMetrics:
     """Return -A r, plus coef |log pi - log pi_old| at the tokens with the highest covariance.
 
-    `ratio` is the fraction of all tokens that get this penalty. The log-ratio in the penalty is not clamped: it does
-    not overflow, and a clamped penalty would have no gradient. The metric `selected_frac` is the fraction of selected
-    tokens.
+    `ratio` is the fraction of all tokens that get this penalty. The log-ratio in the penalty is not clamped, because it
+    does not overflow, and a clamped penalty would have no gradient. The metric `selected_frac` is the fraction of
+    tokens that got the penalty.
     """
     if selected is None:
         selected = _select_share(kl_cov_scores(batch, token_sums(batch)), ratio, batch)

@@ -1,9 +1,10 @@
 """Estimators of KL(pi || ref) from log-probs of sampled tokens (Schulman 2020, "Approximating KL").
 
-An unbiased estimator may have a biased gradient. Over samples of the policy itself, k1 and k3 are unbiased as values,
-but the gradient of k1 averages to 0, and that of k3 to the gradient of KL(ref || pi). Only the gradient of k2 averages
-to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). The
-estimators `k1+`, `k2+`, `k3+` and `abs+` have the value of the estimator without the `+`, and the gradient of k2.
+An estimator with an unbiased value may have a biased gradient. If the policy itself sampled the tokens, the values of
+k1 and k3 are unbiased, but the gradient of k1 averages to 0, and the gradient of k3 to that of KL(ref || pi). Only the
+gradient of k2 averages to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
+estimation for RL"). The estimators `k1+`, `k2+`, `k3+` and `abs+` have the value of the estimator without the `+`, and
+the gradient of k2.
 """
 
 import math
@@ -25,7 +26,8 @@ def _k2(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _k3(difference: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    # exp overflows at 88.7 in float32 and at 709.8 in float64. The clamp is a tenth lower, so that sums are also finite
+    # exp overflows above 88.7 in float32 and above 709.8 in float64. The clamp is a tenth lower, so that sums over
+    # tokens are also finite
     log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
     return torch.expm1(log_ratio) - log_ratio
 

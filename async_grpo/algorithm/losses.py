@@ -1,9 +1,9 @@
 """Per-token policy losses by name. A user's own loss is selected by `FILE.py:NAME`.
 
-Masked positions may hold anything, NaN and inf included. They are replaced *before* the computation, because the
-gradient of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean` and
-`ratio_max`. A loss with a clip also reports `clip_frac_low` and `clip_frac_high` (`topr` only the latter), which are 1
-at every clipped token. Other modules read the attributes of a loss and never compare its name.
+Masked positions may hold anything, including NaN and inf. These values are replaced *before* the computation, because
+the gradient of `where(mask, f(x), 0)` is 0 * inf = NaN if f overflows at a masked x. Every loss reports `ratio_mean`
+and `ratio_max`. A loss with a clip also reports `clip_frac_low` and `clip_frac_high` (`topr` only `clip_frac_high`),
+which are 1 at every clipped token. Other modules decide by the attributes of a loss, and never by its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +34,14 @@ class PolicyLoss:
         needs_proximal: `proximal_logprobs` is required, and `old_logprobs` are those of the policy that sampled the
             tokens (the behaviour policy).
         uses_ratio: The value or the gradient contains pi / pi_old, which already corrects for the policy that computed
-            `old_logprobs`. If this is the behaviour policy, importance weights would correct for it a second time.
+            `old_logprobs`. If `old_logprobs` are those of the behaviour policy, importance weights would correct for
+            this policy a second time.
         sequence_level: The loss of a token depends on its whole sequence, which must not be split.
-        idle_at_ratio_one: The loss pulls the policy to the old policy, and this pull vanishes if both are the same.
+        idle_at_ratio_one: The loss pulls the policy towards the old policy. This pull is 0 if both policies are equal.
         scores: (batch, sums, token_keys, **settings) -> the score of each token. The tokens with the highest scores in
             the whole minibatch become `selected`. `sums` (3,) are the `covariance.token_sums` of the minibatch.
-            `token_keys` are distinct numbers, one for each token, that determine its random draw, or None. A loss that
-            selects no tokens has None in place of this function.
+            `token_keys` are distinct numbers, one for each token, from which a random draw for the token follows, or
+            None. A loss that selects no tokens has None in place of this function.
     """
 
     function: Callable[..., LossAndMetrics]

@@ -4,10 +4,10 @@ In this module, x = log pi(token) - log mu(token), where pi is the policy that i
 which sampled the token.
 
 - A token of weight 0 still counts in the loss's denominator. A rejected token does not.
-- All computations are without gradient and in float64. They give the same for padded rows and for packed sequences.
+- All computations are without gradient and in float64. Padded rows and packed sequences give the same results.
 - The sums and counts of parts of a batch add up, if each part consists of whole sequences.
-- Masked positions may hold anything. A token whose x is NaN keeps the weight NaN and is not rejected, so that the
-  trainer notices it and skips the step.
+- Masked positions may hold anything. A token whose x is NaN gets the weight NaN and is not rejected, so that the
+  trainer notices the NaN and skips the step.
 """
 
 import math
@@ -23,7 +23,8 @@ from async_grpo.options.fields import refuse
 
 # |x| of a token, and |sum of x| of a sequence, are clamped to this: e^20 = 4.9e8
 LOG_RATIO_LIMIT = 20.0
-# Name -> (what is judged: each token, or the sum, mean or maximum of a sequence; the estimator)
+# Name -> (scope, estimator). The scope says which values of the estimator are compared with the bounds: the value of
+# each token, or the sum, mean or maximum over a sequence
 REJECTION_STATISTICS: dict[str, tuple[str, str]] = {
     "token_k1": ("token", "k1"),
     "token_k2": ("token", "k2"),
@@ -131,7 +132,7 @@ def _check_weight_options(level: str, mode: str, low: float | None, high: float)
     lowest = low or 0
     refuse(
         high is None or not (high > 0 and 0 <= lowest <= high),
-        f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high and a positive high: 2, or inf",
+        f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high and high > 0, such as 2 or inf",
     )
 
 
@@ -205,7 +206,7 @@ def rejection_mask(
     highest = math.inf if high is None else high
     refuse(
         not (0 <= lowest <= highest and highest > 0) or (lowest, highest) == (0, math.inf),
-        f"rejection by {statistic} cannot keep [{low}, {high}]; give 0 <= low <= high, at least one of them, and high > 0",
+        f"rejection by {statistic} cannot keep [{low}, {high}]; give low, high or both, with 0 <= low <= high and high > 0",
     )
     mask = mask.bool()
     x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask))
@@ -326,15 +327,15 @@ def ratio_histogram(
 
 
 def _magnitudes(bins: Float64[Tensor, " bins"]) -> Float64[Tensor, " bins"]:
-    """Return |x| at a distance from the middle bin, given as a number of bins that may be fractional."""
+    """Return |x| at a distance from the middle bin. The distance is a number of bins, which may be fractional."""
     return FINEST_LOG_RATIO * torch.exp(_GROWTH * bins)
 
 
 def histogram_quantiles(counts: Num[Tensor, " bins"], qs: list[float]) -> Float64[Tensor, " quantiles"]:
     """Return the quantiles `qs` of the ratio e^x from summed histograms, or NaN if nothing was counted.
 
-    Quantiles are interpolated linearly between neighbouring values, as in torch.quantile. All tokens of a bin are taken
-    to have the geometric mean of the bin's edges as |x|.
+    Quantiles are interpolated linearly between neighbouring values, as in torch.quantile. Every token of a bin is
+    treated as if its |x| were the geometric mean of the bin's edges.
 
     >>> logprobs = torch.tensor([[0., 0., .7]])
     >>> counts = ratio_histogram(logprobs, torch.zeros(1, 3), torch.ones(1, 3))

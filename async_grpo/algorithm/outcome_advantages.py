@@ -119,8 +119,8 @@ def grpo_passk(
     With `normalize`, the lead is divided by the group's std + eps. Training with these advantages raises the expected
     best score of k samples (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning"): the lead is the amount by which the best score would fall without the best sample. Without
-    any other sample it would stay the same, so all other advantages are 0. If several samples share the best score, no
-    sample has a lead.
+    any other sample, the best score would stay the same, so all other advantages are 0. If several samples share the
+    best score, no sample has a lead.
 
     >>> scores = torch.tensor([[1.], [5.], [3.]])
     >>> ADVANTAGE_ESTIMATORS["grpo_passk"](scores, torch.ones(3, 1), torch.zeros(3, dtype=int), normalize=False).flatten()
@@ -203,10 +203,10 @@ def gdpo(
 
     Args:
         rewards: The rewards of each component, by name.
-        used: As in every estimator.
-        groups: As in every estimator.
+        used: See the docstring of the module.
+        groups: See the docstring of the module.
         eps: Added to the standard deviation of each component.
-        weights: Weight of each component, by name. A component that is not named has the weight 1.
+        weights: Weight of each component, by name. A component without an entry has the weight 1.
 
     >>> # right: (2, -1, -1) / sqrt(3). short: (-1, -1, 2) / sqrt(3), with the weight -1/2
     >>> # Their sum: (5/2, -1/2, -2) / sqrt(3), with the std sqrt(21/4) / sqrt(3) and the mean 0

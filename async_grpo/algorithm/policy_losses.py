@@ -1,7 +1,7 @@
-"""The policy losses, each with its paper, and the batch that they read. `covariance` has two more losses.
+"""The policy losses, each with its paper, and the batch that they read. The module `covariance` has two more losses.
 
 Each loss takes a `LossBatch` and returns (per-token loss, per-token metrics). `losses.PolicyLoss` replaces masked
-values in the inputs and in the results. In the formulas, r = pi / pi_old with log r clamped to +-20, A is the
+values by 0 in the inputs and in the results. In the formulas, r = pi / pi_old with log r clamped to +-20, A is the
 advantage, and sg() stops the gradient. A mean over a sequence is taken over the unmasked tokens with the same sequence
 id, so that it is exact on packed rows. A metric whose name contains `_frac` is 1 at the tokens that it counts, so its
 mean is their share.
@@ -57,8 +57,8 @@ class LossBatch:
 
     def sequence_sum(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
         """Return, at every token, the sum of `values` over the unmasked tokens of its sequence."""
-        # The packing changes the order of summation, and with it the rounding. topr depends on the sign of a sum, and
-        # the small rounding errors of float64 do not flip this sign
+        # The packing changes the order of summation, and thus the rounding. `topr` depends on the sign of a sum, which
+        # the rounding errors of float32 could flip. Those of float64 are too small
         sums = sequence_sums(torch.where(self.mask, values, 0).double(), self._ids)
         return sums[self._ids].to(values.dtype)
 
@@ -75,7 +75,7 @@ class LossBatch:
 def ratio_metrics(
     ratio: Float[Tensor, "batch tokens"], prefix: str = ""
 ) -> dict[str, Float[Tensor, "batch tokens"]]:
-    """Return the metrics `ratio_mean` and `ratio_max` of a ratio. Both hold the ratio itself, to be reduced later."""
+    """Return the metrics `ratio_mean` and `ratio_max`. Both are the ratio of each token; the caller reduces them."""
     return {f"{prefix}ratio_mean": ratio, f"{prefix}ratio_max": ratio}
 
 
@@ -120,8 +120,8 @@ def dual_clip(
 ) -> LossAndMetrics:
     """Return the loss of `ppo_clip`, limited to -A clip_c at tokens with A < 0 (Ye et al. 2020, "dual-clip PPO").
 
-    At A < 0, PPO's loss -A r grows without bound as the token becomes more probable (r rises). Tokens at the limit have
-    no gradient; the metric `clip_frac_dual` counts them.
+    At A < 0, PPO's loss -A r grows without bound as the token becomes more probable (r rises). Tokens whose loss would
+    exceed the limit have no gradient. The metric `clip_frac_dual` counts them.
     """
     refuse(clip_c <= 1, f"clip_c of dual_clip is {clip_c}; it bounds ratios above 1, so it must be > 1")
     loss, metrics = ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)
@@ -258,10 +258,10 @@ def dro(batch: LossBatch, *, beta: float = 0.05) -> LossAndMetrics:
     """Return -(A log pi - beta / 2 (log pi - log pi_old)^2), a policy gradient with a quadratic pull to the old policy.
 
     This is the policy loss of Richemond et al. 2024 ("Offline regularised RL for LLM alignment"), with A in place of
-    reward minus value. The log-ratio is not clamped, because a clamp would remove the gradient where the pull is needed
-    most.
+    their difference of reward and value. The log-ratio is not clamped, because a clamp would remove the gradient where
+    the pull is needed most.
     """
-    refuse(not beta > 0, f"beta of dro is {beta}; without a positive pull the loss is gpg: use that")
+    refuse(not beta > 0, f"beta of dro is {beta}, but must be positive; for a loss without the pull, use gpg")
     pull = beta / 2 * (batch.logprobs - batch.old_logprobs).square()
     return pull - batch.advantages * batch.logprobs, ratio_metrics(batch.ratio)
 
@@ -285,7 +285,7 @@ def geo_mean(batch: LossBatch, *, clip_low: float = 0.4, clip_high: float = 0.4)
 
     Zhao et al. 2025 ("Geometric-Mean Policy Optimization"), with the paper's clip range (e^-0.4, e^0.4) as default: k
     is at most clip_high if A > 0, at least -clip_low if A < 0, and 0 if A = 0. The loss of each token contains the
-    ratio of its whole sequence, and so sends a gradient to all its tokens.
+    ratio of its whole sequence, so its gradient reaches all tokens of the sequence.
     """
     log_ratio = batch.log_ratio
     advantages = batch.advantages

@@ -3,8 +3,8 @@
 The arguments of an estimator's function are described in `outcome_advantages`. "Batch-coupled" estimators use
 statistics of the whole batch.
 
-Masked tokens inside a completion (a tool's answer, for example) are skipped: they add no reward and no discount, and
-the tokens before them still get credit for rewards after them.
+Masked tokens inside a completion, such as a tool's answer, are skipped. They add no reward and no discount, and the
+tokens before them still get credit for rewards after them.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from async_grpo.algorithm.statistics import Groups, decay_on, returns_to_go, reverse_scan, whitened
 from async_grpo.types import Sample
 
-# A variance below this share of the mean square is taken for a rounding error of float32 sums
+# A variance below this share of the mean square is treated as 0, because float32 sums have rounding errors of this size
 NO_VARIANCE = 1e-6
 
 
@@ -79,7 +79,8 @@ def gae_returns(
     used = mask.bool()
     used_rewards = torch.where(used, rewards, 0).double()
     used_values = torch.where(used, values, 0).double()
-    # The scan copies each value back over the masked tokens before it, so that the unmasked token before those sees it
+    # The scan copies each value back over the masked tokens before it. So the entry after an unmasked token always
+    # holds the value of the next unmasked token
     carried_values = reverse_scan(used_values, (~used).double())
     next_values = pad(carried_values[:, 1:], (0, 1))
     deltas = torch.where(used, used_rewards + gamma * next_values - used_values, 0)
@@ -124,10 +125,10 @@ def value_loss(
     """Return (per-token loss, metrics), with the loss 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     V are the critic's values, R the returns. This is the value loss of PPO's reference implementation (OpenAI
-    baselines, ppo2). With an infinite clip it is 1/2 (V - R)^2. Loss and metrics are 0 where the mask is False, where
-    inputs may hold anything. Only `values` gets a gradient. A token counts as clipped if the clipped error is the
-    larger one, so that the token has no gradient: V has moved further than clip from V_old, in the direction of R. The
-    caller averages the metrics over tokens. `value_error` is V - R.
+    baselines, ppo2). With an infinite clip it is 1/2 (V - R)^2. Where the mask is False, inputs may hold anything, and
+    loss and metrics are 0. Only `values` gets a gradient. A token counts as clipped, and has no gradient, if the
+    clipped error is the larger one. V has then moved from V_old towards R by more than `clip`. The caller averages the
+    metrics over tokens. `value_error` is V - R.
     """
     is_used = mask.bool()
     values = torch.where(is_used, values, 0)
@@ -173,8 +174,8 @@ def grpo_process(
 
     Shao et al. 2024, "DeepSeekMath", 4.1.3. The std has ddof 1. `step_mask` is True at the tokens with a step reward.
     If it is None, every unmasked token has one. Tokens without a step reward have z = 0 and are not part of the
-    statistics. (As rewards of 0, they would get -mean / std.) A group with fewer than two step rewards gets zeros. If
-    the mean is positive, additional steps with a reward of 0 lower the advantage.
+    statistics. (If they counted as rewards of 0, their z would be -mean / (std + eps).) A group with fewer than two
+    step rewards gets zeros. If the mean is positive, additional steps with a reward of 0 lower the advantage.
 
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
@@ -198,15 +199,15 @@ def prime_rloo(
     """Return returns-to-go of leave-one-out step rewards, summed over sources and whitened over the batch's tokens.
 
     Cui et al. 2025, "Process Reinforcement through Implicit Rewards" (PRIME). The leave-one-out reward of a source is
-    x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1) at the tokens with a reward of the source, and 0 at other tokens.
-    rbar_j is the mean of sample j's rewards, and n the number of samples of the group that have any. If n < 2, the
-    source gives 0 to the whole group. Note that the sum of the n means is divided by n-1. Batch-coupled.
+    x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1) at the tokens with a reward from the source, and 0 at other tokens.
+    rbar_j is the mean of sample j's rewards, and n the number of samples of the group that have rewards. If n < 2, the
+    rewards of the source are 0 in the whole group. Note that the sum of the n means is divided by n-1. Batch-coupled.
 
     Args:
         rewards: The rewards of each source (process, outcome, ...), by name.
-        used: As in every estimator.
-        groups: As in every estimator.
-        weights: Weight of each source, by name. A source that is not named has the weight 1.
+        used: See `outcome_advantages`.
+        groups: See `outcome_advantages`.
+        weights: Weight of each source, by name. A source without an entry has the weight 1.
         masks: A mask for each source, by name, which is True at the tokens with a reward. None means all unmasked
             tokens.
 
@@ -243,14 +244,14 @@ def gigpo(
 ) -> Float64[Tensor, "batch tokens"]:
     """Return the advantage of the sample in its group (as `grpo`), plus omega times the advantage of the token's turn.
 
-    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. The returns of turns are standardised
-    over the turns of the same group that began in the same state, if there are at least two. The return of a turn is
-    the sum of its rewards and of those of the later turns of its sample, discounted by gamma per turn.
+    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. The advantage of a turn is its return,
+    standardised over all turns of the group that began in the same state, if there are at least two. The return of a
+    turn is the sum of its rewards and the rewards of the sample's later turns, discounted by gamma per turn.
 
     Args:
-        rewards: As in every estimator.
-        used: As in every estimator.
-        groups: As in every estimator.
+        rewards: See `outcome_advantages`.
+        used: See `outcome_advantages`.
+        groups: See `outcome_advantages`.
         turns: Index in time of each token's turn, from 0.
         states: A number that identifies the state in which the token's turn began; 0 if the environment names none.
         gamma: Discount per turn.
@@ -296,7 +297,7 @@ def turn_numbers(sample: Sample) -> Int[np.ndarray, " tokens"]:
 
 
 def turn_states(sample: Sample) -> Int[np.ndarray, " tokens"]:
-    """Return, for each token, a number that identifies the state in which its turn began; 0 if it has no name."""
+    """Return, for each token, a number for the state in which its turn began; 0 if this state has no name."""
     outcome = sample.completion.outcome
     if outcome is None or not outcome.states:
         return np.zeros(len(sample.completion), np.int64)

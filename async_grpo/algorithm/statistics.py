@@ -1,9 +1,9 @@
 """Statistics that estimators share: sums over groups, standardised and whitened values, discounted sums.
 
 Rows are samples: a value per sample is (B, 1), a value per token (B, T). All are float64. Before a mean is computed,
-the lowest value is subtracted from all values, so that equal values give exact zeros. (The computed mean of seven times
-0.1 is not 0.1. The difference is rounding noise, but divided by an equally small deviation it would be a full-sized
-advantage.)
+the lowest value is subtracted from all values, so that equal values have exact zeros as differences from their mean.
+(The computed mean of seven times 0.1 is not exactly 0.1. The difference is rounding noise, but divided by an equally
+small deviation it would become a full-sized advantage.)
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 WHITENING_EPS = 1e-8  # added to the variance before the square root
-# Lowest exponent of a scale that values are divided by: an eps divided by 2**-900 is still finite
+# Lowest exponent of the power of two by which values and eps are divided. Divided by 2**-900, eps is still finite
 SMALLEST_EXPONENT = -900
 
 
@@ -69,7 +69,7 @@ class Groups:
         counted: Shaped[Tensor, "batch columns"],
         weights: Float64[Tensor, "batch 1"] | None = None,
     ) -> Float64[Tensor, "batch columns"]:
-        """Return the counted values minus their group's mean, weighted by `weights`. Other values become 0."""
+        """Return the counted values minus their group's mean, which `weights` may weight. Other values become 0."""
         above = self.above_lowest(values, counted)
         shares = counted.double() if weights is None else counted * weights
         mean = divide_or_zero(self.total(shares * above), self.total(shares))
@@ -143,9 +143,9 @@ def whitening_moments(
 def merge_moments(moments: Float64[Tensor, "pools 3"]) -> Float64[Tensor, "3"]:
     """Return the `whitening_moments` of the union of several pools of values, from those of each pool.
 
-    A pool is, for example, one rank's part of a batch. The squared deviations within the pools are added to those of
-    the pools' means (Chan, Golub and LeVeque 1983). So no digits are lost if the mean is large compared with the
-    deviation.
+    A pool is, for example, one rank's part of a batch. The squared deviations within the pools are added to the squared
+    deviations of the pools' means (Chan, Golub and LeVeque 1983). Unlike a difference of mean squares, this sum loses
+    no digits if the mean is large compared with the deviation.
     """
     moments = moments[moments[:, 0] > 0]  # an empty pool has no mean
     if not len(moments):
@@ -222,5 +222,5 @@ def returns_to_go(
 
 def decay_on(used: Bool[Tensor, "batch tokens"], decay: float) -> Float64[Tensor, "batch tokens"]:
     """Return the decay at used tokens and 1 elsewhere, as float64."""
-    # torch.where(used, decay, 1.0) with two Python floats would give float32
+    # torch.where(used, decay, 1.0) with two Python floats would return float32
     return used * torch.tensor(decay, dtype=torch.float64, device=used.device) + ~used
