@@ -1,4 +1,4 @@
-"""One optimizer step from many micro-batches. Their gradients are summed, and divided once at the end of the step."""
+"""Accumulate the gradients of many micro-batches into one optimizer step. Their sum is divided once, at its end."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.whole_step import add_step_terms
 
 log = logging.getLogger(__name__)
-# Metrics that every step reports, even if the loss does not compute them (as 0)
+# Metrics that every step reports. If the loss does not compute one of them, it is reported as 0
 ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
 
 
@@ -46,10 +46,11 @@ class GradientAccumulator:
     on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
 
     def __post_init__(self) -> None:
-        # Number of the latest steps in a row that were skipped, because their loss or gradient was not finite
+        # Number of consecutive steps until now that were skipped, because their loss or gradient was not finite
         self._nonfinite_in_a_row = 0
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        # Number of ranks that hold the same shard; a sum over all ranks counts each square this many times
+        # Number of ranks that hold the same shard. A sum of squares over all ranks is divided by it, because the sum
+        # counts each shard this many times
         self._num_copies = copies(self._parameters[0])
         self._waiting: list[BatchTensors] = []  # micro-batches that are kept until the end of their step
         # Sums and maxima over the micro-batches of this step, on the device
@@ -88,7 +89,8 @@ class GradientAccumulator:
             NonFiniteGradient: More than `--nonfinite-steps` steps in a row had no finite gradient. Raised on all ranks.
         """
         if not self._waiting and not self._totals:
-            # Every sample of the step was left out. This rank must still run the collectives of a forward and a backward
+            # Every sample of the step was left out. This rank must still run the collectives of a forward and a
+            # backward pass
             self.add(dummy_micro_batch(token_id=0))
         if self._waiting:
             add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
@@ -145,11 +147,11 @@ class GradientAccumulator:
         self, gradients: list[Tensor], count: float, loss_sum: float, gradient_square: float
     ) -> dict[str, float]:
         """Take the optimizer step if loss and gradient are finite, and return the metrics of the update."""
-        # FSDP has averaged the gradients over the ranks, but their sum is needed
+        # FSDP has averaged the gradients over the ranks, but the step needs their sum
         scale = self.ranks.world_size / count
         grad_norm = scale * math.sqrt(gradient_square)
-        # Check the loss as well: the clamp of a NaN log-ratio is NaN, but has the gradient 0. So the gradient may be
-        # finite although the loss is not
+        # Check the loss as well, because the gradient may be finite although the loss is not: if a log-ratio is NaN,
+        # clamping it gives NaN, but the gradient of the clamp is 0
         if not (math.isfinite(grad_norm) and math.isfinite(loss_sum)):
             self._leave_out(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
@@ -190,7 +192,7 @@ class GradientAccumulator:
         )
 
     def _change_of_weights(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """Return the norms of the old weights and of their change, and quantiles of change / old weights over tensors.
+        """Return the norms of the old weights and of their change, and quantiles of the ratio of both over the tensors.
 
         The difference is computed in place in `before`, which saves the memory of a third copy.
         """
@@ -200,7 +202,7 @@ class GradientAccumulator:
         no_maxima = squares[:0]
         summed_squares, _ = self.ranks.sum_and_max(squares, no_maxima)
         model_norms, delta_norms = summed_squares.sqrt().chunk(2)
-        # A value head begins at zero, so that no ratio can be computed for its first update
+        # The weights of a value head are initially zero, so no ratio can be computed for its first update
         has_size = model_norms > 0
         probabilities = torch.linspace(0, 1, 5, dtype=torch.float64)
         ratios = torch.quantile((delta_norms / model_norms)[has_size], probabilities).tolist()
@@ -213,7 +215,7 @@ class GradientAccumulator:
         return metrics
 
     def _peak_memory_GB(self) -> float:
-        """Return this rank's peak memory: of the GPU allocator since the last step, or of the process on a CPU."""
+        """Return this rank's peak memory: on a GPU that of the allocator since the last step, else of the process."""
         device = self.ranks.device
         if device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(device)

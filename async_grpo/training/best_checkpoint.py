@@ -8,20 +8,20 @@ from async_grpo.metrics.writer import EVAL_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.training.checkpoint_folder import checkpoints_of
 
-MOST_EVALUATIONS = 1_000_000  # most lines that are read, counted from the end of the file of evaluations
+MOST_EVALUATIONS = 1_000_000  # maximum number of lines that are read, from the end of EVAL_FILE
 
 
 def keep_best(output_dir: Path, file: str, is_evaluated: Callable[[int], bool]) -> set[str]:
     """Return the names of checkpoints that must be kept, and let `checkpoints/best` point to the best one.
 
-    The best checkpoint has the highest mean reward on an evaluation file. If several have this reward, the newest one
-    is the best. Checkpoints that are not yet evaluated are also kept. The evaluation that began after step n belongs to
-    the checkpoint of step n.
+    The best checkpoint has the highest mean reward in the evaluations with one data file. If several have this reward,
+    the newest of them is the best. Checkpoints that are not yet evaluated are also kept. The evaluation that began
+    after step n belongs to the checkpoint of step n.
 
     Args:
         output_dir: The folder of the run.
-        file: Name of the evaluation file.
-        is_evaluated: Returns whether an evaluation follows a step.
+        file: Name of the data file of the evaluations.
+        is_evaluated: Takes the number of a step, and returns whether an evaluation begins after this step.
     """
     # Oldest first: if a step was saved twice, the dict keeps the newer folder
     folders = reversed(checkpoints_of(output_dir))

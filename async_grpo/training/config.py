@@ -32,8 +32,10 @@ class OptimizerConfig(Section):
         range=NOT_NEGATIVE,
     )
     weight_decay: float = _optimizer(0.0, "Weight decay of AdamW.", range=NOT_NEGATIVE)
-    adam_beta1: float = _optimizer(0.9, "Decay rate of AdamW's mean gradient.", range=BELOW_ONE)
-    adam_beta2: float = _optimizer(0.95, "Decay rate of AdamW's mean squared gradient.", range=BELOW_ONE)
+    adam_beta1: float = _optimizer(0.9, "Decay rate of AdamW's running mean of gradients.", range=BELOW_ONE)
+    adam_beta2: float = _optimizer(
+        0.95, "Decay rate of AdamW's running mean of squared gradients.", range=BELOW_ONE
+    )
     adam_epsilon: float = _optimizer(1e-8, "Number added to AdamW's denominator.", range=POSITIVE)
     critic_learning_rate: float = option(
         1e-5,
@@ -66,8 +68,8 @@ class OptimizerConfig(Section):
     )
     fsdp_size: int = _optimizer(
         0,
-        "Number of ranks that share one copy of the weights. With the ranks per node, only gradients are sent between "
-        "nodes. 0 shares one copy among all ranks.",
+        "Number of ranks that share one copy of the weights. If it is the number of ranks per node, only gradients are "
+        "sent between nodes. 0 shares one copy among all ranks.",
         range=NOT_NEGATIVE,
     )
     torch_compile: bool = _optimizer(

@@ -23,13 +23,14 @@ Numbers = Float[Tensor, " _numbers"] | list[float]
 # trainer needs a new file
 RANKS_STORE = "ASYNC_GRPO_RANKS_STORE"
 
-# Environment variable with the share of its GPU's memory that this rank may take. Without it, it may take everything
+# Environment variable with the share of the GPU's memory that this rank may use. If it is not set, the rank may use all
+# of the memory
 GPU_SHARE = "ASYNC_GRPO_GPU_SHARE"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the trainer's processes. All methods except `synchronize` are collectives."""
+    """The place of this process among the trainer's processes. All methods except `synchronize` are collectives."""
 
     rank: int  # index of this process, from 0
     world_size: int  # number of processes
@@ -41,7 +42,7 @@ class Ranks:
         return self.rank == 0
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work. Otherwise a clock would only measure the launch of kernels."""
+        """Wait until the device has finished its work, so that a time measured afterwards includes this work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -70,7 +71,7 @@ class Ranks:
         return summed, highest
 
     def gathered(self, tensor: Num[Tensor, "*shape"]) -> Float64[Tensor, " ranks *shape"]:
-        """Return the tensors of all ranks, stacked, on the CPU. All must have the same shape."""
+        """Return the tensors of all ranks, stacked, on the CPU. All tensors must have the same shape."""
         table = torch.zeros(self.world_size, *tensor.shape, dtype=torch.float64)
         table[self.rank] = tensor.cpu()
         return self.sum_and_max(table.flatten(), [])[0].view_as(table)
@@ -91,8 +92,8 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     """Join the process group for the duration of the `with` block.
 
     Rank and world size come from torchrun's environment variables. The ranks find each other through the file that
-    ASYNC_GRPO_RANKS_STORE names, or else at MASTER_ADDR and MASTER_PORT. If torchrun dies, the kernel kills its ranks
-    (Linux only).
+    ASYNC_GRPO_RANKS_STORE names or, if the variable is not set, at MASTER_ADDR and MASTER_PORT. If torchrun dies, the
+    kernel kills its ranks (Linux only).
 
     Args:
         device: "cpu" (gloo), "cuda" (nccl), or "auto", which is cuda if there is a GPU.
@@ -104,7 +105,9 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" in os.environ:
-        die_with(os.getppid())  # with SIGKILL, because a rank inside a collective cannot run signal handlers
+        # If torchrun dies, the kernel ends this process with SIGKILL, because a rank inside a collective cannot run
+        # signal handlers
+        die_with(os.getppid())
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu and chosen.index >= torch.cuda.device_count():
@@ -115,7 +118,8 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     if on_gpu:
         torch.cuda.set_device(chosen)
         if GPU_SHARE in os.environ:
-            # An engine is on the same GPU. Beyond its share, this rank fails by an error that names it, not the engine
+            # An engine uses the same GPU. If this rank exceeds its share, the rank itself and not the engine runs out
+            # of memory
             torch.cuda.set_per_process_memory_fraction(float(os.environ[GPU_SHARE]), chosen)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -141,7 +145,7 @@ def _store(world_size: int) -> Any:
     torch's server listens on all interfaces without authentication, so ranks of one machine use a file.
     """
     if world_size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]  # torch names it in no __all__
+        return dist.HashStore()  # type: ignore[attr-defined]  # torch lists the class in no __all__
     path = os.environ.get(RANKS_STORE)
     if path:
         return dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # as above

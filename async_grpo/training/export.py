@@ -34,7 +34,7 @@ VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 @dataclass
 class ModelExporter:
-    """Writes models that other libraries can load, and removes old ones. Saving is a collective; rank 0 writes."""
+    """Writes models that other libraries can load, and removes old exports. Saving is a collective; rank 0 writes."""
 
     output_dir: Path  # folder of the run
     model_path: str | Path  # folder of the run's initial model, with its tokenizer and generation settings
@@ -42,7 +42,7 @@ class ModelExporter:
     dtype: str = "bfloat16"  # dtype of the exported weights
     min_samples_between: int = 30_000  # number of trained samples between two exports
     keep_last: int | None = None  # number of newest exports that are kept; None keeps all
-    resumed_at: int = 0  # samples trained before the run was resumed; 0 for a new run
+    resumed_at: int = 0  # number of samples that were trained before the run was resumed; 0 for a new run
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / "hf_format"
@@ -74,12 +74,12 @@ class ModelExporter:
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
         """Save an export, unless the last one already has these weights."""
-        # Compare numbers, and do not look for the folder, because ranks on other nodes may not see it
+        # Compare the numbers of samples instead of looking for the folder, which ranks on other nodes may not see
         if samples != self._last_saved:
             self.save(policy, samples)
 
     def save(self, policy: PolicyModel, samples: int) -> Path:
-        """Export the current weights as those after `samples` samples. A collective.
+        """Export the current weights to the folder `samples_<samples>`. A collective.
 
         On rank 0 the export is complete when this method returns.
         """
@@ -125,9 +125,9 @@ def write_model(
     partial = target.with_name(f".{target.name}.partial")
     replaced = target.with_name(f".{target.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
-    # save_pretrained reads the class, the dtype and the tied names of a model, so a model on the "meta" device
-    # suffices. It has default generation settings, because transformers refuses to save some others. The source's file
-    # is copied later
+    # save_pretrained reads only the class, the dtype and the tied names of a model, so a model on the "meta" device
+    # suffices. This model keeps the default generation settings, because transformers refuses to save some other
+    # settings. The generation settings of `source` are copied later, as a file
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False

@@ -27,9 +27,9 @@ from async_grpo.modeling.policy import PolicyModel
 class BatchTensors:
     """A micro-batch on the trainer's device, as one packed row.
 
-    If the objective has terms that depend on the whole step, `whole_step` sets `logprobs`, `kept` and the needed ones of
-    `returns`, `old_values`, `selected` and `weight_mean` before the backward pass. It may replace `advantages` and
-    `group_tokens`.
+    If the objective has terms that depend on the whole step, `whole_step` sets `logprobs`, `kept` and, as far as the
+    objective needs them, `returns`, `old_values`, `selected` and `weight_mean` before the backward pass. It may replace
+    `advantages` and `group_tokens`.
     """
 
     returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
@@ -104,7 +104,7 @@ class Objective:
         self.loss_settings = config.loss_settings
         length_scale = float(max_completion_tokens or config.max_generation_tokens)
         self._aggregation = get_aggregation(config.loss_aggregation, length_scale)
-        # The sum of the losses is divided by the number of these units: "tokens", "sequences" or "groups". None: by 1
+        # The sum of the losses is divided by the number of "tokens", "sequences" or "groups". None divides by 1
         self.unit = self._aggregation.unit
 
         estimator_settings = dict(config.estimator_settings)
@@ -133,7 +133,7 @@ class Objective:
         self.averages_weights = self.has_importance_weights and config.importance_normalize
         # A group's loss is divided by its number of tokens, which must be counted again after tokens are rejected
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
-        # Whether all micro-batches of a step must be there before the loss of the first one can be computed
+        # Whether the loss of a micro-batch can be computed only when all micro-batches of the step have arrived
         self.needs_whole_step = (
             self.has_critic or self.loss.needs_selection or self.averages_weights or self.rejects_from_groups
         )
@@ -290,7 +290,8 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return the log-probs of the policy in the denominator of the policy ratio.
 
-        For a loss that also reads `proximal_logprobs`, this is the engine's policy.
+        For a loss that reads `proximal_logprobs` itself, the denominator is the engine's policy also with
+        `--old-policy proximal`.
         """
         if self.config.old_policy == "current":
             return logprobs.detach()
@@ -319,5 +320,5 @@ def _or_zeros(
 def _logprobs_to_compare(
     logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
 ) -> Float[Tensor, "1 packed"]:
-    """Return the log-probs to compare with the engine's: the proximal ones if there are any, else the trainer's."""
+    """Return the log-probs to compare with the engine's: proximal log-probs if there are any, else the trainer's."""
     return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs

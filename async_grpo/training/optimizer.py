@@ -57,7 +57,7 @@ def _adamw_8bit() -> Callable[..., Optimizer]:
 
 
 def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return `step`, `exp_avg` and `exp_avg_sq` of a parameter. Before the first step, create AdamW's initial ones."""
+    """Return `step`, `exp_avg` and `exp_avg_sq` of a parameter. Before the first step, create their initial values."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         # The 8-bit optimizer of torchao stores moments in a tensor type of its own, which `_new_buffer` creates

@@ -1,4 +1,4 @@
-"""`Recorder` writes the training data of every step to files, and `Recording` replays a run from them.
+"""`Recorder` writes the training data of every step to files, and `Recording` replays a run from these files.
 
 <output_dir>/record/step_<k>/rank_<r>.safetensors     the micro-batches of step k (from 0) in their order, with the
                                                        trainer's log-probs under the weights before the step
@@ -40,7 +40,7 @@ def record_folder(output_dir: Path, step: int) -> Path:
 
 
 class Recorder:
-    """An `ExperienceSource` that passes on the messages of another source, and writes them to the run's folder."""
+    """An `ExperienceSource` that returns the messages of another source, and records them in the run's folder."""
 
     def __init__(
         self, source: ExperienceSource, output_dir: Path, world_size: int, options: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Recorder:
         self._batches: list[MicroBatch] = []  # micro-batches of the current step
         # The trainer's log-probs that have arrived so far, in the order of `_batches`
         self._logprobs: list[np.ndarray] = []
-        # Rank and end of the current step, if it has ended but log-probs are missing
+        # (rank, message) of the end of the current step, while log-probs of the step are still missing
         self._end: tuple[int, StepEnd] | None = None
         self.start = source.start
 
@@ -60,7 +60,8 @@ class Recorder:
         message = self._source.next_message(rank)
         if isinstance(message, MicroBatch):
             if not self._batches:
-                # In a step without micro-batches, the trainer computes log-probs of a dummy, which may be left here
+                # In a step without micro-batches, the trainer computes log-probs of a dummy micro-batch. They may still
+                # be in the list, and do not belong to this step
                 self._logprobs = []
             self._batches.append(message)
         elif isinstance(message, StepEnd):
@@ -69,9 +70,9 @@ class Recorder:
         return message
 
     def keep_logprobs(self, logprobs: Any) -> None:
-        """Record the trainer's log-probs (1, N) of the next micro-batch that has none yet.
+        """Record the trainer's log-probs (1, N) of the first micro-batch of the step that has no log-probs yet.
 
-        If the loss needs the whole step, they are computed only after the last micro-batch of the step.
+        If the loss needs the whole step, the trainer computes log-probs only after the last micro-batch of the step.
         """
         self._logprobs.append(logprobs[0].float().cpu().numpy())
         self._write_if_complete()
@@ -104,7 +105,7 @@ class Recorder:
         content = dataclasses.asdict(end)
         content["dummies"] = [batch.is_dummy for batch in self._batches]
         content |= self._run_facts
-        content["stats"].pop("spans", None)  # time spans of this run have no meaning in a replay
+        content["stats"].pop("spans", None)  # the times of this run are meaningless in a replay
         # This file is written last, because its existence means that the step is recorded
         (folder / f"rank_{rank}.json").write_text(as_json(content), encoding="utf-8")
 
@@ -125,7 +126,7 @@ class Recording:
         self._output_dir = output_dir
         self._step = first
         self._remaining: Iterator[Message] = iter(())  # messages of the current step, not replayed yet
-        # Options with which the steps were recorded, without duplicates: a resumed run may have changed them
+        # The distinct sets of options under which steps were recorded. There are several if a resumed run changed them
         self.options: list[dict[str, Any]] = []
         self.num_steps = first  # number of the first step that is missing in the record
         num_ranks = self._num_recorded_ranks(first)

@@ -46,8 +46,8 @@ def shard_policy(
         policy: The policy, with float32 weights.
         ranks: The ranks of the training.
         config: `torch_compile` compiles the layers, except their attention. `cpu_offload` keeps weights in main memory
-            while they are not needed. `fsdp_size` ranks share one copy of the weights, and further ranks hold further
-            copies (HSDP, Zhao et al. 2023, 3.2.2). 0 shares one copy among all ranks.
+            while they are not needed. Every `fsdp_size` ranks share one copy of the weights, so that there are several
+            copies if there are more ranks (HSDP, Zhao et al. 2023, 3.2.2). 0 shares one copy among all ranks.
         dtype: The compute dtype, float32 or bfloat16. Gradients are always reduced in float32.
 
     Raises:
@@ -128,11 +128,14 @@ def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> 
     policy.model.load_state_dict(weights, strict=False, assign=True)
     policy.model.tie_weights()
     if not isinstance(policy, FSDPModule):
-        policy.to(device)  # the weights are there already; this moves the buffers
+        policy.to(device)  # moves the buffers; the weights are on the device already
 
 
 def release_gathered(policy: PolicyModel) -> None:
-    """Shard the root weights again. A forward pass leaves them gathered for a backward pass, but there may be none."""
+    """Shard the root unit's weights again after a forward pass without a backward pass.
+
+    FSDP leaves these weights gathered after a forward pass, because the backward pass needs them first.
+    """
     if isinstance(policy, FSDPModule):
         policy.reshard()
 

@@ -17,7 +17,7 @@ from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter
 
-# The two reasons for which a step is skipped, as alarms
+# Alarms for the two reasons why a step does not update the weights
 ALL_TOKENS_LEFT_OUT = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
     "reward counts; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance leave tokens out)"
@@ -28,7 +28,7 @@ NOT_FINITE = (
 )
 # Activities within a step, whose times are part of `time_per_batch`
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
-# Activities after a step, which are not part of `time_per_batch`. Some ranks take no part in them
+# Activities after a step, whose times are not part of `time_per_batch`. Not all ranks take part in these activities
 AFTER_STEP = ("evaluating", "checkpointing")
 SPAN_KINDS = {
     "waiting_for_experience": "wait",
@@ -138,7 +138,7 @@ class Trainer:
         """
         with clock.measure("publishing_weights"):
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
-            # Before an export, always wait for the proof, so that only weights that work are exported
+            # Before an export, always wait for the proof, so that weights that fail it are not exported
             may_overlap = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
             return {} if may_overlap else dict(self._proof())
 
@@ -227,11 +227,11 @@ class StepClock:
         self._spans.append((track, SPAN_KINDS[activity], begin_unix, begin_unix + elapsed))
 
     def stop(self) -> None:
-        """End the time that counts as `time_per_batch`. Call it once the new weights are sent to the engines."""
+        """Stop the clock of `time_per_batch`. Call this once the new weights have been sent to the engines."""
         self._time_per_batch = time.perf_counter() - self._started
 
     def report(self) -> dict[str, Any]:
-        """Return the seconds of each activity: for those within the step the mean over ranks, else the maximum.
+        """Return the seconds of each activity, as the mean over ranks during the step, and the maximum after the step.
 
         A collective.
         """

@@ -1,9 +1,9 @@
-"""Trajectories of several sequences, which may lie in different micro-batches and on different ranks.
+"""Compute advantages of trajectories with several sequences, which may be in different micro-batches and ranks.
 
 A trajectory has several sequences if its history was rewritten. Advantages with a critic are computed along the
 trajectory in time: a reward in a later sequence must reach the tokens of earlier sequences, and the last token of a
-sequence needs the value of the first token of the next one. So the rewards and values of these trajectories, and of no
-others, are gathered on every rank.
+sequence needs the value of the first token of the next sequence. So the rewards and values of these trajectories are
+gathered on every rank. Other trajectories do not need this.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True)
 class JoinedTrajectories:
-    """The trajectories of a step that have several sequences, end to end. Each is in the order of time."""
+    """All trajectories of a step that have several sequences, end to end, each with its tokens in the order of time."""
 
     parts: list[Part]  # the tokens that this rank holds, by row
     lengths: list[int]  # number of tokens of each trajectory
@@ -45,7 +45,7 @@ class JoinedTrajectories:
     ) -> None:
         """Write advantages and returns along whole trajectories into the rows.
 
-        They replace those that were computed for each sequence alone.
+        These replace the advantages and returns that were computed for each sequence alone.
         """
         rewards, values, is_trained = (self._by_trajectory(column) for column in self.columns)
         is_token = self._by_trajectory(torch.ones(sum(self.lengths), dtype=torch.bool))  # False at padding

@@ -1,9 +1,9 @@
-"""Terms of a loss that depend on all micro-batches of a step, and are computed before any gradient.
+"""Compute the terms of a loss that depend on all micro-batches of a step, before any gradient is computed.
 
 Some terms are not sums over tokens: whitened advantages with a critic (GAE), importance weights divided by their mean,
 the few tokens with the largest covariance (clip_cov, kl_cov), and the number of tokens of a group that are not rejected
-(prompt_mean). This module computes them independently of the packing. It costs an additional forward of every
-micro-batch.
+(prompt_mean). This module computes these terms so that they do not depend on the packing. This takes an additional
+forward pass of every micro-batch.
 """
 
 import math
@@ -61,7 +61,7 @@ def add_step_terms(
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
     """Set `advantages` and `returns`: estimated along each trajectory in time, and whitened over the step if required.
 
-    Rejected tokens are included in both.
+    Rejected tokens also get advantages and returns, and count in the whitening.
     """
     assert objective.critic_returns is not None
     # This must come before the loop, which overwrites the rewards in `row.advantages`
@@ -157,8 +157,8 @@ def _token_keys(row: BatchTensors) -> Int64[Tensor, "1 packed"]:
     ids = row.sequence_ids[0]  # in ascending order
     position = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
-    # Hash the log-probs of the whole sequence into its keys. Group and position are the same for all members of a
-    # group, and even the first tokens and their log-probs may be the same
+    # Hash the log-probs of the whole sequence into its keys, because other members of the group have tokens with the
+    # same group and position. Even the first tokens and their log-probs may be the same
     contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
     contents = contents.index_add(0, ids, bits * (2 * position + 1))
     return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + position)[None]
