@@ -16,7 +16,7 @@ def local_shard(weight: Tensor) -> Tensor:
 
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the whole weight in a dtype. A sharded weight is cast and then gathered, which is a collective."""
+    """Return the whole weight, cast to `dtype`. A sharded weight is cast and then gathered, which is a collective."""
     shard = weight.detach().to(compute_device(weight), dtype or weight.dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
 

@@ -1,4 +1,4 @@
-"""A forward of a few tokens at the start of a program, which detects models that the packed forward computes wrongly.
+"""Run a forward of a few tokens when a program starts, to detect models that the packed forward computes wrongly.
 
 The rules of `packable` only cover model properties that are known to cause wrong results. This check compares the
 results themselves, so it also detects unknown causes.
@@ -21,7 +21,8 @@ SHARED_TOKENS = 6
 # larger difference is accepted if two of transformers' own attention implementations differ by a similar amount
 SMALL_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-6}
 ROUNDINGS = 4.0  # accepted multiple of the difference between transformers' two implementations
-# Difference in nats that is accepted in half precision for a model with only one attention implementation
+# Difference in nats that is accepted in half precision for a model with only one attention implementation, whose
+# rounding cannot be measured by comparing two implementations
 UNMEASURED_ROUNDING = 0.1
 WAY_OUT = "use a model of another family (docs/models.md lists those that work)"
 
@@ -42,8 +43,9 @@ def check_forward(
 
     Args:
         policy: The policy.
-        compute_dtype: The dtype of its computations.
-        max_over_ranks: Returns the element-wise maximum over all ranks, so that all ranks raise an error if one must.
+        compute_dtype: The dtype of the policy's computations.
+        max_over_ranks: Returns the element-wise maximum over all ranks, so that all ranks raise an error if one finds a
+            problem.
 
     Raises:
         ConfigurationError: Log-probs are random, or those of packed sequences differ from those of each sequence alone.
@@ -67,8 +69,8 @@ def check_forward(
         mode = "training" if policy.training else "evaluation"
         raise ConfigurationError(
             f"{name} is random in {mode} mode: two forwards of the same tokens differ by {randomness:.3g} on this rank "
-            f"(root mean square of their log-probs; allowed: {allowed_randomness:g}). Set the value that makes it "
-            f"so (dropout, jitter, noise) to 0 in config.json; if there is none, {WAY_OUT}"
+            f"(root mean square of their log-probs; allowed: {allowed_randomness:g}). Set the value that causes it "
+            f"(dropout, jitter, noise) to 0 in config.json; if there is no such value, {WAY_OUT}"
         )
     if is_wrong_somewhere:
         raise ConfigurationError(
@@ -99,7 +101,7 @@ def _packed_logprobs(
 
 
 def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
-    """Return the result of `compute`, or raise ConfigurationError for an error of the model's own code."""
+    """Return the result of `compute`, or raise ConfigurationError if the model's own code fails in it."""
     try:
         return compute()
     except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, ConfigurationError):
@@ -107,7 +109,7 @@ def _refusing_failures(name: str, compute: Callable[[], _Result]) -> _Result:
     except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(
-            f"{name} cannot compute sequences packed and alone ({type(error).__name__}: {reason}): {WAY_OUT}"
+            f"{name} cannot compute sequences both packed and alone ({type(error).__name__}: {reason}): {WAY_OUT}"
         ) from error
 
 
@@ -147,5 +149,5 @@ def _plain_logprobs(
 
 
 def _rms(differences: Float[Tensor, " tokens"]) -> float:
-    """Return the root mean square."""
+    """Return the root mean square of the differences."""
     return float(differences.square().mean().sqrt())

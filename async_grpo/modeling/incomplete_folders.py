@@ -31,16 +31,17 @@ GGUF_WAY_OUT = (
 LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
 LFS_WAY_OUT = "fetch its content (`git lfs pull` in the folder, or hf download NAME --local-dir FOLDER)"
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
-NUM_BEGINNING_BYTES = 60  # number of bytes of a file that are looked at, and shown if they are text
-NUM_HINTED_FOLDERS = 3
+# Number of bytes at the beginning of a file that are examined, and shown if they are text
+NUM_BEGINNING_BYTES = 60
+NUM_HINTED_FOLDERS = 3  # maximum number of other folders that a message proposes
 MERGE = "merge the adapter into that model (peft's merge_and_unload), and give the folder of the merged model"
 
 
 def refuse_adapter(folder: Path) -> None:
     """Raise ConfigurationError if a folder holds the files of an adapter, such as LoRA, with or without a model.
 
-    transformers would load the base model that the adapter names, and engines would read the adapter's weights as the
-    model's.
+    transformers would load the base model that the adapter names, and engines would take the adapter's weights for
+    those of the model.
     """
     if (folder / ADAPTER_CONFIG_FILE).exists():
         has_model = (folder / "config.json").exists()
@@ -56,8 +57,8 @@ def refuse_adapter(folder: Path) -> None:
         )
     if (folder / ADAPTER_WEIGHTS_FILE).exists():
         raise ConfigurationError(
-            f"{folder} holds the weights of an adapter ({ADAPTER_WEIGHTS_FILE}), which the engines would read as the "
-            "model's: remove the file, or merge the adapter into its model (peft's merge_and_unload) and give the "
+            f"{folder} holds the weights of an adapter ({ADAPTER_WEIGHTS_FILE}), which the engines would take for those "
+            "of the model: remove the file, or merge the adapter into its model (peft's merge_and_unload) and give the "
             "folder of the merged model"
         )
 
@@ -75,7 +76,7 @@ def _base_model(folder: Path) -> str:
 def problem_without_config(path: Path) -> str:
     """Describe what a path without a `config.json` is, and what the user can do about it.
 
-    The text continues a sentence that begins with the path.
+    The caller puts the text after the path, so that both form one sentence.
     """
     fetch = (
         "give a local folder in the Hugging Face format (`hf download NAME --local-dir FOLDER` fetches one)"
@@ -150,7 +151,7 @@ def _beginning(path: Path) -> bytes:
 def refuse_incomplete_shards(folder: Path) -> None:
     """Raise ConfigurationError if a model that consists of several files lacks one of them, or its index.
 
-    With an index, `model_files.weight_shapes` compares the files with it.
+    If there is an index, nothing is checked here: `model_files.weight_shapes` compares the files with the index.
     """
     if (folder / INDEX_FILE).exists() or (folder / SINGLE_WEIGHTS_FILE).exists():
         return

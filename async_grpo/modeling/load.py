@@ -68,7 +68,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
     if hasattr(config, "auto_map"):
-        # Exports of the run contain no code files, so their configuration must not name any. They do not need the code
+        # Exports of the run contain no code files, so their configuration must not name any. transformers' own class
+        # for the model is used, which does not need this code
         del config.auto_map
     return config
 
@@ -83,8 +84,8 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ConfigurationError(
             f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
         ) from error
-    # Tokenizers of bytes have no such files. For all others, transformers would make an empty tokenizer, which decodes
-    # every completion to ""
+    # Without the tokenizer's files, transformers would make an empty tokenizer, which decodes every completion to "".
+    # Byte tokenizers need no files and name none
     names = sorted({*getattr(tokenizer, "vocab_files_names", {}).values()})
     if names and not any((folder / name).is_file() for name in {*names, *VOCABULARY_FILES}):
         raise ConfigurationError(
@@ -103,7 +104,7 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
     folder = model_folder(path)
     config = load_config(path)
     refuse_pickles(folder)
-    empty_causal_lm(path)  # refuses a configuration that needs more memory than the weights have
+    empty_causal_lm(path)  # refuses a configuration that describes more parameters than the files contain
     options: dict[str, Any] = {
         "dtype": torch_dtype(dtype),
         "use_safetensors": True,
@@ -125,14 +126,14 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
 
 
 def _wrong_shape(folder: Path) -> str:
-    """Return which weight in the files has another shape than the configuration says; "" if none has."""
+    """Describe a weight whose shape in the files differs from its shape by the configuration; "" if there is none."""
     shapes = weight_shapes(folder)
     for name, parameter in empty_causal_lm(folder).named_parameters():
         described_shape = list(parameter.shape)
         shape = shapes.get(name, described_shape)
         if shape != described_shape:
             return (
-                f"{name} has the shape {shape} in the files, and {described_shape} by config.json: they do not belong "
+                f"{name} has the shape {shape} in the files, but {described_shape} by config.json: they do not belong "
                 "together"
             )
     return ""
@@ -144,7 +145,8 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     The parameters are on the "meta" device, where they take no memory, until weights are assigned to them.
 
     Raises:
-        ConfigurationError: The configuration is not that of a causal LM, or needs more weights than the folder has.
+        ConfigurationError: The configuration is not that of a causal LM, or describes far more weights than the folder
+            contains.
     """
     config = load_config(path)
     try:
@@ -164,8 +166,8 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
 def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -> None:
     """Raise ConfigurationError if the configuration describes far more parameters than the folder's files contain.
 
-    The parameters are counted on the "meta" device, which takes no memory. `init_empty_weights` first allocates each
-    weight and then drops it, and with `torch.use_deterministic_algorithms` PyTorch even fills that memory.
+    The parameters are counted on the "meta" device, which takes no memory. `init_empty_weights` is not used for this,
+    because it allocates each weight before it drops it, and might thus run out of memory.
     """
     with torch.device("meta"):
         described = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -183,7 +185,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """Return the sha256 (hex) of architecture and vocabulary. A model and its checkpoints have the same one."""
+    """Return the sha256 (hex) of architecture and vocabulary. A model and its checkpoints have the same fingerprint."""
     text_config = load_config(path).get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE_FIELDS}
     description = {"architecture": architecture, "vocabulary": _vocabulary(model_folder(path))}
@@ -191,9 +193,9 @@ def model_fingerprint(path: str | Path) -> str:
 
 
 def _vocabulary(folder: Path) -> Any:
-    """Return the tokens and their ids, or the digest of another vocabulary file; None if there is no such file.
+    """Return the tokens and ids in tokenizer.json, or the digest of another vocabulary file; None if there is none.
 
-    Other contents of tokenizer.json depend on the version of the library that wrote it.
+    The other contents of tokenizer.json are left out, because they depend on the version of the library that wrote it.
     """
     if (folder / "tokenizer.json").is_file():
         try:
@@ -211,8 +213,8 @@ def _vocabulary(folder: Path) -> Any:
 def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     """Return the ids of all tokens that end a sequence, in ascending order.
 
-    Chat models name several such ids in different files. If one were missing here, answers that end with it would look
-    truncated.
+    Chat models name several such ids in different files. If one were missing here, answers that end with this token
+    would look truncated.
 
     Raises:
         ConfigurationError: No file of the folder names an end token, or one names an id that is not in the vocabulary.
@@ -250,7 +252,7 @@ def _end_tokens(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def context_length(path: str | Path) -> int:
-    """Return the highest number of tokens, prompt and completion together, for which the model has positions."""
+    """Return the maximum number of tokens, prompt and completion together, for which the model has positions."""
     length = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
     if type(length) is not int:
         raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")

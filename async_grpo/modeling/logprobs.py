@@ -73,7 +73,8 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
-        # Pass None, and not zeros, as the gradient of an unused entropy: zeros would cost as much as a real gradient
+        # Make autograd pass None instead of zeros as the gradient of an unused entropy. Zeros would cost as much as a
+        # real gradient
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -88,7 +89,7 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
-        # The chunks are summed in float32, because in bfloat16 each chunk would round the sum again
+        # The sum over chunks is float32. A bfloat16 sum would be rounded again with each chunk
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
@@ -138,8 +139,8 @@ def _add_product(
 ) -> None:
     """Add `grad_logits.T @ hidden` to the total, in float32.
 
-    The product is computed for some tokens of the vocabulary at a time. A whole one would be a second tensor of the
-    head's size: 2.2 GB for a vocabulary of 151,936 and 3,584 hidden units.
+    The product is computed for PRODUCT_ROWS tokens of the vocabulary at a time. The whole product would be a second
+    tensor of the head's size: 2.2 GB for a vocabulary of 151,936 and 3,584 hidden units.
     """
     for vocab in _chunks(len(total), PRODUCT_ROWS):
         total[vocab] += _product(grad_logits[:, vocab].T, hidden)

@@ -1,9 +1,9 @@
-"""Check the files of a model's folder, which may come from anybody: no file may run code, and the weights must be readable.
+"""Check the files of a model's folder, which may be untrusted: no file may run code, and weights must be readable.
 
 No code of a folder is run, and nothing is unpickled. Without these checks, transformers would ask on the terminal
 whether to run code that a configuration names (`auto_map`), would load the base model that an adapter names, and would
-read weights from pickles. Many models still name their own code (`auto_map`) although transformers now has a class for
-them. This class is used, and their code is ignored.
+read weights from pickles. Many models still name code of their own although transformers now has a class for them. For
+these models, transformers' class is used, and their code is ignored.
 """
 
 import stat
@@ -121,7 +121,7 @@ def _table(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigurationError(f"{path} cannot be used: it is not a valid JSON file ({error})") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} cannot be used: it holds no table")
+        raise ConfigurationError(f"{path} cannot be used: it does not contain a JSON object")
     return content
 
 
@@ -180,7 +180,7 @@ def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
             value = table.get(name)
             if type(value) is int and not 0 <= value <= largest:
                 raise ConfigurationError(
-                    f"{path} cannot be used: {name} is {value}, and at most {largest} is read"
+                    f"{path} cannot be used: {name} is {value}, but must be from 0 to {largest}"
                 )
 
 
@@ -198,12 +198,12 @@ def _refuse_wrong_end_tokens(path: Path, content: dict[str, Any]) -> None:
 
 def _refuse_unknown_dtypes(path: Path, content: dict[str, Any]) -> None:
     """Raise ConfigurationError if a `dtype` in the configuration is not the name of a dtype of torch."""
-    import torch  # imported here, because the import takes seconds, and other commands of this module need none
+    import torch  # imported here, because it takes seconds, and the other functions of this module do not need it
 
     for table in _tables(content):
         for key in ("dtype", "torch_dtype"):
             value = table.get(key)
-            if value is None or isinstance(value, dict):  # an object names the dtype of each part
+            if value is None or isinstance(value, dict):  # an object names a dtype for each part of the model
                 continue
             dtype = getattr(torch, value, None) if isinstance(value, str) else None
             if not isinstance(dtype, torch.dtype):
@@ -225,8 +225,8 @@ def _refuse_quantised(folder: Path) -> None:
             if settings:
                 method = settings.get("quant_method") if isinstance(settings, dict) else settings
                 raise ConfigurationError(
-                    f"the weights of {folder} are quantised ({key} in config.json, method {method!r:.80}), and only "
-                    f"numbers can be trained and compared: {UNQUANTISED}"
+                    f"the weights of {folder} are quantised ({key} in config.json, method {method!r:.80}), and such "
+                    f"weights cannot be trained: {UNQUANTISED}"
                 )
 
 
@@ -272,7 +272,7 @@ def _refuse_codes(file: Path, name: str, dtype: str) -> None:
     """
     if dtype not in WEIGHT_DTYPES and not name.endswith(BUFFER_NAMES):
         raise ConfigurationError(
-            f"{name} in {file} is stored as {dtype}, and weights are read as {', '.join(WEIGHT_DTYPES)}: {UNQUANTISED}"
+            f"{name} in {file} is stored as {dtype}, but only {', '.join(WEIGHT_DTYPES)} are read: {UNQUANTISED}"
         )
 
 
@@ -283,7 +283,7 @@ def _indexed(folder: Path) -> list[Path]:
         return []
     names = _table(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigurationError(f"{path} cannot be used: it has no weight_map of names")
+        raise ConfigurationError(f"{path} cannot be used: its weight_map is no object with names of files")
     try:
         return [folder.joinpath(*plain_parts(name)) for name in sorted(set(names.values()))]
     except OSError as error:
@@ -316,6 +316,6 @@ def refuse_more_parameters(folder: Path, num_parameters: int) -> None:
     num_bytes = sum(file.stat().st_size for file in files)
     if num_parameters > MOST_PARAMETERS_PER_BYTE * num_bytes:
         raise ConfigurationError(
-            f"config.json of {folder} describes {num_parameters:,} parameters, and its weights have {num_bytes:,} bytes: "
-            "they do not belong together"
+            f"config.json of {folder} describes {num_parameters:,} parameters, but the files with weights have only "
+            f"{num_bytes:,} bytes: they do not belong together"
         )

@@ -1,4 +1,4 @@
-"""Checks of a model's configuration and modules for properties that the packed forward does not support.
+"""Check a model's configuration and modules for properties that the packed forward does not support.
 
 `forward_check` finds all other problems: it computes a few tokens with the loaded model.
 """
@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from async_grpo.errors import ConfigurationError
 
-# Names of configuration values by which a model scales or caps its logits, after the linear head
+# Names of configuration values with which a model scales or caps its attention scores or the logits of its linear head
 SCALED_HEAD = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -44,7 +44,7 @@ def check_packable(model: PreTrainedModel) -> None:
 
 
 def check_packable_configuration(config: PreTrainedConfig) -> None:
-    """Check what `check_packable` reads off a configuration, before the model is made.
+    """Make the checks of `check_packable` that need only the configuration, before the model is built.
 
     Raises:
         ConfigurationError: transformers has no causal language model of this kind, or a property is not supported.
@@ -79,11 +79,11 @@ def _check_values(config: PreTrainedConfig) -> None:
 
 
 def _check_chunks(config: PreTrainedConfig) -> None:
-    """Raise ConfigurationError for dual chunk attention, which vLLM computes, and transformers does not."""
+    """Raise ConfigurationError for dual chunk attention, which vLLM computes but transformers does not."""
     chunks = getattr(config, "dual_chunk_attention_config", None)
     if not chunks:
         return
-    way_out = "use a model without"
+    way_out = "use a model without it"
     length = chunks.get("chunk_size") if isinstance(chunks, Mapping) else None
     if type(length) is int:
         way_out += (
@@ -127,9 +127,9 @@ def _check_rope(config: PreTrainedConfig) -> None:
         if depends_on_length(rope_type):
             raise ConfigurationError(
                 f"the model's rope_type {rope_type!r} computes other positions for long sequences than for short ones, "
-                "which a packed row cannot; use a model with another rope_type, or, if no sample of the run is longer "
-                "than the model's original context, set rope_parameters in config.json to the type that the short "
-                "ones have (default)"
+                "which is impossible in a packed row; use a model with another rope_type, or, if no sample of the run "
+                "is longer than the model's original context, set rope_parameters in config.json to the type of short "
+                "sequences (default)"
             )
 
 
@@ -165,7 +165,7 @@ def _check_head(config: PreTrainedConfig) -> None:
     changed = {name: value for name, value in factors.items() if value not in (None, 1)}
     if changed:
         raise ConfigurationError(
-            f"log-probs are those of a plain linear head, but the model has {changed}; use a model without"
+            f"log-probs are computed with a plain linear head, but the model has {changed}; use a model without this"
         )
 
 

@@ -1,8 +1,8 @@
 """Packed attention without padding: S sequences end to end in one row of N tokens, which do not attend to each other.
 
-It is registered as an attention implementation of transformers. transformers builds no mask for it: the model is called
-with a `Packing` as keyword argument, which tells where each sequence begins. The cost grows with the sum of the squared
-lengths of the sequences.
+It is registered as an attention implementation of transformers. transformers builds no mask for it. Instead, the model
+is called with a `Packing` as keyword argument, which tells where each sequence begins. The cost grows with the sum of
+the squared lengths of the sequences.
 """
 
 import inspect
@@ -44,7 +44,8 @@ HARMLESS_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-# Equal beginnings of sequences are shared only if at most this share of the inputs has distinct states
+# Hidden states of equal beginnings are computed once only if the number of distinct states is below this share of the
+# number of inputs
 MOST_ROWS = 0.9
 
 
@@ -53,9 +54,9 @@ class Packing:
 
     F of the N tokens are inputs of the model: all except the last token of each sequence, which predicts nothing. (The
     only token of a sequence of length 1 is also an input.) In a causal model, the hidden state of a token depends only
-    on the tokens up to it. So tokens with equal beginnings have equal states. Only the M distinct states are computed;
-    they are called rows. For example, the members of a group share the rows of their prompt. Attention is computed over
-    all F inputs.
+    on this token and the tokens before it. So two tokens have equal states if they and all tokens before them are
+    equal. Only the M distinct states are computed; they are called rows. For example, the members of a group share the
+    rows of their prompt. Attention is computed over all F inputs.
 
     Args:
         input_ids: The N tokens.
@@ -95,8 +96,9 @@ class Packing:
         """Return buckets of sequences of similar length, for attention without a GPU kernel: one call for each bucket.
 
         A bucket holds the rows of its sequences' tokens, one line for each sequence, padded to the width of the bucket.
-        Widths are multiples of 1/8 of the next power of two, and of at least 16, which gives few calls and little
-        padding. The padding repeats the last token. No real token attends to it, because attention is causal.
+        To get few calls and little padding, lengths are rounded up to a multiple of 1/8 of the next power of two, or of
+        16 for short sequences. The padding repeats the last token. No real token attends to the padding, because
+        attention is causal.
         """
         eighth = (2 ** (self.lengths.log2().ceil() - 3)).clamp(min=16).int()
         widths = (self.lengths + eighth - 1) // eighth * eighth
@@ -243,8 +245,8 @@ def varlen_options(kernel: Callable[..., Any], window_tokens: int = -1) -> dict[
     """Return the options with which torch's `varlen_attn` computes causal attention with grouped heads.
 
     Args:
-        kernel: The `varlen_attn` of the installed torch. That of torch 2.11 has no option `enable_gqa`: its kernel
-            accepts grouped heads without being asked.
+        kernel: The `varlen_attn` of the installed torch. In torch 2.11 it has no option `enable_gqa`, and always
+            accepts grouped heads.
         window_tokens: Number of earlier tokens that a token attends to; -1 for all.
 
     >>> def kernel_of_2_11(query, key, value, *, scale=None, window_size=(-1, -1)): ...
@@ -265,7 +267,8 @@ def compile_around_attention(layers: Sequence[nn.Module]) -> None:
 
     Layers of the same kind share the compiled code, which is valid for any number of tokens.
     """
-    # The layout of sequences differs in every batch. If it were traced, every batch would be compiled again
+    # The layout of the sequences differs in every batch. If packed attention were compiled, every batch would be
+    # compiled again
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     for layer in layers:
         # Compile layer.forward, because layer.compile() would also trace the hooks of FSDP

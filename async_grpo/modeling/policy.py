@@ -63,8 +63,8 @@ class PolicyModel(nn.Module):
         check_packable(model)
         model.set_attn_implementation(PACKED_ATTENTION)
         for config in (model.config, model.config.get_text_config()):
-            # Outputs are read by name. This is set in the configs, because not every model passes the argument
-            # return_dict on to its body
+            # Outputs are read by name, which needs return_dict. It is set in the configs, because not every model
+            # passes an argument return_dict on to its body
             config.return_dict = True
         self.model = model
         self.chunk_tokens = chunk_tokens
@@ -93,11 +93,12 @@ class PolicyModel(nn.Module):
         Returns:
             (log-probs, entropies), and with a value head also the values; 0 where the mask is False.
             Entry i describes token i given the tokens before it in its own sequence, so the first token of a sequence
-            has 0. The value of a token is that of the state from which the token is predicted. With an empty mask the
-            results still depend on the weights, because a rank that has nothing to train on must run the same backward
-            as the others.
+            has 0. The value of a token is the critic's value of the state from which the token is predicted. With an
+            empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
+            same backward pass as the other ranks.
         """
-        # Equal beginnings of sequences are computed once: packing.tokens selects the inputs, rows_of_tokens maps back
+        # Equal beginnings of sequences are computed once: packing.tokens selects the distinct inputs, and
+        # packing.rows_of_tokens tells which of them each token uses
         packing = Packing(input_ids, cu_seqlens)
         rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
         hidden = self.model.base_model(**rows, use_cache=False, packing=packing).last_hidden_state[0]
@@ -147,7 +148,7 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     Tied weights are yielded once. The weights are not copies. If the policy is sharded, they are its shards (DTensors).
     """
     yielded_ids: set[int] = set()
-    # A forward may leave weights gathered. state_dict has hooks that shard them again, named_parameters has no such hooks
+    # A forward may leave weights gathered. Hooks of state_dict shard them again. named_parameters has no such hooks
     for name, tensor in policy.model.state_dict(keep_vars=True).items():
         if id(tensor) not in yielded_ids:
             yielded_ids.add(id(tensor))

@@ -1,4 +1,4 @@
-"""Refuse a wrong model before anything is started, without loading its weights."""
+"""Refuse a model that cannot be used, before anything is started and without loading its weights."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
 def _refuse_other_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
     """Raise ConfigurationError if embedding or head have another number of tokens than the configuration says.
 
-    transformers and vLLM notice it only when they load the weights.
+    transformers and vLLM detect this only when they load the weights.
     """
     vocab_size = getattr(config, "vocab_size", None)
     for name, shape in sorted(weight_shapes(folder).items()):
