@@ -206,7 +206,8 @@ def rejection_mask(
     highest = math.inf if high is None else high
     refuse(
         not (0 <= lowest <= highest and highest > 0) or (lowest, highest) == (0, math.inf),
-        f"rejection by {statistic} cannot keep [{low}, {high}]; give low, high or both, with 0 <= low <= high and high > 0",
+        f"rejection by {statistic} cannot keep [{low}, {high}]; give low or high or both, with 0 <= low <= high and a "
+        "positive high",
     )
     mask = mask.bool()
     x = clamp_log_ratio(log_ratio(logprobs, behaviour_logprobs, mask))

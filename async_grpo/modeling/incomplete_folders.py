@@ -57,8 +57,8 @@ def refuse_adapter(folder: Path) -> None:
         )
     if (folder / ADAPTER_WEIGHTS_FILE).exists():
         raise ConfigurationError(
-            f"{folder} holds the weights of an adapter ({ADAPTER_WEIGHTS_FILE}), which the engines would take for those "
-            "of the model: remove the file, or merge the adapter into its model (peft's merge_and_unload) and give the "
+            f"{folder} holds the weights of an adapter ({ADAPTER_WEIGHTS_FILE}), which the engines would take for the "
+            "model's: remove the file, or merge the adapter into its model (peft's merge_and_unload) and give the "
             "folder of the merged model"
         )
 

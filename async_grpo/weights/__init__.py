@@ -1,1 +1,1 @@
-"""The weight sync: sends the weights of each new policy to the engines, and proves that they have landed."""
+"""Send the weights of each new policy to the engines, and prove that the engines compute with them."""

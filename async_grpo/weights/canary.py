@@ -6,8 +6,8 @@ from typing import Self
 
 import numpy as np
 
-# Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. They are not
-# longer, because an engine holds the logits of all tokens of a text in memory at once
+# Lengths of the canary's texts, limited by the model's context. Long texts reveal errors in positions. Even longer
+# texts would need too much memory, because an engine holds the logits of all tokens of a text at once
 CANARY_TOKENS = (16, 128, 512)
 
 
@@ -36,7 +36,7 @@ class Canary:
         seed: int,
         max_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> Self:
-        """Return a canary with one random text for each length in CANARY_TOKENS. Lengths above `longest` are cut to it."""
+        """Return a canary with one random text for each length in CANARY_TOKENS. No text is longer than `longest`."""
         lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
         texts = [cls.text(vocab_size, length, seed) for length in lengths]
         return cls(texts, logprobs, max_over_ranks)

@@ -1,7 +1,7 @@
 """The options of the weight sync, and the registry of transports.
 
-To add a transport, write a file for it and add one entry to TRANSPORTS. This module imports quickly, because the module
-of a publisher is imported only when the publisher is made.
+To add a transport, write a module for it and add one entry to TRANSPORTS. The module of a publisher is imported only
+when the publisher is made, so this module imports quickly.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def get_transport(name: str) -> Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig(Section):
-    """Options of how new weights are sent to the engines, and of the proof that they have landed."""
+    """Options for sending new weights to the engines, and for the proof that the engines compute with them."""
 
     weight_transport: str = option(
         "object_store",
@@ -83,7 +83,7 @@ class WeightConfig(Section):
     canary_tolerance: float | None = option(
         None,
         "Allowed difference between log-probs of engine and trainer, in nats. It limits the root mean square over tokens "
-        "without the largest tenth, and the median of any 32 consecutive tokens. By default it is measured.",
+        "without the largest tenth, and the median of any 32 consecutive tokens. By default the trainer measures it.",
         "Cluster",
         range=POSITIVE,
     )

@@ -1,7 +1,7 @@
 """`NCCLPublisher`: sends weights from GPU to GPU through vLLM's NCCL engine, with the same proof as `Publisher`.
 
-vLLM's trainer-side transfer engine gathers and broadcasts the weights. It calls start, update and finish on a client,
-which passes the calls on to `Engines`.
+vLLM's trainer-side transfer engine gathers and broadcasts the weights. Before and after the broadcasts, it calls a
+client (`AbortingClient`), which passes the calls on to `Engines`.
 """
 
 import concurrent.futures
@@ -62,7 +62,7 @@ class RecordingSource:
             yield name, full_weight
 
     def drain(self) -> None:
-        """Gather the tensors that were not sent. Gathering is a collective, and the other ranks gather all tensors."""
+        """Gather the tensors that were not sent, because the other ranks gather all tensors and wait for this one."""
         for _ in self._remaining:
             pass
 
@@ -88,7 +88,8 @@ class AbortingClient:
         try:
             self._engines.together("init_weight_transfer", init_info)
         except WorkerLost as loss:
-            # vLLM's trainer side waits inside NCCL for all members, and looks at this error only afterwards
+            # End the trainer's wait explicitly: vLLM's trainer side waits inside NCCL for all members, and checks for
+            # errors only afterwards
             self._abort_join(loss)
             raise
 
@@ -112,8 +113,8 @@ class AbortingClient:
 class NCCLPublisher(Publisher):
     """`Publisher` that sends all weights by NCCL broadcasts, before `publish` returns.
 
-    An NCCL group has fixed members. If the set of workers has changed, as in a sync for workers that joined late, the group
-    is built anew before the sync. An engine that is lost before the transfer begins is left out. If an engine is lost
+    An NCCL group has fixed members. If the set of workers has changed, as in a sync for workers that joined late, a new
+    group is built before the sync. An engine that is lost before the transfer begins is left out. If an engine is lost
     during the transfer, all engines that wait for the same broadcast are lost as well, and are restarted.
     """
 
@@ -131,10 +132,11 @@ class NCCLPublisher(Publisher):
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         from vllm.utils.network_utils import get_open_port
 
-        address = self.engines.address if self.engines else ""  # only rank 0 opens the endpoint
+        address = self.engines.address if self.engines else ""  # engines connect only to rank 0
         client: Any = self.engines and AbortingClient(self.engines, self._leave_group, self._abort_join)
-        # With more than one buffer, vLLM would gather the next tensors while it broadcasts the previous ones, so that
-        # two communicators work on one device. Engines would receive a buffer while they still read views of another
+        # With more than one buffer, vLLM would gather the next tensors while it broadcasts the previous ones. Then two
+        # communicators would work on one device at the same time, which can deadlock (see `RecordingSource`), and
+        # engines would receive one buffer while they still read views of another
         info = NCCLTrainerInitInfo(address, get_open_port(), world_size, rank=self.rank, packed_num_buffers=1)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
@@ -143,7 +145,7 @@ class NCCLPublisher(Publisher):
         engines = self.engines
         if engines is None:
             self._sender = self._sender or self.make_engine(0)
-            self._sender.send_weights()  # only takes part in the gathering of rank 0
+            self._sender.send_weights()  # ranks other than 0 only take part in gathering the weights
             return None
         engines.begin(draft.for_late)
         engines.each("pause", draft.version)
@@ -167,7 +169,7 @@ class NCCLPublisher(Publisher):
             if not was_aborted:
                 raise
             self._leave_group()
-            reason = WorkerLost(f"an engine was lost in the transfer that this one was part of ({error})")
+            reason = WorkerLost(f"another engine was lost during the transfer to this engine ({error})")
             # Each member holds only part of the weights, or still waits for them
             for worker_id in tuple(engines.members):
                 engines.fence(worker_id, reason)
@@ -213,10 +215,11 @@ class NCCLPublisher(Publisher):
         Args:
             call: The function.
             args: Its arguments.
-            outcome: A future to wait for, which the call's result is written to, and which others may end earlier.
+            outcome: The future that gets the call's result. Other code may set it earlier, which ends the wait.
 
         Raises:
-            DeadlineExceeded: The call did not return in time, as an NCCL broadcast to a lost peer never does.
+            DeadlineExceeded: The call did not return in time. For example, an NCCL broadcast to a lost peer never
+                returns.
         """
         limit_s = self.config.sync_timeout_s + ABORT_S
         wait_for_result = in_thread(

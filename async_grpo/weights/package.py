@@ -1,7 +1,7 @@
-"""Pack tensors into chunks, and prove that a `WeightPackage` has landed.
+"""Pack tensors into chunks, and prove that a worker computes with the weights of a `WeightPackage`.
 
-The proof compares each received tensor with the sent one, and each worker's log-probs of the canary texts with the
-trainer's.
+The proof compares each received tensor with the tensor that was sent, and each worker's log-probs of the canary texts
+with the trainer's.
 """
 
 import json
@@ -24,8 +24,8 @@ _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64} 
 # Number of consecutive canary tokens whose median is compared. Rounding can change the log-probs of single tokens of a
 # trained model greatly, but not those of half of the tokens in a block
 BLOCK_TOKENS = 32
-# Words per pass, an even number. On a CPU, this many words and their multipliers fit into a core's cache. On a GPU, small
-# passes would cost more for the launch of their kernels than for their work
+# Number of words that are hashed at once; it must be even. On a CPU, this many words and their multipliers fit into a
+# core's cache. On a GPU, launching the kernels for fewer words would take longer than the computation
 _CHUNK_WORDS = 1 << 17
 _CHUNK_WORDS_ON_GPU = 1 << 24
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -45,7 +45,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() % 8 or not flat.numel():
-        # Copied to get an aligned buffer, because a slice of a larger buffer may not be aligned to words of 8 bytes
+        # Copy the values into a new buffer, which is aligned. A slice of a larger buffer may not be aligned to words of
+        # 8 bytes
         flat = flat.clone()
     word_dtype = torch.int64 if flat.nbytes % 8 == 0 else _WORD_DTYPES[tensor.element_size()]
     words = flat.view(word_dtype)
@@ -83,7 +84,7 @@ def pack_weights(
     """Gather the weights (a collective), cast them to `dtype`, and write them into a safetensors image, in one pass.
 
     An image is the content of a safetensors file, here in memory. `safetensors.torch.save` makes the same image, but
-    needs the whole tensors and copies them three times.
+    needs all gathered tensors at once and copies them three times.
 
     Returns:
         The image (n,) uint8, and its tensors by name. The tensors share the image's memory.
@@ -116,7 +117,7 @@ def _safetensors_header(weights: Mapping[str, torch.Tensor], dtype: torch.dtype)
         }
         begin = end
     header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)  # aligns the data, of which a digest reads words of 8 bytes
+    header += b" " * (-len(header) % 8)  # aligns the data to 8 bytes, because a digest reads words of 8 bytes
     return len(header).to_bytes(8, "little") + header
 
 
@@ -141,8 +142,8 @@ def prove_landed(
         package: The weights that were sent.
         worker_id: The worker to check.
         receipt: The records of the received tensors, and the worker's log-probs of the canary texts.
-        last: What this function returned (N,) for the worker's previous weights, or 0 if there were none. Only the change
-            since then is compared with the tolerance, so that rounding errors that stay the same from sync to sync
+        last: The result (N,) of this function for the worker's previous weights, or 0 if there were none. Only the
+            change since then is compared with the tolerance, so that rounding errors that are the same in every sync
             cancel.
 
     Returns:
@@ -156,7 +157,7 @@ def prove_landed(
     check_received(package.manifest, received, worker_id)
     difference = logprobs - package.canary_logprobs
     change = canary_miss(difference - last)
-    if not change <= package.tolerance:  # also catches NaN
+    if not change <= package.tolerance:  # unlike change > tolerance, this is also true for NaN
         is_test = package.version == SELF_TEST
         weights = "the start-up self-test" if is_test else f"policy version {package.version}"
         raise WeightsDidNotLand(

@@ -1,4 +1,4 @@
-"""`Publisher`: the trainer's side of a weight sync, as a transaction with a proof.
+"""`Publisher`: the trainer's side of a weight sync. Engines generate with new weights only after a proof.
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
@@ -83,14 +83,14 @@ class Publisher:
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
         """Make `version` the policy with which all engines generate. A collective: every rank must call it.
 
-        The weights are packed when this returns. The rest of the sync runs in a thread. Workers that fail are fenced: the
-        run continues without them.
+        When this method returns, the weights are packed, and the rest of the sync runs in a thread. Workers that fail
+        are fenced: the run continues without them.
 
         Args:
             model: The policy.
             version: The policy version.
-            self_test: First send and prove weights in which every tensor is visibly changed. After the first proof, a
-                sync with a self-test serves only workers that joined late.
+            self_test: Before the weights, send and prove weights in which every tensor is visibly changed. After the
+                first proof, a sync with a self-test serves only workers that joined late.
 
         Returns:
             A function that waits for the proof. It returns the metrics `canary_error` and `weight_sync_s`. The latter
@@ -190,7 +190,7 @@ class Publisher:
     ) -> WeightPackage:
         """Return the package of a round of the self-test, still without its tensors. A collective.
 
-        The tolerance depends on the result of the first round, so this call waits until the previous round has ended.
+        Wait until the previous round has ended, because the tolerance depends on the differences in the first round.
         """
         expected = self._canary_logprobs(model)
         tolerance = self.config.canary_tolerance
@@ -233,7 +233,7 @@ class Publisher:
         )
 
     def _canary_logprobs(self, model: nn.Module) -> np.ndarray:
-        """Return the trainer's log-probs (N,) of the canary texts. A collective."""
+        """Return the log-probs (N,) that the trainer's model computes for the canary texts. A collective."""
         return self.canary.logprobs(model, *self.canary.texts)
 
     def _sensitivity(
@@ -289,8 +289,8 @@ class Publisher:
                 joined late does not raise it.
         """
         is_self_test = package.version == SELF_TEST
-        # The changed weights of a self-test cause different rounding errors than the last weights, so the errors of both
-        # would not cancel
+        # The changed weights of a self-test cause other rounding errors than the last weights, so that subtracting the
+        # last differences would not cancel them
         last_differences = {} if is_self_test else self._last_differences
         differences = Differences()
         failures: dict[str, WeightsDidNotLand] = {}

@@ -1,4 +1,4 @@
-"""Parts of the self-test: the tensors to change together in one round, the noise, and the tolerance for engines."""
+"""Choose the tensors that each round of the self-test changes, change them, and compute the tolerance for engines."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +15,8 @@ MIN_TOLERANCE = 5e-5
 # Engine and trainer may differ by this multiple of the trainer's sensitivity, which is the change of its log-probs when
 # the last bits of its weights flip (`measure_sensitivity`). Healthy engines differ by at most 1.9 times the sensitivity
 # in bfloat16, where sums are rounded once. In float32, where each of hundreds of terms is rounded, they differ by 2.6
-# times on a real model. A lost tensor causes a difference of thousands of times (docs/log.md, 2026-11-25)
+# times the sensitivity on a real model. A lost tensor causes a difference of thousands of times the sensitivity
+# (docs/log.md, 2026-11-25)
 SENSITIVITIES = {torch.float32: 48.0, torch.bfloat16: 3.0}
 # In a self-test, engine and trainer may also differ by this multiple of their difference before the tensors were
 # changed. An engine with other kernels or with quantized weights differs by more than rounding
@@ -78,15 +79,16 @@ def _bytes_on_all_ranks(weight: torch.Tensor) -> int:
 def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Add noise to each of the weights (or to this rank's shards) while the block runs.
 
-    An engine that loses one of these tensors computes a visibly different result. The change that a training step makes
-    might be too small to see. Meanwhile, the original values are kept in main memory (see `groups_within`).
+    An engine that loses one of these tensors computes a visibly different result, whereas the change that a training
+    step makes to a tensor might be too small to see. While the block runs, the original values are kept in main memory
+    (see `groups_within`).
     """
     shards = [local_shard(weight) for weight in weights.values()]
     originals = [shard.detach().to("cpu", copy=True) for shard in shards]
     generators: dict[torch.device, torch.Generator] = {}
     try:
         for shard, weight in zip(shards, weights.values(), strict=True):
-            # On a GPU if there is one: a CPU draws 10^9 numbers in 10 to 20 s
+            # Draw on the GPU if there is one, because a CPU takes 10 to 20 s for 10^9 numbers
             device = compute_device(weight)
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(0)
@@ -102,10 +104,10 @@ def noise_scale(shard: torch.Tensor) -> float:
     """Return the standard deviation of the noise for a tensor.
 
     It is half of the tensor's root mean square, or more if the sum of tensor and noise would be too small to have an
-    effect. With the noise, a vector has a root mean square of at least 1.5, because biases are zero in a fresh model. A
-    matrix with its noise maps states with a root mean square of 1 to states with one of at least 1.25. In a narrow fresh
-    model, queries and keys are so small that all tokens get the same attention, and changing them would have no effect.
-    Each rank uses its own shard.
+    effect. This sum has a root mean square of at least 1.5 if the tensor is a vector, because biases are zero in a
+    fresh model. If the tensor is a matrix, the sum maps states with a root mean square of 1 to states with a root mean
+    square of at least 1.25: in a narrow fresh model, queries and keys are so small that all tokens get the same
+    attention, and a small change would have no effect. Each rank computes the standard deviation from its own shard.
     """
     size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
     min_size = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
@@ -150,7 +152,7 @@ def measure_sensitivity(
     """Return how much log-probs change (`canary_miss`, in nats) when the last bits of half of the weights flip.
 
     This measures the effect of rounding on the current model, because an engine that evaluates the same sums in another
-    order makes about as many rounding errors. Deep models and perturbed models amplify rounding, which is included.
+    order makes about as many rounding errors. It includes the amplification of rounding in deep and perturbed models.
 
     Args:
         logprobs: Function that computes the log-probs (N,) of fixed texts with the current weights.
@@ -183,7 +185,7 @@ def last_bits_flipped(weights: Collection[torch.Tensor], wire_dtype: torch.dtype
 def _flip_last_bits(shard: torch.Tensor, wire_dtype: torch.dtype) -> None:
     """Flip the last bit in `wire_dtype` of every second value in place.
 
-    In a float32 weight, bfloat16's last bit is not the last one. The bits below it do not change.
+    In a float32 weight, bfloat16's last bit is not the last bit of the value. The bits below it do not change.
     """
     unit = torch.finfo(wire_dtype).eps / torch.finfo(shard.dtype).eps
     flipped_bit = max(1, int(unit))

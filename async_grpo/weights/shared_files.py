@@ -27,7 +27,8 @@ class SharedFilesPublisher(Publisher):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def _store(self, engines: Engines, image: np.ndarray) -> Path:
-        # Each file has a new name, because a node could still have an old file of the same name in its cache
+        # Each file gets a name that was never used, because a node could still have an old file of the same name in its
+        # cache
         path = self._folder / f"weights-{uuid.uuid4().hex}.safetensors"
         self._written.append(path)
         partial_path = path.with_suffix(".partial")
