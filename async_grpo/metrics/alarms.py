@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 RECENT = 10  # number of steps in each window
-BEFORE = 60  # number of steps from the begin of the earlier window until now
-KEPT = 1000  # number of latest steps in which evaluations are compared
-ENDING = 60  # characters of an ending; good completions share only shorter endings, such as a closing tag
+BEFORE = 60  # number of steps from the beginning of the earlier window until now
+KEPT = 1000  # number of latest steps whose evaluations are compared
+# Number of last characters of completions that are compared. Good completions share only shorter endings, such as a
+# closing tag
+ENDING = 60
 SURE = 4.0  # standard errors by which a metric must have changed to raise an alarm
 SURE_OF_REWARD = SURE / 2  # standard errors by which a reward must have risen to count as risen
 MAX_LENGTH_FACTOR = 2.0  # factor of growth in length that raises an alarm even if the reward has risen
-# factor of growth or shrinkage that raises an alarm if the reward has not risen
+# Factor of growth or shrinkage in length that raises an alarm if the reward has not risen
 MAX_UNREWARDED_LENGTH_FACTOR = 1.5
 MIN_REPEATED_SHARE = 0.2  # minimum growth of the share of repeated endings that raises an alarm
 Line = Mapping[str, Any]
@@ -28,8 +30,8 @@ Line = Mapping[str, Any]
 def hacking_alarms(lines: Sequence[Line]) -> list[str]:
     """Return the alarms for the last step of a run.
 
-    There are four kinds of alarms: the length changes more than the reward justifies, endings repeat, one of several
-    rewards no longer varies, and evaluation results fall while the training reward rises.
+    There are four kinds of alarms: completions change their length more than the reward justifies; completions repeat
+    their endings; one of several rewards no longer varies; evaluation results fall while the training reward rises.
 
     Args:
         lines: Metrics lines of the run, the oldest first.
@@ -92,15 +94,15 @@ def _exhausted_rewards(lines: Sequence[Line], then: Sequence[Line], now: Sequenc
         has_varied = std.then > max(0.02 * highest, 10 * std.now)
         if has_varied and mean.now > max(0.25 * combined.now, 0.98 * highest):
             alarms.append(
-                f"{mean_key} is {mean.now:.3g} for nearly every sample: it tells them apart no more"
+                f"{mean_key} is {mean.now:.3g} for nearly every sample: it no longer tells them apart"
             )
     return alarms
 
 
 def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
-    """Return alarms about evaluations whose last two results are below their best one while the training reward rose.
+    """Return alarms about evaluations whose last two results are below their best result while training rewards rose.
 
-    A result is below the best one if its confidence interval lies below that of the best one.
+    A result is below the best result if its confidence interval lies below the confidence interval of the best result.
     """
     evaluated = [(place, line) for place, line in enumerate(lines) if "eval_step" in line]
     if not evaluated:
@@ -127,7 +129,7 @@ def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
         if has_fallen and reward.now - reward.then > SURE_OF_REWARD * reward.error:
             alarms.append(
                 f"the reward rose from {reward.then:.3g} to {reward.now:.3g} while {key} fell from {best.mean:.3g} to "
-                f"{results[-1].mean:.3g}: is it gamed?"
+                f"{results[-1].mean:.3g}: does the policy game the reward?"
             )
     return alarms
 

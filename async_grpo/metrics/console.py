@@ -47,10 +47,10 @@ def show_waiting(
     Args:
         wait: Description of the wait.
         every_s: Seconds between two messages; None uses a default.
-        until: Returns True once the wait is over, which may be before the end of the block.
+        until: Returns True once the wait is over, which may be before the `with` block ends.
 
     Yields:
-        A function that stops the messages before the end of the block.
+        A function that stops the messages before the `with` block ends.
     """
     begin = time.monotonic()
     is_over = threading.Event()

@@ -23,7 +23,8 @@ from async_grpo.processes.look import ProcessState
 from async_grpo.processes.waits import Wait
 
 FULL_MB = 8.0  # free space in MB below which a disk counts as full
-BUSY_CORES = 0.2  # number of cores in use above which a waiting verifier may be in an endless loop
+# Number of cores in use above which the process of a verifier that owes a verdict may be in an endless loop
+BUSY_CORES = 0.2
 NOTHING = "the run does not wait for anything that is recorded: it may be starting, or between two steps"
 NOBODY = "though nobody has one: a permit was lost"
 
@@ -92,7 +93,7 @@ def _stopped_processes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _late_ranks(snapshot: Snapshot) -> Iterator[str]:
-    """Yield which ranks are late. These are the ranks outside of a collective, while the others wait in one."""
+    """Yield which ranks are late: the ranks that are not in a collective, while the other ranks wait in one."""
     ranks = [process for process in snapshot.processes if process.role.startswith("rank ")]
     late_ranks = [rank for rank in ranks if not _is_in_collective(rank)]
     places = "; ".join(f"{rank} is in {rank.frames[0]}" for rank in late_ranks or ranks)

@@ -8,9 +8,10 @@ import logging
 import re
 from collections.abc import Mapping
 
-MAX_EXTRA = 1e38  # maximum absolute value of a number, whose square is still finite in a standard deviation
-# Maximum number of names that one source may use in a run. It applies per source, so that agents cannot use up the
-# names of rewards
+# Maximum absolute value of a number. Its square is still finite when a standard deviation is computed
+MAX_EXTRA = 1e38
+# Maximum number of names that one source may use in a run. Each source has a limit of its own, so that agents cannot
+# use up the names that rewards need
 MAX_NUMBER_NAMES = 500
 NUMBER_NAME = r"[\w./-]{1,100}"
 _NAME = re.compile(NUMBER_NAME)
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class FreeNumbers:
-    """Drops numbers with an invalid name or a too large value, and warns once for each reason."""
+    """Drops numbers whose name is invalid or whose value is too large, and warns once for each reason."""
 
     def __init__(self, max_names: int = MAX_NUMBER_NAMES) -> None:
         self._max_names = max_names

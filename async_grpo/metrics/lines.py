@@ -1,4 +1,4 @@
-"""Read and check the lines of a run's files, so that their users can rely on the form even in foreign folders.
+"""Read the lines of a run's files and check their form, so that callers can rely on it even if a stranger wrote them.
 
 Invalid lines are skipped, and so are invalid values in a valid line.
 """
@@ -13,12 +13,12 @@ from async_grpo.options.fields import is_number, refuse
 from async_grpo.processes.untrusted_files import is_text
 
 LARGEST_COUNT = 1 << 53  # largest accepted count; a float cannot represent all larger integers
-# largest accepted number, for which sums, squares and products of a few numbers are still finite
+# Largest accepted number. Sums, squares and products of a few such numbers are still finite
 LARGEST_NUMBER = 1e30
 LONGEST_S = 1e9  # longest duration in seconds that is shown
 LATEST_S = 1e11  # latest accepted Unix time, in the year 5138; much later times cannot be converted to dates
 MAX_NAME_CHARACTERS = 200
-# keys whose values are checked separately
+# Keys of a line whose values `_checked` checks one by one
 OTHER_KINDS = ("step", "file", "alarms", "verifiers", "staleness_tokens")
 Line = dict[str, Any]
 
@@ -29,7 +29,7 @@ def metrics_lines(path: Path, count: int) -> list[Line]:
 
 
 def spread_metrics(path: Path, since: int, count: int) -> Iterator[tuple[Line, int]]:
-    """Yield (valid line, byte at its end) for lines of a metrics file that `spread_records` chooses."""
+    """Yield (line, position of its end in bytes) for the valid ones of the lines that `spread_records` chooses."""
     for record, end in spread_records(path, since, count):
         for line in _checked([record]):
             yield line, end
@@ -72,7 +72,7 @@ def whole_option(options: Line, name: str) -> int:
     value = options.get(name)
     refuse(
         not is_count(value) or value == 0,
-        f"the run's parameters say {name} = {value!r:.50}, which is no number",
+        f"the run's parameters say {name} = {value!r:.50}, which is not a positive integer",
     )
     assert isinstance(value, int)
     return value
@@ -102,7 +102,7 @@ def _checked(records: Iterable[Line]) -> Iterator[Line]:
 
 
 def _numbers(value: Line) -> Line:
-    """Return the numbers of a JSON object and of the objects within it. None is kept, because runs write it for NaN.
+    """Return the numbers of a JSON object and its nested objects. None is kept, because runs write None for NaN.
 
     Numbers above LARGEST_NUMBER are dropped. No run writes them, and their mean could be infinite.
     """

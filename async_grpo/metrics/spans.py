@@ -1,4 +1,4 @@
-"""Spans of a run's timeline, joined so that there are few enough to write them with every step.
+"""Collect the spans of a run's timeline, and join them until they are few enough to be written with every step.
 
 A span is (lane, what, begin, end). The lane is the process or worker that was busy. `what` is its activity: "generate",
 "score", "logprobs", "train", "sync", "save", "evaluate" or "wait". Begin and end are Unix times in seconds.
@@ -37,7 +37,8 @@ class Spans(list[Span]):
 def condensed(spans: Iterable[Span], max_spans: int = MOST) -> list[Span]:
     """Join overlapping spans with the same lane and activity.
 
-    If more than `max_spans` spans are left, spans with the shortest gaps between them are joined, too.
+    If more than `max_spans` spans of a lane and activity are left, those with the shortest gaps between them are joined
+    as well.
 
     >>> condensed([("e", "wait", 0, 2), ("e", "wait", 1, 3), ("e", "wait", 3.5, 4), ("e", "wait", 9, 10)], max_spans=2)
     [('e', 'wait', 0, 4), ('e', 'wait', 9, 10)]

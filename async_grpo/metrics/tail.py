@@ -1,6 +1,6 @@
 """Read parts of files that a run may still be writing: the last lines, or a few lines spread over the file.
 
-The files may come from somebody else. So only regular files are read, and at most MAX_TAIL_BYTES at their end.
+The files may be untrusted. So only regular files are read, and at most MAX_TAIL_BYTES at their end.
 """
 
 import logging
@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 
 from async_grpo.processes.untrusted_files import CHUNK_BYTES, MAX_LINE_BYTES, open_regular, parse_json
 
-CHUNK = 1 << 18  # number of bytes that are read at a time, from the end backwards
-MAX_TAIL_BYTES = 64 << 20  # limited because parsed JSON may take twenty times as much memory
+CHUNK = 1 << 18  # number of bytes that are read at a time, from the end of the file backwards
+# Maximum number of bytes that are read. Their JSON may take twenty times as much memory once it is parsed
+MAX_TAIL_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 
 
@@ -52,14 +53,14 @@ def last_records(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (object, byte at the end of its line) for up to `count` lines spread evenly over a JSONL file.
+    """Yield (object, position of its line's end in bytes) for up to `count` lines spread evenly over a JSONL file.
 
     Only about `count` lines are read, even from a long file. A file with clearly fewer lines is read completely. Lines
     longer than MAX_LINE_BYTES are skipped. If there is no file, nothing is yielded.
 
     Args:
         path: The file.
-        since: Byte at which to begin, which must be the begin of a line.
+        since: Position in bytes at which to begin, which must be the beginning of a line.
         count: Maximum number of lines.
     """
     file = _opened(path)
@@ -72,7 +73,7 @@ def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[st
         for number in range(1, count + 1):
             file.seek(max(0, place - 1))
             if place:
-                _skip_line(file)  # go to the next begin of a line
+                _skip_line(file)  # go to the beginning of the next line
             line = file.readline(MAX_LINE_BYTES + 1)
             if len(line) > MAX_LINE_BYTES:
                 list(_short([line], path))

@@ -22,7 +22,7 @@ from async_grpo.processes.http_host import REFUSAL, is_address
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# Packages for each tracker, one of which must be installed
+# Packages that provide each tracker. One of them must be installed
 TRACKERS = {
     "tensorboard": ("tensorboardX", "tensorboard"),
     "wandb": ("wandb",),
@@ -75,7 +75,7 @@ def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class TrackerThread(threading.Thread):
-    """A thread that creates a tracker and passes all lines to it. Imports and logins of trackers may take long.
+    """A thread that creates a tracker and passes all lines to it, so that a slow tracker does not slow down the run.
 
     If the tracker's library raises any exception, the run continues without the tracker.
 
@@ -100,7 +100,7 @@ class TrackerThread(threading.Thread):
             log.error("--track %s is slower than the run: lines are left out from step %d", self.name, step)
 
     def run(self) -> None:
-        """Create the tracker, and pass lines to it until None, which ends the queue."""
+        """Create the tracker, and pass lines to it until the queue returns None, the sign that no more lines follow."""
         try:
             tracker = self.make()
             while (line := self.lines.get()) is not None:
@@ -169,7 +169,7 @@ def trackers_of(
 def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping[str, Any]) -> Tracker:
     from accelerate import tracking
 
-    # accelerate's own logger needs an accelerate state, whose creation would set up distributed processes
+    # Replace accelerate's logger. It needs an accelerate state, and creating one would set up distributed processes
     tracking.logger = log
     tracker_class = tracking.LOGGER_TYPE_TO_CLASS[name]
     settings = {}
@@ -221,7 +221,7 @@ class PrometheusPage:
 
 
 def _under_an_address(page: "WSGIApplication") -> "WSGIApplication":
-    """Return an application that serves the page only if the Host header is an address; see `is_address`."""
+    """Return an application that serves the page only if `is_address` accepts the Host header of the request."""
 
     def answer(request: "WSGIEnvironment", respond: "StartResponse") -> Iterable[bytes]:
         if is_address(request.get("HTTP_HOST", ""), PROMETHEUS_HOST):

@@ -22,8 +22,10 @@ from async_grpo.processes.look import look
 from async_grpo.processes.untrusted_files import files_inside, read_bytes
 from async_grpo.processes.waits import situation
 
-MIN_S = 120.0  # shortest time without a step that counts as a stall, without --stall-s
-MEDIANS = 3.0  # time that counts as a stall, in median durations of a step, without --stall-s
+# If --stall-s is not set, a stall is a time without a finished step of at least MIN_S seconds, and of at least MEDIANS
+# times the median duration of a step
+MIN_S = 120.0
+MEDIANS = 3.0
 POLL_S = 0.5
 STEPS_OF_MEDIAN = 50
 LOG_LINES = 50  # number of last lines of each log in a report
@@ -84,7 +86,7 @@ class Watchdog:
                     self.report()
                 except Exception:
                     # A failing report must end neither the run nor this thread
-                    log.exception("the run could not be looked at")
+                    log.exception("the report about the run failed")
 
     def report(self) -> None:
         """Inspect the run, and write a report."""

@@ -29,7 +29,7 @@ EVAL_FILE = "eval_metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 SET_ASIDE_FILE = "prompts_set_aside.jsonl"
 LOCK_FILE = ".lock"
-MAX_LOCK_BYTES = 1000  # largest lock file that is read; it holds a process id
+MAX_LOCK_BYTES = 1000  # maximum size of a lock file that is read; a lock file contains a process id
 
 Track = Callable[[dict[str, Any]], None]  # called with each line as it is written
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _lock_files: list[IO[str]] = []
 def claim(folder: Path, mark: str | None = None, *, may_hold_run: bool = False) -> None:
     """Create the folder if necessary, and lock it against other runs until this process ends.
 
-    Child processes of this process may claim the folder, too.
+    Child processes of this process may also claim the folder.
 
     Args:
         folder: The folder.
@@ -112,7 +112,7 @@ def _lock(folder: Path) -> None:
         )
     except OSError as error:
         # Some network file systems do not support locks
-        log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
+        log.warning("%s cannot be locked (%s): let no other run write to it", folder, error.strerror)
     else:
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -186,7 +186,7 @@ def options_of(folder: Path) -> dict[str, Any]:
         options = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    refuse(not isinstance(options, dict), f"{path} cannot be read: it holds no table of options")
+    refuse(not isinstance(options, dict), f"{path} cannot be read: it contains no JSON object of options")
     return options
 
 
@@ -216,10 +216,10 @@ class MetricsWriter:
         self._bar = self._progress.add_task("training", total=num_steps)
         self._waiting: dict[Path, bytes] = {}  # content that could not be written yet, by file
         self._train_intervals: list[Interval] = []
-        # kinds of alarms of the previous step, which are not printed again
+        # Kinds of the alarms of the previous step. Alarms of these kinds are not printed again
         self._alarm_kinds: set[str] = set()
         self._metrics.touch()
-        # A resumed run continues with the earlier lines
+        # A resumed run also compares new lines with those of its steps before
         self._recent_lines = deque(last_records(self._metrics, KEPT), maxlen=KEPT)
         self._progress.start()
 
@@ -262,7 +262,7 @@ class MetricsWriter:
             timeline: Pairs of Unix time and number of generated tokens, in time order.
             spans: The spans of this step.
         """
-        # Intervals of earlier steps are kept, because tokens of this step may have been generated during those
+        # Intervals of earlier steps are kept, because tokens of this step may have been generated during them
         self._train_intervals += [(begin, end) for _, activity, begin, end in spans if activity == "train"]
         first_time = timeline[0][0] if timeline else 0.0
         self._train_intervals = [interval for interval in self._train_intervals if interval[1] >= first_time]
@@ -295,7 +295,7 @@ class MetricsWriter:
                     file.truncate(begin)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            log.error("%s cannot be written: %s; the run goes on, its lines wait", path, error.strerror)
+            log.error("%s cannot be written: %s; its lines are kept and written later", path, error.strerror)
             self._waiting[path] = content
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ def _span(lane: str, activity: str, begin: float, end: float) -> dict[str, Any]:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints log messages on the console, between the lines of the steps. Used if the log itself goes elsewhere."""
+    """Prints log messages on the console between the lines of the steps, for programs whose log goes elsewhere."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
@@ -328,7 +328,7 @@ def as_json(line: dict[str, Any]) -> str:
         # This raises an error for an unpaired surrogate
         text.encode()
     except ValueError:
-        # Values are checked one by one only after an error, because that takes seconds for a page of samples
+        # Values are checked one by one only after an error, because the check takes seconds for a page of samples
         text = json.dumps(_finite(line), allow_nan=False)
     return text + "\n"
 
