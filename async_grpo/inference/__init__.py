@@ -1,1 +1,1 @@
-"""Workers that run the model: vLLM engines generate completions, and logprob workers compute log-probs."""
+"""Workers that run the model: generation workers (vLLM engines by default), and workers that compute log-probs."""

@@ -22,8 +22,8 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     nothing.
 
     Each token is decoded together with the few tokens before it, which takes O(T). Decoding every prefix would take
-    O(T^2). The values are exact for byte-level tokenizers. For other tokenizers they are exact if the bytes are valid
-    characters.
+    O(T^2). The values are exact for byte-level tokenizers. For other tokenizers they are exact if the tokens' bytes are
+    valid characters.
 
     Args:
         tokenizer: An object with the `decode` method of Hugging Face's tokenizers.
@@ -41,8 +41,8 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     """
     ids = [int(token) for token in token_ids]
     ends = np.zeros(len(ids), np.int32)
-    # A token is settled once its text cannot change any more. ids[window_begin:num_settled] are decoded again, as the
-    # context of the tokens after them
+    # A token is "settled" once later tokens cannot change its text. The settled tokens ids[window_begin:num_settled] are
+    # decoded again, as the context of the tokens after them
     window_begin = 0
     num_settled = 0
     chars_in_window = 0  # number of characters of the decoded window that belong to settled tokens

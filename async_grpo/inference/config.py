@@ -52,8 +52,8 @@ REFUSED_ENGINE_OPTIONS = {
     ),
     **dict.fromkeys(
         ("enable_lora", "default_mm_loras"),
-        "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU gives requests "
-        "without an adapter that of others",
+        "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU applies adapters of "
+        "other requests to requests without an adapter",
     ),
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size"),
@@ -63,7 +63,7 @@ REFUSED_ENGINE_OPTIONS = {
     "kv_transfer_config": "keys and values kept outside the engine would outlive the weights that computed them",
     "disable_log_stats": "the worker reads from these statistics whether the engine makes progress",
 }
-# Default values of refused arguments. Users may write these out, because they change nothing
+# Default values of refused arguments. Users may set an argument to its default, because this changes nothing
 HARMLESS_ENGINE_OPTIONS = {
     "disable_log_stats": "false",
     "enable_lora": "false",
@@ -75,8 +75,8 @@ HARMLESS_ENGINE_OPTIONS = {
     "config_format": "auto",
 }
 MAX_CPU_SEQUENCES = 1024
-# Tokens of a block of the KV cache on the CPU, the fewest that vLLM's kernels take. Sequences share only whole blocks, so
-# that with vLLM's default, 128, short prompts are never shared
+# Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole
+# blocks, so with vLLM's default of 128, completions would never share the cache of a short prompt
 CPU_BLOCK_SIZE = 32
 SMALLEST_CPU_CACHE = GIB // 8
 # vLLM's variable for the size of the KV cache of an engine on the CPU, in GiB
@@ -85,8 +85,8 @@ CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
 LARGE_GPU_BYTES = 70 * GIB
-# Part of an engine's share of a GPU, without its weights, that the KV cache takes if the trainer is on the same GPU. The
-# rest is for activations, logits and CUDA graphs
+# If engine and trainer are on the same GPU: part of the engine's share of the memory that the KV cache gets, after the
+# weights are subtracted. The rest is for activations, logits and CUDA graphs
 COLOCATED_CACHE_SHARE = 0.75
 ENGINE_METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 
@@ -131,8 +131,8 @@ def largest_cpu_kv_cache() -> int:
 def cpu_kv_cache(num_sequences: int, max_total_tokens: int, token_bytes: int) -> int:
     """Return the size of the KV cache of an engine on the CPU, in bytes.
 
-    vLLM fills the whole cache with zeros when it starts, so it gets no more than its sequences can use. If the user has set
-    vLLM's variable, its value is the size.
+    vLLM fills the whole cache with zeros when it starts, so the cache should not be larger than the sequences can use.
+    If the user has set CPU_CACHE_VARIABLE, its value is the size.
 
     Args:
         num_sequences: Number of sequences that the engine decodes at once.
@@ -144,7 +144,7 @@ def cpu_kv_cache(num_sequences: int, max_total_tokens: int, token_bytes: int) ->
     """
     if os.environ.get(CPU_CACHE_VARIABLE):
         return largest_cpu_kv_cache()
-    # The prompts of groups that wait may take further blocks, one for each sequence
+    # One block more for each sequence, because the cached prompts of waiting groups may also take blocks
     blocks_per_sequence = math.ceil(max_total_tokens / CPU_BLOCK_SIZE) + 1
     needed_bytes = num_sequences * blocks_per_sequence * CPU_BLOCK_SIZE * token_bytes
     return min(max(SMALLEST_CPU_CACHE, needed_bytes), largest_cpu_kv_cache())
@@ -153,7 +153,7 @@ def cpu_kv_cache(num_sequences: int, max_total_tokens: int, token_bytes: int) ->
 def colocated_kv_cache_bytes(weight_bytes: int, share_bytes: int) -> int:
     """Return the size of the KV cache of an engine that shares a GPU with the trainer, in bytes.
 
-    vLLM would otherwise measure how much of the GPU is in use, and count the trainer's memory as the engine's.
+    Without this size, vLLM would measure how much of the GPU is in use, and count the trainer's memory as the engine's.
 
     Args:
         weight_bytes: Size of the engine's weights on the GPU.
@@ -180,36 +180,38 @@ class EngineOptions(Section):
 
     engine: str = _engine(
         "vllm",
-        "Inference engine: a name, or FILE.py:NAME of a class of your own.",
+        "Inference engine that generates completions: a name, or FILE.py:NAME of a class of your own.",
         choices="async_grpo.inference.config:ENGINES",
         takes_file=True,
     )
     engine_python: str = _engine(
         "",
         "Python of another environment in which the engines run, such as /opt/engines/bin/python, for a vLLM that needs "
-        "another torch than the trainer. It must have the run's Ray and minor version of Python. By default engines run in "
-        "the run's environment.",
+        "another torch than the trainer. Its versions of Ray and of Python (such as 3.11) must be those of the run. By "
+        "default engines run in the run's environment.",
     )
     max_num_seqs: int | None = _engine(
         None,
-        "Maximum number of sequences that each engine decodes at once. By default as many as the run has in flight, "
-        "within the limit of the device.",
+        "Maximum number of sequences that each engine decodes at once. By default the number of samples that the run "
+        "has in flight, up to the maximum of the device.",
         range=POSITIVE,
         everyday=True,
     )
     overhead_seqs: int = _engine(
         16,
-        "Sequences queued at each engine beyond --max-num-seqs, so that it never runs out of work.",
+        "Number of sequences that wait in each engine in addition to --max-num-seqs, so that the engine never idles.",
         range=NOT_NEGATIVE,
     )
-    tensor_parallel_size: int = _engine(1, "GPUs of each generation worker.", range=POSITIVE, everyday=True)
+    tensor_parallel_size: int = _engine(
+        1, "Number of GPUs of each generation worker.", range=POSITIVE, everyday=True
+    )
     gpu_memory_utilization: float = _engine(
-        0.9, "Share of each GPU's memory that the engine may take.", range=POSITIVE_SHARE
+        0.9, "Share of each of its GPUs' memory that an engine may use.", range=POSITIVE_SHARE
     )
     colocate: bool = _engine(
         False,
-        "Let trainer and engines share GPUs: of each shared GPU, --gpu-memory-utilization is the engine's share, and the "
-        "rest is the trainer's. By default each GPU belongs to one of them.",
+        "Let trainer and engines share GPUs. The engine gets the share --gpu-memory-utilization of a shared GPU's "
+        "memory, and the trainer the rest. By default each GPU belongs either to the trainer or to an engine.",
         everyday=True,
     )
     enable_prefix_caching: bool = _engine(
@@ -225,7 +227,8 @@ class EngineOptions(Section):
     )
     engine_restarts: int = _engine(
         3,
-        "Number of times in a row that a dead worker is restarted. The first restarts wait 5, 25 and 125 seconds.",
+        "Number of times in a row that a dead worker is restarted. The waits before the first restarts are 5, 25 and "
+        "125 seconds.",
         range=NOT_NEGATIVE,
     )
     engine_options: str = _engine(
@@ -236,11 +239,11 @@ class EngineOptions(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The Ray actor that reads the user's file has another working directory, so the path must be absolute
+        # The Ray actor that imports the user's file has another working directory, so the path must be absolute
         object.__setattr__(self, "engine", absolute(self.engine))
         if self.engine_python:
-            # Links are not followed. The Python of a virtual environment is a link to another Python, which would not find
-            # the environment's packages
+            # Make the path absolute without following links. The Python of a virtual environment is a link to another
+            # Python, which would not find the environment's packages
             object.__setattr__(self, "engine_python", os.path.abspath(self.engine_python))
         for name, value in self.further_options.items():
             reason = REFUSED_ENGINE_OPTIONS.get(name)
@@ -267,10 +270,11 @@ class EngineOptions(Section):
 
 
 def is_eager(options: EngineOptions, has_gpu: bool) -> bool:
-    """Return whether engines compile nothing.
+    """Return whether engines run the model without compiling it.
 
-    By default they compile on GPUs only. On the CPU, compiling a model of 135 million parameters takes a minute of CPU time
-    and makes generation 13 % faster, which pays off after about 130,000 tokens. For a tiny model it never pays off.
+    By default they compile it on GPUs only. On the CPU, compiling a model of 135 million parameters takes a minute of
+    CPU time and makes generation 13 % faster, which pays off after about 130,000 tokens. For a tiny model it never pays
+    off.
     """
     return not has_gpu if options.enforce_eager is None else options.enforce_eager
 

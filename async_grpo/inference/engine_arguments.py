@@ -28,7 +28,7 @@ from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.options.fields import nearest
 from async_grpo.weights.config import get_transport
 
-# Arguments with which the user sets the size of the KV cache
+# Arguments in `--engine-options` with which the user sets the size of the KV cache
 SETS_CACHE = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 
 
@@ -61,7 +61,7 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         "worker_extension_cls": extension,
         "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
         "enable_log_requests": False,
-        # Always set, because without a value a library may ask on the terminal
+        # Always set, because without a value transformers may ask on the terminal whether to run a model's code
         "trust_remote_code": False,
     }
     has_cache_size = bool(SETS_CACHE & options.further_options.keys())

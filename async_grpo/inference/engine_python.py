@@ -1,4 +1,4 @@
-"""`--engine-python`: engines in a Python environment of their own, and the check that it fits the run's environment.
+"""`--engine-python`: run engines in a Python environment of their own, and check that it fits the run's environment.
 
 An engine's Ray actor and vLLM's processes are started by that environment's Python. The two sides exchange nothing but
 bytes, numpy arrays and this library's own classes, so their versions of torch, transformers and vLLM may differ. Ray
@@ -76,8 +76,8 @@ class EngineEnvironment:
 def engine_variables(path: str) -> dict[str, str]:
     """Return the environment variables of an actor that `--engine-python` starts, for Ray.
 
-    With them it imports the library from the run's checkout, if the run does, and finds programs of its own environment,
-    such as the ninja with which kernels are compiled.
+    With these variables, the actor imports this library from the run's checkout, if the run uses one, and finds the
+    programs of its own environment, such as the ninja that compiles kernels.
     """
     # Ray replaces ${PATH} by the value on the actor's node
     return {"PATH": f"{os.path.dirname(path)}{os.pathsep}${{PATH}}", **checkout_variables()}
@@ -116,7 +116,7 @@ def read_environment(path: str) -> EngineEnvironment:
     refuse(
         not os.access(path, os.X_OK), f"{flag} is not executable: give the path of a Python, or chmod +x it"
     )
-    # With PYTHONSAFEPATH, this process's working folder is not searched for packages
+    # With PYTHONSAFEPATH, that Python does not import packages from the working directory
     environment = {**os.environ, **checkout_variables(), "PYTHONSAFEPATH": "1"}
     try:
         process = subprocess.run(
@@ -138,7 +138,7 @@ def read_environment(path: str) -> EngineEnvironment:
     except OSError as error:
         reason = str(error)
     except (ValueError, LookupError, TypeError):
-        pass  # its output ends with no answer; the reason is its exit code and its error output
+        pass  # the output does not end with an answer; `reason` has the exit code and the last line of the errors
     raise ConfigurationError(
         f"{flag} does not report its versions ({reason}): give the path of a working Python"
     )
@@ -148,7 +148,7 @@ def check_environment(path: str) -> EngineEnvironment:
     """Check that engines of this run can be started by a Python of another environment.
 
     Raises:
-        ConfigurationError: They cannot. The message names the values of both sides and the way out.
+        ConfigurationError: The engines cannot be started. The message names the values of both sides and the way out.
     """
     engines = read_environment(path)
     flag = f"--engine-python {path}"

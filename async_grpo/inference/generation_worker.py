@@ -48,8 +48,8 @@ from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, Tokens
 
 log = logging.getLogger(__name__)
-# Seconds between reports of the new tokens of unfinished completions. If an engine is lost, at most the tokens of this
-# time are lost
+# Seconds between reports of the new tokens of unfinished completions. If an engine is lost, only the tokens since the
+# last report are lost
 PARTIAL_RESULTS_EVERY_S = 5.0
 
 
@@ -96,7 +96,7 @@ class GenerationWorker:
         timeline = TokenTimeline()
         engine = AsyncLLM.from_engine_args(
             engine_arguments(options, settings, cls.worker_extension),
-            # vLLM's defaults for batches of prompts. They allow larger prefills than its defaults for a chat server
+            # Use vLLM's defaults for batches of prompts. They allow larger prefills than those for a chat server
             usage_context=UsageContext.LLM_CLASS,
             stat_loggers=[lambda *_: timeline],
         )
@@ -331,8 +331,8 @@ class GenerationWorker:
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
-        # Compares the received weights with those that the layers compute with, as far as these can be read. The manifest
-        # says the result for each tensor
+        # Compare the received weights with those that the layers compute with, as far as these can be read. The
+        # manifest contains the result for each tensor
         self._read_back.compare(await self.engine.collective_rpc("fingerprints"))
         manifest = {}
         for name, (dtype, shape, digest, *_) in receipts[0].items():

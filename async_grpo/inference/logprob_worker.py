@@ -2,8 +2,8 @@
 
 This module uses plain asyncio. The Ray actor that runs it is in `cluster/`.
 
-A batch starts when the queue fills the token budget, or when its oldest sequence has waited `max_wait_s`. The
-alternative, to wait until no sequence has arrived for `max_wait_s`, would never end under steady traffic.
+A batch starts when the sequences in the queue fill the token budget, or when the oldest of them has waited for
+`max_wait_s`. Waiting until no sequence has arrived for `max_wait_s` would never end under steady traffic.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class LogprobWorker:
         return cls(policy, config, settings.temperature)
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
-        """Compute the log-probs of completions. An error in a forward pass is raised to all callers of its batch.
+        """Compute the log-probs of completions. If a forward pass fails, all callers of its batch get the error.
 
         Args:
             sequences: Token ids (L,) of prompt and completion.
@@ -135,7 +135,7 @@ class LogprobWorker:
         return True
 
     async def until_failure(self) -> str:
-        """Wait forever, because failures are raised to the callers of the failed requests. See `Engine`."""
+        """Wait forever, because the callers of failed requests get the errors. See `Engine`."""
         return await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class LogprobWorker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self) -> None:
-        """Serve requests until cancelled. At the end, all requests that are still waiting fail."""
+        """Serve requests until this task is cancelled. Then all requests that are still waiting fail."""
         try:
             while True:
                 await self._fill_batch()
@@ -170,7 +170,7 @@ class LogprobWorker:
             # Drop requests whose callers have cancelled them
             self._queue = [request for request in self._queue if not request.answer.done()]
             queued_tokens = np.cumsum([len(request.token_ids) for request in self._queue])
-            wait_s = None  # None: while the queue is empty, wait for a request without a time limit
+            wait_s = None  # while the queue is empty, wait for a request without a time limit
             if self._queue:
                 wait_s = self._queue[0].arrived_at + self._max_wait_s - time.monotonic()
                 if wait_s <= 0 or queued_tokens[-1] >= self._max_tokens:
@@ -211,7 +211,7 @@ def _fail(error: Exception, requests: list[_Request]) -> None:
 def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str]:
     """Copy the tensors into the policy's weights of the same names.
 
-    All other weights keep their values. The receipt shows that they were not received.
+    All other weights keep their values. The manifest shows that they were not received.
 
     Returns:
         The names of the tensors that differ, in any bit, from the weights with which the policy computes.

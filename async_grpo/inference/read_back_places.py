@@ -12,8 +12,9 @@ class ReadBack:
     """Compares the weights that an engine received with those that it computes with, place by place.
 
     A place is a module whose weights share one fingerprint (see `weights.read_back`). Some places cannot be read, such
-    as quantized layers and packed experts. The first update sends the weights that a new engine already holds. A place
-    that differs after it therefore cannot be read, and is ignored from then on.
+    as quantized layers and packed experts. The first update sends the weights that a new engine already holds, so all
+    fingerprints should be equal afterwards. A place whose fingerprints differ cannot be read, and is ignored from then
+    on.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class TokenTimeline(StatLoggerBase):
 
 
 def tokens_of(output: CompletionOutput) -> Tokens:
-    """Return a copy of an output's tokens. The output of an unfinished request would continue to grow."""
+    """Return a copy of an output's tokens. The output of an unfinished request itself would continue to grow."""
     token_ids = np.array(output.token_ids, np.int32)
     flat_logprobs = output.logprobs
     assert isinstance(flat_logprobs, FlatLogprobs), type(flat_logprobs)
@@ -112,7 +112,7 @@ class EngineRequest:
             detokenize=bool(sampling.stop),
             # Keeps special tokens in the text, because a stop text may spell one
             skip_special_tokens=False,
-            # 0: only the sampled token's log-prob. Flat: lists instead of one dictionary per token
+            # 0 requests only the log-probs of sampled tokens. Flat means lists instead of one dictionary per token
             logprobs=0,
             flat_logprobs=True,
             # vLLM need not copy the parameters, because nothing changes them

@@ -4,7 +4,7 @@ Each module's docstring says what the module does, for which vLLM versions it wa
 not enough, and when the module can be removed. Each module has a test in `tests/inference/test_vllm_edges.py` or
 `test_vllm_edges_of_the_worker.py`. The test fails once vLLM no longer needs the module, and says what to remove.
 
-In the processes that compute the model (vLLM imports `worker_extension` there, which installs the others):
+In the processes that compute the model (vLLM imports `worker_extension` there, which installs the other modules):
     `worker_extension`   methods that are called by name in every process of an engine
     `receive_weights`    the engine's side of the weight transports, which records each received tensor
     `tied_heads`         update a tied LM head, which would keep its old weights
@@ -16,11 +16,11 @@ In the processes that compute the model (vLLM imports `worker_extension` there, 
     `uncompiled_ranks`   count the ranks of sampled tokens on the CPU without compiling
 
 In the process of the generation worker:
-    `weight_versions`    which policy version sampled each token
-    `unfinished_tokens`  the tokens of an unfinished request
-    `stop_texts`         texts that end a completion, in an engine without a tokenizer
+    `weight_versions`    record which policy version sampled each token
+    `unfinished_tokens`  read the tokens of an unfinished request
+    `stop_texts`         find texts that end a completion, in an engine without a tokenizer
     `one_process`        run the model in the engine's own process on the CPU
-    `model_inspection`   look at a model's class in this process on the CPU
+    `model_inspection`   inspect a model's class in this process on the CPU
     `transfer_group`     leave a group of the NCCL transport
     `cpu_drafts`         refuse speculative decoding on the CPU, where drafted tokens are wrong
 

@@ -1,10 +1,10 @@
 """Refuse an update that moves weights away from the addresses at which captured CUDA graphs read them.
 
 Written for vLLM 0.31 and 0.32. A captured graph of a decode step reads its weights at fixed addresses. vLLM's layerwise
-reload copies new weights to their old places, but what a layer derives from its weights after loading (the split
-projections of MLA attention, the scales of quantized experts) may be a new tensor after each update. The graphs would
-continue to read the old one. The canary, which is a prefill, and the fingerprints, which are read through the layers'
-attributes, do not show this. vLLM has no public check.
+reload copies new weights to their old addresses, but a tensor that a layer derives from its weights after loading (the
+split projections of MLA attention, the scales of quantized experts) may be a new tensor after each update. The graphs
+would continue to read the old tensor. The canary, which is a prefill, and the fingerprints, which are read through the
+layers' attributes, do not show this. vLLM has no public check.
 
 Not needed any more when vLLM's reload keeps or checks the addresses of all tensors that its graphs read.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode
 
-NUM_NAMES = 5  # names of moved tensors in the error
+NUM_NAMES = 5  # maximum number of moved tensors that the error names
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:

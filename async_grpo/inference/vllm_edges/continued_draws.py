@@ -2,13 +2,13 @@
 
 Written for vLLM 0.31 and 0.32. When an engine is lost, another engine continues its completions. The tokens that were
 reported become part of the prompt. `SamplingParams.seed` starts a new generator at the first draw, and no parameter
-says how many draws were made before. Therefore this module replaces `InputBatch.add_request`, and repeats those draws
-with the engine's own sampler. New draws instead would bias the sample: finished completions are reported at once, so
-only long completions would be drawn a second time, and could become short.
+says how many draws were made before. Therefore this module replaces `InputBatch.add_request`, and repeats the earlier
+draws with the engine's own sampler. Sampling with other draws would bias the lengths: finished completions are reported
+at once, so only long completions would be drawn a second time, and could become short.
 
-On GPUs vLLM runs its Model Runner V2, which does not use `InputBatch`, so that the replacement has no effect. V2 does not
-need it: it draws by a hash of the seed and the position in the sequence, so that a continued request makes the same draws.
-On the CPU, and where V2 lacks a feature, vLLM runs V1. `model_runner` tells which one an engine runs.
+On GPUs vLLM runs its Model Runner V2, which does not use `InputBatch`, so that the replacement has no effect. V2 does
+not need it: it draws by a hash of the seed and the position in the sequence, so that a continued request makes the same
+draws. On the CPU, and where V2 lacks a feature, vLLM runs V1. `model_runner` tells which runner an engine uses.
 
 Not needed any more when a request can say how many draws of its seed to skip.
 """
@@ -36,7 +36,7 @@ def add_request_drawing_on(self: InputBatch, request: Any) -> int:
     generator = request.generator
     if generator is not None:
         sampler = TopKTopPSampler("processed_logprobs")  # makes the same draws as the engine's own sampler
-        # `pop`, so that the draws are repeated only once, even if the request is added again after a preemption
+        # `pop` removes the number, so that the draws are not repeated if the request is added again after a preemption
         num_drawn = (request.sampling_params.extra_args or {}).pop(DRAWN, 0)
         for _ in range(num_drawn):
             logits = torch.zeros(1, self.vocab_size, device=generator.device)

@@ -2,7 +2,7 @@
 
 Written for vLLM 0.31 and 0.32. With speculative decoding at a temperature above 0, the CPU kernel `_expand_kernel_impl`
 writes the temperatures to a copy of its output, so that log-probs are divided by uninitialized memory. Seeded requests
-crash the engine: to reject a draft, vLLM sets the offset of a generator, and generators on the CPU have none. vLLM
+crash the engine: to reject a draft, vLLM sets the offset of a generator, but generators on the CPU have no offset. vLLM
 accepts the arguments without a warning.
 
 Not needed any more when the kernel writes the temperatures to its output.
@@ -17,7 +17,7 @@ def problem_with_drafts(name: str, temperature: float) -> str:
     """Return the reason why this argument of vLLM's engine is refused on this machine, or "" if it is not."""
     if name in DRAFT_ARGUMENTS and current_platform.is_cpu():
         return (
-            f"vLLM 0.32 on the CPU divides by uninitialized memory where tokens are drafted at a temperature above 0 "
-            f"(the run's: {temperature}), and ends at the first seeded request; leave it out"
+            f"vLLM 0.32 on the CPU divides by uninitialized memory if tokens are drafted at a temperature above 0 "
+            f"(the run's: {temperature}), and crashes at the first seeded request; leave it out"
         )
     return ""

@@ -1,11 +1,11 @@
 """Pack the experts again after an update.
 
-Written for vLLM 0.31 and 0.32. On the CPU they pack the experts of a layer into the memory layout of the kernel, but
-only at the first load. After an update the kernel would read unpacked numbers as packed ones, and log-probs would be
-wrong by 2 nats. vLLM has no public call that packs them.
+Written for vLLM 0.31 and 0.32. On the CPU, vLLM packs the experts of a layer into the memory layout of the kernel, but
+only at the first load. After an update the kernel would read unpacked numbers as packed numbers, and log-probs would be
+wrong by 2 nats. vLLM has no public call that packs experts.
 
-Not needed any more when `UnquantizedFusedMoEMethod._setup_kernel` packs experts at every load. They would then be
-packed twice.
+Not needed any more when `UnquantizedFusedMoEMethod._setup_kernel` packs experts at every load. With this module, the
+experts would then be packed twice.
 """
 
 import torch

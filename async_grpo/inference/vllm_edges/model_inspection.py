@@ -1,9 +1,9 @@
-"""Look at a model's class in this process on the CPU.
+"""Inspect a model's class in this process on the CPU.
 
-Written for vLLM 0.31 and 0.32. Before an engine starts, vLLM asks the model's class what it supports. The first time on a
-machine, and after another version of vLLM has run, a process of its own imports vLLM and the class for that, which takes
-9 s. The process is there so that CUDA is not initialized in the caller, which does not matter on the CPU. vLLM has no
-public setting for it.
+Written for vLLM 0.31 and 0.32. Before an engine starts, vLLM asks the model's class what it supports. The first time on
+a machine, and after another version of vLLM has run, vLLM starts a separate process for this, which imports vLLM and
+the class and takes 9 s. Its purpose is that CUDA is not initialized in the caller, which does not matter on the CPU.
+vLLM has no public setting for it.
 
 Not needed any more when vLLM starts no process for this on the CPU.
 """

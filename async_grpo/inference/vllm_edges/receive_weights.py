@@ -1,4 +1,4 @@
-"""The engine's side of a weight update: two transports for vLLM's own interface, which record each received tensor.
+"""Receive weights in the engine: two transports for vLLM's own interface, which record each received tensor.
 
 Written for vLLM 0.31 and 0.32. `WeightTransferEngine` is public, and `register_engine` accepts other packages' classes.
 This module uses three private parts:
@@ -34,8 +34,8 @@ from async_grpo.protocols import TensorRecord
 from async_grpo.weights.package import record
 from async_grpo.weights.read_back import fingerprint, sampled
 
-# Silences a warning about layers that received no weights: a round of the self-test may send a single layer. The
-# receipts show which tensors were lost.
+# Silence vLLM's warning about layers that received no weights, because a round of the self-test may send a single
+# layer. If weights are lost, the receipts show it.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 

@@ -1,7 +1,7 @@
-"""Texts that end a completion, in an engine without a tokenizer.
+"""Find texts that end a completion, in an engine without a tokenizer.
 
 Written for vLLM 0.31 and 0.32. The engine reads and returns token ids, and is started with `skip_tokenizer_init`. The
-worker loads the tokenizer itself, with the library's own safety rules for folders that others made. vLLM searches for
+worker loads the tokenizer itself, with this library's safety rules for untrusted folders. vLLM searches for
 stop texts with the tokenizer of its output processor, and has no argument that sets this tokenizer.
 
 Not needed any more when `AsyncLLM` takes a tokenizer.

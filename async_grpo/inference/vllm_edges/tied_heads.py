@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Make every LM head pack its weight again."""
+    """Make every LM head pack its current weight again."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)

@@ -1,9 +1,9 @@
-"""The tokens of an unfinished request.
+"""Read the tokens of an unfinished request.
 
-Written for vLLM 0.31 and 0.32. The worker reports the tokens of unfinished completions every few seconds, so that
-little is lost with an engine. vLLM can stream (`RequestOutputKind.DELTA` or `CUMULATIVE`), but then it makes an output
-per token, and an output names only the last weight version. Therefore this module reads the request states of vLLM's
-output processor.
+Written for vLLM 0.31 and 0.32. The worker reports the tokens of unfinished completions every few seconds, so that few
+tokens are lost if the engine dies. vLLM can stream (`RequestOutputKind.DELTA` or `CUMULATIVE`), but then it makes an
+output per token, and an output names only the last weight version. Therefore this module reads the request states of
+vLLM's output processor.
 
 Not needed any more when vLLM can return an unfinished output on request, with all its weight versions.
 """

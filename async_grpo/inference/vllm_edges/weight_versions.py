@@ -1,10 +1,10 @@
-"""Which policy version sampled each token.
+"""Record which policy version sampled each token.
 
-Written for vLLM 0.31. The caller passes a version label to `AsyncLLM.finish_weight_update`. From 0.32 on,
-`CompletionOutput.weight_versions` lists spans of output tokens with their label. In 0.31 the label cannot be read
-anywhere. There, this module records when the label changes, and compares that with the time of each engine step. This
-is exact, because no step runs while weights change, and all processes of a machine share the monotonic clock. The
-module replaces methods of the engine's output processor, because only they see which tokens came from which step.
+Written for vLLM 0.31. The caller passes a version label to `AsyncLLM.finish_weight_update`. From vLLM 0.32 on,
+`CompletionOutput.weight_versions` lists spans of output tokens with their label. vLLM 0.31 does not return the label.
+For vLLM 0.31, this module records when the label changes, and compares these times with the time of each engine step.
+This is exact, because no step runs while weights change, and all processes of a machine share the monotonic clock. The
+module replaces methods of the engine's output processor, because only these methods see which step made which tokens.
 
 Not needed any more when all versions in KNOWN_VERSIONS have `CompletionOutput.weight_versions`.
 """
@@ -70,7 +70,7 @@ def note_versions_by_time(engine: AsyncLLM) -> None:
         return process_outputs(outputs, made_at, *further)
 
     async def update_noted(new_version: str) -> None:
-        # No step runs during this call, because requests are held. Earlier steps have an earlier time than the change
+        # Requests are held during this call, so no engine step runs, and the time of the change lies between the steps
         await update_weight_version(new_version)
         history.change(new_version)
 

@@ -2,10 +2,10 @@
 
 Written for vLLM 0.31 and 0.32. vLLM's own `AsyncLLM.compute_weight_checksums` (0.32) hashes the parameters of the
 layers. On the CPU, a layer that has packed its weight has an empty parameter, so its checksum never changes. On a GPU,
-the method copies all weights to the host. This module calls the layers themselves: it uses the `apply` of their
+vLLM's method copies all weights to the host. This module calls the layers themselves: it uses the `apply` of their
 quantization method, and depends on how vLLM splits layers over processes (`input_size_per_partition`, ...).
 
-Not needed any more when vLLM's checksums include packed weights, and are cheap.
+Not needed any more when vLLM's checksums include packed weights without copying all weights to the host.
 """
 
 from collections import Counter
@@ -31,9 +31,10 @@ from async_grpo.weights.read_back import fingerprint, place_of, sampled, sampled
 def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
     """Return the fingerprints of the weights that this process's layers compute with.
 
-    The fingerprints are given by place: the module of a weight (`read_back.place_of`), or for a tied head the full name
-    of the tensor to which it is tied. If a weight is split over processes, this process contributes its own part.
-    A weight that all processes hold is counted in the first process only.
+    The keys are places: the module of a weight (`read_back.place_of`), or for a tied head the full name of the tensor
+    to which it is tied. If a weight is split over processes, the fingerprint covers only the part of this process. A
+    weight that all processes hold is counted in the first process only, so that the fingerprints of all processes add
+    up.
     """
     totals = Counter[str]()
     owners: dict[int, str] = {}  # address of a weight -> its first name

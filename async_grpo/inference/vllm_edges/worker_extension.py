@@ -1,4 +1,4 @@
-"""Methods that are called by name in every process of an engine. Importing this module also installs the replacements.
+"""Add methods to every process of an engine, called by name. Importing this module also installs the replacements.
 
 Written for vLLM 0.31 and 0.32. vLLM imports the module of `worker_extension_cls` in each process that computes the model,
 and adds the methods of the class to its worker, where `AsyncLLM.collective_rpc` finds them. The argument and the call are
@@ -34,7 +34,7 @@ class WeightReceipts:
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the fingerprints of the weights in use in this process, and those of all received weights.
 
-        Both are given by place, as in `fingerprints_in_use`.
+        The keys of both are places, as in `fingerprints_in_use`.
         """
         used = fingerprints_in_use(self.weight_transfer_engine.model)
         received = dict.fromkeys(used, 0)
