@@ -111,9 +111,10 @@ class SharedRunSettings:
     seed: int
     char_ends: bool = False  # whether workers set `Completion.char_ends`, which process rewards need
     float32_head: bool = False  # whether engines compute logits in float32
-    guaranteed_completion_tokens: int = 0  # completion tokens that fit after the longest prompt; 0 if unknown
+    # Number of completion tokens that fit into the context even after the longest prompt; 0 if unknown
+    guaranteed_completion_tokens: int = 0
     group_size: int = 1  # number of samples of one prompt, which an engine must be able to accept at once
-    # Highest number of samples that are started and not yet trained; 0 if unknown
+    # Maximum number of samples whose generation has begun and that have not been trained on yet; 0 if unknown
     samples_in_flight: int = 0
     checkpoint: str = ""  # path of the checkpoint that the ranks resume from; "" if they start from the model
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights

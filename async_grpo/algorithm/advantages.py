@@ -31,7 +31,7 @@ from async_grpo.algorithm.statistics import Groups
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import find_entry
 
-# Largest magnitude of rewards, baselines and values. float64 can hold their squares, and the sums of these
+# Largest magnitude of rewards, baselines and values. float64 can hold their squares, and sums of the squares
 LARGEST = 1e100
 SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 
@@ -300,7 +300,7 @@ def _refuse_unknown(
 def _finite(
     name: str, values: Shaped[Tensor, "*shape"], *masks: Bool[Tensor, "..."]
 ) -> Float64[Tensor, "*shape"]:
-    """Return the values as float64, with zeros where the mask of their shape is False.
+    """Return the values as float64, with zeros where the mask of the same shape is False.
 
     Args:
         name: Name of the values, for the error message.

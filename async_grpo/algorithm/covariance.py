@@ -93,7 +93,7 @@ def top_scores(scores: Float[Tensor, "*shape"], count: int) -> Float64[Tensor, "
 
 
 def select(scores: Float[Tensor, "*shape"], threshold: Float[Tensor, ""] | float) -> Bool[Tensor, "*shape"]:
-    """Return True where a score is at least the threshold and not -inf. Ties with the threshold are all selected."""
+    """Return True where a score is at least the threshold and not -inf. Scores equal to the threshold are included."""
     return (scores >= threshold) & (scores > -math.inf)
 
 
@@ -144,7 +144,7 @@ def clip_cov(
     """Return the loss of `ppo_clip`, set to 0 at a few randomly selected tokens.
 
     The tokens are selected among those with cov_low < covariance < cov_high. `ratio` is the fraction of all tokens to
-    select. The bounds of the clip are 1 and 1 by default, as in the authors' recipe. The seed must change from step to
+    select. `clip_low` and `clip_high` are 1 by default, as in the authors' recipe. The seed must change from step to
     step. The metric `selected_frac` is the fraction of selected tokens.
     """
     refuse(

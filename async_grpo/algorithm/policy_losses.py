@@ -3,8 +3,8 @@
 Each loss takes a `LossBatch` and returns (per-token loss, per-token metrics). `losses.PolicyLoss` replaces masked
 values by 0 in the inputs and in the results. In the formulas, r = pi / pi_old with log r clamped to +-20, A is the
 advantage, and sg() stops the gradient. A mean over a sequence is taken over the unmasked tokens with the same sequence
-id, so that it is exact on packed rows. A metric whose name contains `_frac` is 1 at the tokens that it counts, so its
-mean is their share.
+id, so that it is exact on packed rows. A metric whose name contains `_frac` is 1 at the tokens that it counts, so the
+mean of the metric is the share of these tokens.
 """
 
 from dataclasses import dataclass

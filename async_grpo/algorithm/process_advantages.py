@@ -253,7 +253,7 @@ def gigpo(
         used: See `outcome_advantages`.
         groups: See `outcome_advantages`.
         turns: Index in time of each token's turn, from 0.
-        states: A number that identifies the state in which the token's turn began; 0 if the environment names none.
+        states: A number that identifies the state in which the token's turn began; 0 if this state has no name.
         gamma: Discount per turn.
         omega: Weight of the turns' advantages.
         eps: Added to the standard deviations.

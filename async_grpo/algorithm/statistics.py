@@ -69,7 +69,7 @@ class Groups:
         counted: Shaped[Tensor, "batch columns"],
         weights: Float64[Tensor, "batch 1"] | None = None,
     ) -> Float64[Tensor, "batch columns"]:
-        """Return the counted values minus their group's mean, which `weights` may weight. Other values become 0."""
+        """Return the counted values minus the mean of their group, weighted if there are weights. Others become 0."""
         above = self.above_lowest(values, counted)
         shares = counted.double() if weights is None else counted * weights
         mean = divide_or_zero(self.total(shares * above), self.total(shares))
@@ -186,9 +186,9 @@ def reverse_scan(
 ) -> Float[Tensor, "batch tokens"]:
     """Return x_t = terms_t + decay_t * x_{t+1} along the tokens, with x = 0 past the end.
 
-    The tokens are split into blocks of about sqrt(T) tokens. First, all blocks are scanned in parallel, each as if it
-    were the last one. Then each block, from the last to the first, is corrected for the tokens after it. This takes
-    about 2 sqrt(T) tensor operations. It avoids dividing by powers of the decay, which underflow.
+    The tokens are split into blocks of about sqrt(T) tokens. First, all blocks are scanned in parallel, as if no other
+    block followed. Then each block, from the last to the first, is corrected for the tokens after it. This takes about
+    2 sqrt(T) tensor operations, and does not divide by powers of the decay, which might underflow.
     """
     num_rows, num_tokens = terms.shape
     block_size = max(math.isqrt(num_tokens), 1)

@@ -41,8 +41,8 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     """
     ids = [int(token) for token in token_ids]
     ends = np.zeros(len(ids), np.int32)
-    # A token is "settled" once later tokens cannot change its text. The settled tokens ids[window_begin:num_settled] are
-    # decoded again, as the context of the tokens after them
+    # A token is "settled" once later tokens cannot change its text. The settled tokens ids[window_begin:num_settled]
+    # are decoded again, as the context of the tokens after them
     window_begin = 0
     num_settled = 0
     chars_in_window = 0  # number of characters of the decoded window that belong to settled tokens

@@ -52,8 +52,8 @@ REFUSED_ENGINE_OPTIONS = {
     ),
     **dict.fromkeys(
         ("enable_lora", "default_mm_loras"),
-        "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU applies adapters of "
-        "other requests to requests without an adapter",
+        "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU applies adapters "
+        "of other requests to requests without an adapter",
     ),
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size"),
@@ -81,7 +81,7 @@ CPU_BLOCK_SIZE = 32
 SMALLEST_CPU_CACHE = GIB // 8
 # vLLM's variable for the size of the KV cache of an engine on the CPU, in GiB
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-# vLLM's default for max_num_seqs on GPUs of at least LARGE_GPU_BYTES, and on smaller ones
+# vLLM's defaults for max_num_seqs: on GPUs with at least LARGE_GPU_BYTES of memory, and on smaller GPUs
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
 LARGE_GPU_BYTES = 70 * GIB

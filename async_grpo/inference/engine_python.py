@@ -2,7 +2,8 @@
 
 An engine's Ray actor and vLLM's processes are started by that environment's Python. The two sides exchange nothing but
 bytes, numpy arrays and this library's own classes, so their versions of torch, transformers and vLLM may differ. Ray
-requires the same Ray and the same minor version of Python, and the library refuses another version of itself.
+requires the same Ray and the same minor version of Python on both sides. The version of this library must be the same
+on both sides, too.
 """
 
 import json

@@ -1,6 +1,6 @@
 """`GenerationWorker`: one vLLM engine that completes prompts, and receives new weights at the same time.
 
-This module uses plain asyncio. The Ray actor that runs it is in `cluster/`. Its callers see none of vLLM's types.
+This module uses plain asyncio. The Ray actor that runs the worker is in `cluster/`. No vLLM types reach the callers.
 """
 
 import asyncio
@@ -309,7 +309,7 @@ class GenerationWorker:
         self._is_update_finished = True
 
     async def resume(self, version: int) -> None:
-        """Continue the requests that `pause` held. If the update did not finish, they fail."""
+        """Continue the requests that `pause` held. If the update did not finish, these requests fail."""
         if not self._is_update_finished:
             self._broken_reason = f"its update to policy version {version} did not finish"
         try:
@@ -326,7 +326,7 @@ class GenerationWorker:
         return manifest, await answer_canary(self, texts)
 
     async def _manifest(self) -> Manifest:
-        """Return a record of every received tensor, which includes whether the engine computes with it."""
+        """Return a record of every received tensor, including whether the engine computes with this tensor."""
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"

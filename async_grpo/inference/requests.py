@@ -107,7 +107,7 @@ class EngineRequest:
             extra_args={DRAWN: len(first_tokens)} if len(first_tokens) else None,
             stop_token_ids=list(settings.stop_token_ids),
             stop=list(sampling.stop) or None,
-            # The completion's tokens include the stop text, so its text must include it as well
+            # The completion's tokens include the stop text, so the completion's text must include it as well
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
             # Keeps special tokens in the text, because a stop text may spell one

@@ -19,7 +19,7 @@ from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.processes.untrusted_files import printable
 
-# Keys of a metrics line with seconds of the trainer, by the activity that the table shows
+# Activity of the trainer, as the table names it -> key of a metrics line with the seconds that it took
 TRAINER = {
     "trainer waits": "seconds_waiting_for_experience",
     "computes": "seconds_computing",

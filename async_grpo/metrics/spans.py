@@ -28,7 +28,7 @@ class Spans(list[Span]):
             self.append((lane, activity, begin, time.time()))
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call, condensed to few."""
+        """Return the spans since the last call, joined by `condensed`."""
         spans = condensed(self)
         self.clear()
         return spans

@@ -31,7 +31,7 @@ SET_ASIDE_FILE = "prompts_set_aside.jsonl"
 LOCK_FILE = ".lock"
 MAX_LOCK_BYTES = 1000  # maximum size of a lock file that is read; a lock file contains a process id
 
-Track = Callable[[dict[str, Any]], None]  # called with each line as it is written
+Track = Callable[[dict[str, Any]], None]  # called with each metrics line when it is written
 log = logging.getLogger(__name__)
 # Steps and log share one console, so that a log line does not break the progress bar
 _CONSOLE = Console()
@@ -175,7 +175,7 @@ def _rewind_file(path: Path, step: int) -> None:
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """Return the parameters of the run in a folder: its options and the FACTS of `config.run`.
+    """Return the parameters of the run in a folder: its options, and the facts that `config.run.FACTS` names.
 
     Raises:
         ConfigurationError: The folder holds no run, or its parameters cannot be read.
@@ -219,7 +219,7 @@ class MetricsWriter:
         # Kinds of the alarms of the previous step. Alarms of these kinds are not printed again
         self._alarm_kinds: set[str] = set()
         self._metrics.touch()
-        # A resumed run also compares new lines with those of its steps before
+        # In a resumed run, alarms also compare with the steps before the run was interrupted
         self._recent_lines = deque(last_records(self._metrics, KEPT), maxlen=KEPT)
         self._progress.start()
 

@@ -161,7 +161,7 @@ def _kind_of(path: Path, table: dict[str, Any]) -> str:
 
 def _is_known(path: Path, table: dict[str, Any]) -> bool:
     """Return whether transformers itself has a class for the model or tokenizer that a configuration names."""
-    # Imported here because it is slow, and needed only for a folder that names code
+    # Imported here, because the import is slow and only needed for a folder that names code
     from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 

@@ -132,7 +132,8 @@ def rows_of_beginnings(
     rows = np.split(np.empty(len(input_ids), np.int64), cu_seqlens[1:-1])
     previous = rows_of_previous = input_ids[:0]
     num_rows = 0
-    # In lexicographic order, no earlier sequence shares a longer beginning with a sequence than its direct predecessor
+    # In lexicographic order, a sequence shares its longest beginning with its direct predecessor, so it is enough to
+    # compare these two
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes()):
         sequence = sequences[i]
         shortest = min(len(previous), len(sequence))

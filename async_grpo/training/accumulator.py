@@ -1,4 +1,4 @@
-"""Accumulate the gradients of many micro-batches into one optimizer step. Their sum is divided once, at its end."""
+"""Sum the gradients of many micro-batches, and divide the sum once, at the end of the optimizer step."""
 
 import logging
 import math
@@ -192,7 +192,7 @@ class GradientAccumulator:
         )
 
     def _change_of_weights(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """Return the norms of the old weights and of their change, and quantiles of the ratio of both over the tensors.
+        """Return the norms of the old weights and of their change, and quantiles of the tensors' relative changes.
 
         The difference is computed in place in `before`, which saves the memory of a third copy.
         """
@@ -215,7 +215,7 @@ class GradientAccumulator:
         return metrics
 
     def _peak_memory_GB(self) -> float:
-        """Return this rank's peak memory: on a GPU that of the allocator since the last step, else of the process."""
+        """Return the peak memory of the GPU allocator since the last step, or of the whole process on a CPU."""
         device = self.ranks.device
         if device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(device)

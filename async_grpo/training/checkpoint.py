@@ -141,7 +141,8 @@ class Checkpointer:
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the index of the file to which each tensor is written, by the tensor's name, for all ranks' tensors.
 
-        The state is split into several files, because each file is built in memory, next to the copy of the state.
+        The state is split into several files to save memory, because each file is built in memory, in addition to the
+        copy of the state.
         """
         suffix = f".{self.ranks.rank}"
         names = list(tensors)

@@ -168,8 +168,8 @@ class Trainer:
         """
         if self.checkpointer is None:
             return
-        # The groups that are not trained yet are saved with this version number, so engines must already have its
-        # weights
+        # The checkpoint also contains groups that are not trained yet. They are saved with this version number, so the
+        # engines must already have the weights of this version
         self._proof()
         self.checkpointer.save(self.version, self.samples, end_reason)
         if end_reason and not self.checkpointer.wait():

@@ -25,8 +25,8 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.sharding import release_gathered
 from async_grpo.training.trajectories import joined_trajectories
 
-# Prime number by which the parts of a token's key are multiplied, so that sums of different parts differ. Products may
-# wrap around in int64
+# Prime number by which the parts of a token's key are multiplied before they are added, so that different tokens get
+# different keys. Products may wrap around in int64
 MIXER = 1_000_003
 
 

@@ -213,9 +213,9 @@ def canary_miss(values: np.ndarray) -> float:
 def trimmed_rms(values: np.ndarray) -> float:
     """Return the root mean square of `values` (N,) without the largest tenth; nan if one is nan, inf if one is infinite.
 
-    Rounding can change the log-probs of single tokens of a trained model greatly: one in 140 by 7 nats, while the median
-    changes by 0.1. This one token would dominate a plain root mean square. A lost tensor, in contrast, changes the
-    log-probs of most tokens.
+    Rounding can change the log-probs of single tokens of a trained model greatly. In one model, 1 of 140 tokens changed
+    by 7 nats, while the median change was 0.1. Such a token would dominate a plain root mean square. A lost tensor, in
+    contrast, changes the log-probs of most tokens.
 
     >>> trimmed_rms(np.array([3.0] * 9 + [1000.0])), trimmed_rms(np.array([3.0] * 8 + [1000.0] * 2)) > 300
     (3.0, True)

@@ -122,7 +122,7 @@ class Publisher:
 
     def _in_thread(self, call: Callable[[], Any], version: int) -> Callable[[], Any]:
         """Finish a sync in a thread, and return a function that waits for its result."""
-        # Three times the option, because the sync waits for three things: its begin, the engines, and the commit
+        # Three times the option, because the sync waits for three things: its beginning, the engines, and the commit
         limit_s = 3 * self.config.sync_timeout_s
         return in_thread(
             call,
@@ -155,14 +155,14 @@ class Publisher:
         prove_unchanged = self._transact(unchanged, weights)
         wait_for_proof = self._in_thread(lambda: self._remember(prove_unchanged()), SELF_TEST)
         if self.wire_dtype is not torch.float32:
-            # The rounds depend on which tensors the engines can read back
+            # Wait for the receipts, which say what tensors the engines can read back. The rounds depend on this
             wait_for_proof()
         restored = frozenset[str]()
         for group in self._rounds(weights):
             # In the order of `weights`, not of the set: the noise depends on the order, and must be equal on every rank
             changed_weights = {name: weight for name, weight in weights.items() if name in group}
             with perturbed(changed_weights):
-                # Each round also sends back the originals of the round before
+                # Each round also sends the original values of the tensors that the previous round changed
                 changed = self._draft_of_round(model, weights, wait_for_proof)
                 names_to_send = restored | group
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}

@@ -5,7 +5,7 @@ This module uses three private parts:
 
 1. `load_weights` does not report which tensors it received. `Receipts` therefore replaces the engine's model while
    weights are loaded, and sees every tensor.
-2. A transport must call the layerwise reload itself.
+2. A transport must itself call vLLM's layerwise reload, which is private.
 3. The registry of transports is read to see whether a name is registered already.
 
 Not needed any more when vLLM reports the tensors that arrived in an update.
@@ -121,7 +121,7 @@ class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, O
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         """Load the tensors of one chunk."""
         with safe_open(update_info.path, framework="pt") as image:
-            # The layerwise reload may keep tensors for longer. They stay mapped after the sender has closed the image
+            # The layerwise reload may keep tensors for longer. Their memory stays mapped after the sender has closed it
             self.model.load_weights((name, image.get_tensor(name)) for name in list(image.keys()))
 
     def shutdown(self) -> None:

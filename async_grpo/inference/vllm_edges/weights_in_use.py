@@ -48,9 +48,9 @@ def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return the sampled values of a weight with which the layer computes.
+    """Return the values with which a layer computes for a weight, at the sampled columns.
 
-    If this weight is not compared in this process, return a zero, which adds nothing to a fingerprint.
+    If the weight is not compared in this process, return a zero, which adds nothing to a fingerprint.
     """
     rank = get_tensor_model_parallel_rank()
     is_row = isinstance(layer, RowParallelLinear)

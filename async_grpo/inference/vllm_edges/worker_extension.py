@@ -1,9 +1,9 @@
 """Add methods to every process of an engine, called by name. Importing this module also installs the replacements.
 
 Written for vLLM 0.31 and 0.32. vLLM imports the module of `worker_extension_cls` in each process that computes the model,
-and adds the methods of the class to its worker, where `AsyncLLM.collective_rpc` finds them. The argument and the call are
-public. Two things are not: the attribute `weight_transfer_engine` of vLLM's worker, which the methods read, and the
-time of the import before the first request, which lets this module replace parts of vLLM.
+and adds the methods of the class to its worker, where `AsyncLLM.collective_rpc` finds them. The argument and the call
+are public. Two things are not: the attribute `weight_transfer_engine` of vLLM's worker, which the methods read, and
+that vLLM imports the module before the first request, so that this module can replace parts of vLLM in time.
 
 Not needed any more when vLLM reports which weights arrived and which are in use, and no replacement is left.
 """
