@@ -260,7 +260,7 @@ class Estimator:
                     f"group_ids {tuple(group_ids.shape)} and valid one per row"
                 )
             if not values.is_floating_point():
-                raise ValueError(f"{name} has dtype {values.dtype}; advantages have fractions: give floats")
+                raise ValueError(f"{name} has dtype {values.dtype}, but rewards must be floats")
         return rewards_by_name
 
 

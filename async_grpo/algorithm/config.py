@@ -140,8 +140,8 @@ class AlgorithmConfig(Section):
     )
     rejection_statistic: str | None = off_policy(
         None,
-        "Measure of the mismatch between trainer and engine. Tokens or sequences beyond its bounds are left out of the "
-        "loss. By default none are.",
+        "Measure of the mismatch between trainer and engine. Tokens or sequences whose measure is outside of "
+        "--rejection-low and --rejection-high are left out of the loss. By default none are.",
         choices="async_grpo.algorithm.off_policy:REJECTION_STATISTICS",
     )
     rejection_low: float | None = off_policy(
@@ -162,8 +162,8 @@ class AlgorithmConfig(Section):
 
     overlong_buffer: float = on_groups(
         0.0,
-        "Last share of the maximum completion length over which the reward falls linearly, in total by "
-        "--overlong-penalty. 0 turns the penalty off.",
+        "Length of the range before the maximum completion length in which the reward falls linearly by "
+        "--overlong-penalty, as a share of the maximum. 0 turns the penalty off.",
         range=SHARE,
     )
     overlong_penalty: float = on_groups(

@@ -258,8 +258,8 @@ def dro(batch: LossBatch, *, beta: float = 0.05) -> LossAndMetrics:
     """Return -(A log pi - beta / 2 (log pi - log pi_old)^2), a policy gradient with a quadratic pull to the old policy.
 
     This is the policy loss of Richemond et al. 2024 ("Offline regularised RL for LLM alignment"), with A in place of
-    their difference of reward and value. The log-ratio is not clamped, because a clamp would remove the gradient where
-    the pull is needed most.
+    the paper's reward minus value. The log-ratio is not clamped, because a clamp would remove the gradient where the
+    pull is needed most.
     """
     refuse(not beta > 0, f"beta of dro is {beta}, but must be positive; for a loss without the pull, use gpg")
     pull = beta / 2 * (batch.logprobs - batch.old_logprobs).square()

@@ -206,7 +206,7 @@ class EngineOptions(Section):
         1, "Number of GPUs of each generation worker.", range=POSITIVE, everyday=True
     )
     gpu_memory_utilization: float = _engine(
-        0.9, "Share of each of its GPUs' memory that an engine may use.", range=POSITIVE_SHARE
+        0.9, "Share of the memory of each GPU that an engine may use.", range=POSITIVE_SHARE
     )
     colocate: bool = _engine(
         False,
@@ -284,7 +284,7 @@ class EngineConfig(EngineOptions):
     """All options of one engine."""
 
     model_path: str = required(
-        "Hugging Face folder of the model, which must be the trainer's.",
+        "Folder of the model in the Hugging Face format. It must be the model that the trainer uses.",
         everyday=True,
         aliases=("model_name_or_path",),
     )

@@ -33,8 +33,8 @@ CAUSES = TRAINER | {
     "paused for weights": "wait_generation_weights_s",
 }
 MAX_STEPS_SHOWN = 10_000
-REPORT_EVERY_S = 5.0  # seconds between messages about a wait on a terminal
-REPORT_TO_FILE_EVERY_S = 15.0  # seconds between messages about a wait in a file
+REPORT_EVERY_S = 5.0  # seconds between two messages about a wait, if they are shown on a terminal
+REPORT_TO_FILE_EVERY_S = 15.0  # seconds between two messages about a wait, if they are written to a file
 log = logging.getLogger(__name__)
 
 

@@ -22,7 +22,7 @@ class OptimizerConfig(Section):
         choices="async_grpo.training.optimizer:LR_SCHEDULES",
         everyday=True,
     )
-    num_warmup_steps: int = _optimizer(10, "Optimizer steps of linear warm-up.", range=NOT_NEGATIVE)
+    num_warmup_steps: int = _optimizer(10, "Number of optimizer steps of linear warm-up.", range=NOT_NEGATIVE)
     max_grad_norm: float = _optimizer(
         1.0, "Maximum norm of the gradient. A larger gradient is scaled down to it.", range=POSITIVE
     )
@@ -39,7 +39,7 @@ class OptimizerConfig(Section):
     adam_epsilon: float = _optimizer(1e-8, "Number added to AdamW's denominator.", range=POSITIVE)
     critic_learning_rate: float = option(
         1e-5,
-        "Peak learning rate of the value head. Only the estimator gae has one.",
+        "Peak learning rate of the value head. Only the estimator gae has a value head.",
         "Critic",
         range=POSITIVE,
         portable=True,
@@ -52,8 +52,8 @@ class OptimizerConfig(Section):
     )
     optimizer: str = _optimizer(
         "adamw",
-        "Optimizer. adamw_8bit keeps AdamW's moments in 8 bits, which takes a quarter of their memory. It needs the "
-        "package extra adamw-8bit.",
+        "Optimizer. adamw_8bit stores AdamW's moments in 8 bits instead of 32, which saves three quarters of their "
+        "memory. It needs the package extra adamw-8bit.",
         choices=("adamw", "adamw_8bit"),
     )
     gradient_checkpointing: bool = _optimizer(

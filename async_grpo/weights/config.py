@@ -76,7 +76,7 @@ class WeightConfig(Section):
     )
     sync_timeout_s: float = option(
         600.0,
-        "Seconds that an engine may take to load new weights before it is ended.",
+        "Maximum seconds that an engine may take to load new weights. A slower engine is ended.",
         "Cluster",
         range=POSITIVE,
     )

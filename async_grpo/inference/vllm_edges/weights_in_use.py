@@ -48,7 +48,7 @@ def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return the values with which a layer computes for a weight, at the sampled columns.
+    """Return the sampled columns of a weight, with the values that the layer uses in its computation.
 
     If the weight is not compared in this process, return a zero, which adds nothing to a fingerprint.
     """
