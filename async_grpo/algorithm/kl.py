@@ -56,7 +56,7 @@ def kl_penalty(
     With d = logprobs - ref_logprobs:
 
     - k1: d. Unbiased; can be negative.
-    - k2: d^2 / 2. Biased; its gradient is that of the KL.
+    - k2: d^2 / 2. Biased; its gradient is that of KL(pi || ref).
     - k3: exp(-d) - 1 + d. Unbiased and never negative; clamped where exp would overflow (d < -79 in float32).
     - abs: |d|.
     - k1+, k2+, k3+, abs+: the value of k1, k2, k3 or abs, with the gradient of k2, d * grad(logprobs)

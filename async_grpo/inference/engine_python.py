@@ -52,10 +52,10 @@ class EngineEnvironment:
     """The Python environment in which engines run.
 
     Attributes:
-        path: Its Python.
+        path: The path of the environment's Python.
         versions: Versions of "python" and of those packages that are installed.
-        vllm_needs: The requirements of its vLLM on packages whose names begin with "torch".
-        library_folder: The folder from which it imports this library; "" if it cannot.
+        vllm_needs: The requirements of the environment's vLLM on packages whose names begin with "torch".
+        library_folder: The folder from which this Python imports this library; "" if it cannot import it.
         problem: The error that ended the search for versions; "" if there was none.
     """
 
@@ -67,7 +67,7 @@ class EngineEnvironment:
 
     @property
     def vllm_version(self) -> str:
-        """Return the version of its vLLM; "" if there is none."""
+        """Return the version of vLLM in the environment; "" if there is none."""
         return next((self.versions[name] for name in VLLM_PACKAGES if name in self.versions), "")
 
     def __str__(self) -> str:

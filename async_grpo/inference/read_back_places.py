@@ -42,7 +42,7 @@ class ReadBack:
         self._not_in_use = differing - self._unreadable
 
     def is_in_use(self, tensor_name: str) -> bool:
-        """Return False if the engine is known to compute with other values than those it received for the tensor."""
+        """Return False if the engine is known to compute with other values of the tensor than it received."""
         return self._not_in_use.isdisjoint({tensor_name, place_of(tensor_name)})
 
     def is_readable(self, tensor_name: str) -> bool:

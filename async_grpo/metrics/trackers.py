@@ -22,7 +22,7 @@ from async_grpo.processes.http_host import REFUSAL, is_address
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# Packages that provide each tracker. One of them must be installed
+# Name of a tracker -> packages, one of which must be installed for this tracker
 TRACKERS = {
     "tensorboard": ("tensorboardX", "tensorboard"),
     "wandb": ("wandb",),

@@ -126,7 +126,7 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
 
 
 def _wrong_shape(folder: Path) -> str:
-    """Describe a weight whose shape in the files differs from its shape by the configuration; "" if there is none."""
+    """Describe a weight whose shape in the files differs from the shape in the configuration; "" if there is none."""
     shapes = weight_shapes(folder)
     for name, parameter in empty_causal_lm(folder).named_parameters():
         described_shape = list(parameter.shape)

@@ -122,8 +122,8 @@ class Trainer:
         """Apply the accumulated gradient, and return the metrics of the step."""
         with clock.measure("publishing_weights"):
             # Wait until the previous weights are proven, so that training does not continue if they did not arrive. If
-            # `_publish` has already waited for them, this takes no time. The metrics are those of the sync of the
-            # previous weights. `run` replaces them if `_publish` waits for the sync of the new weights
+            # `_publish` has already waited for them, this takes no time. The metrics belong to the sync of the
+            # previous weights. If `_publish` waits for the sync of the new weights, `run` replaces them
             metrics: dict[str, Any] = dict(self._proof())
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()

@@ -40,7 +40,7 @@ def add_step_terms(
         objective: The objective of the training.
         rows: The micro-batches of this rank. Every rank must pass the same number.
         ranks: The ranks of the training.
-        step: Number of the step, with which the seed of clip_cov's random selection changes.
+        step: Number of the step. It is added to the seed of clip_cov's random selection.
     """
     with torch.no_grad():
         for row in rows:

@@ -63,7 +63,7 @@ def _compared_values(layer: Any, name: str, weight: torch.Tensor) -> torch.Tenso
         return sampled(weight)
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
-        # A quantized layer computes with other numbers than those it received, so they cannot be compared
+        # A quantized layer computes with other numbers than it received, so its weight cannot be compared
         return weight.new_zeros(1)
     width = layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim
     width_here = layer.input_size_per_partition if is_row else width
