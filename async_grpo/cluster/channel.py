@@ -4,7 +4,7 @@ Ray handles some 2,500 small actor calls per second on two cores, and a run make
 carries all calls that were made since the last message, and its reply carries all answers that are ready:
 
     call("score", x) --- exchange [calls] -->   waits in the actor for the next answers, at most `poll_s`
-    call("score", y) --- exchange [calls] -->   does not wait: brings calls that are made while the first message waits
+    call("score", y) --- exchange [calls] -->   returns at once: brings the calls made while the first message waits
     ...              <-- [(id, ANSWER, value), (id, ERROR, error), ...]
 
 If the actor is silent, the caller treats it as lost. If a caller is silent, the actor forgets it and cancels its calls.
@@ -25,12 +25,13 @@ from ray.exceptions import RayError
 from async_grpo.cluster.ray_session import cause_of
 from async_grpo.errors import AsyncGrpoError, RunFailed, WorkerLost
 
-# Seconds that answers and calls wait so that others can share their message. A message costs 3 to 5 ms of CPU in total
-# on both sides (`docs/log.md`). The wait is short compared to a sample, which takes seconds, and the last answers do
-# not wait
+# Seconds that an answer or a call waits for others, so that all of them are sent in one message. A message costs 3 to
+# 5 ms of CPU in total on both sides (`docs/log.md`). The wait is short compared to a sample, which takes seconds. Once
+# all calls of a caller are answered, the answers are sent without waiting
 ANSWER_DELAY_S = 0.1
 CALL_DELAY_S = 0.02
-POLL_S = 10.0  # longest time in seconds after which an idle actor answers
+# Seconds after which an actor that has no answers sends an empty reply, to show that it is alive
+POLL_S = 10.0
 GRACE_S = 30.0  # additional seconds of silence allowed for an actor that loads weights or is short of CPU
 FORGET_S = 120.0  # seconds of silence after which a caller is forgotten
 # Kinds of answers
@@ -62,7 +63,7 @@ class ChannelServer:
         gc.freeze()
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:
-        """Begin new calls, and return the answers to earlier calls that are ready.
+        """Begin new calls, and return the ready answers to earlier calls.
 
         Args:
             caller_id: Id of the caller's channel.
@@ -80,7 +81,7 @@ class ChannelServer:
             self._callers[caller_id] = _Caller(now)
         caller = self._callers[caller_id]
         if caller is None:
-            # The calls of a forgotten caller were cancelled. Without this error it would wait for their answers forever
+            # The calls of a forgotten caller were cancelled. Without this error, the caller would wait for them forever
             raise WorkerLost(f"a caller that was silent for {self.forget_s:g} s is forgotten with its calls")
         self._begin_calls(caller, calls)
         if not waits:
@@ -147,7 +148,7 @@ class ChannelServer:
         except AsyncGrpoError as error:
             caller.answer(call_id, ERROR, error)
         except Exception as error:
-            # Exceptions of other libraries may not be picklable, so only their text is sent
+            # Exceptions that are defined elsewhere may not be picklable, so only their text is sent
             caller.answer(call_id, ERROR, RunFailed(f"{type(error).__name__}: {error}"))
         finally:
             caller.tasks.pop(call_id, None)
@@ -204,7 +205,7 @@ class Channel:
         """Call a handler of the actor and return its answer. Exceptions of the handler are raised here.
 
         Raises:
-            WorkerLost: The actor died or stopped answering. All calls in flight and all later calls raise it.
+            WorkerLost: The actor died or stopped answering. All calls in flight and all later calls raise this error.
         """
         async with contextlib.aclosing(self.stream(method, *args)) as answers:
             return await anext(answers)

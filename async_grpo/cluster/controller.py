@@ -39,7 +39,7 @@ from async_grpo.weights.package import SELF_TEST
 
 @dataclass(frozen=True)
 class MissingParts:
-    """The workers that a run still waits for before it can start, and the rewards that its workers name."""
+    """The workers that a run still waits for before it can start, and the rewards that its generation workers name."""
 
     description: str  # missing workers and the commands that start them; "" if none is missing
     rewards: str  # `--reward-fns` of the generation workers; "" if they name none
@@ -62,7 +62,7 @@ class RunController:
         self._settings = settings
         policy = scheduling_policy(scheduling)
         self._generation = GenerationWorkers(settings.seed, worker_grace_s, connect, policy)
-        # Frozen workers keep the weights that they start with, and get work without a sync
+        # Without training, the workers keep the weights that they start with, so they get work without a weight sync
         self._generation.is_frozen = not settings.trains
         self._logprobs = {
             role: LogprobWorkers(role, worker_grace_s, connect, policy) for role in settings.logprob_roles
@@ -74,14 +74,15 @@ class RunController:
         self._resources = AsyncExitStack()  # verifiers, environment and batcher, which `stop` closes
         self._is_over = asyncio.Event()
         self._end_reason = ""
-        self._is_late_sync_requested = False  # whether a sync for late workers is requested and has not begun
+        # Whether an extra sync for workers that joined during the run ("late" workers) is requested and has not begun
+        self._is_late_sync_requested = False
 
     async def settings(self) -> SharedRunSettings:
         """Return the settings that all workers of the run must agree on."""
         return self._settings
 
     async def register(self, info: WorkerInfo, handle: Any) -> None:
-        """Register a worker. A worker that joins during the run gets work after a separate sync for late workers."""
+        """Register a worker. If it joins during the run, it gets the weights in an extra sync, and only then work."""
         is_late = await self._workers_by_kind[info.kind].register(info, handle)
         if is_late and not self._is_late_sync_requested:
             self._is_late_sync_requested = True
@@ -156,7 +157,7 @@ class RunController:
             self._batcher.fail(error)
 
     async def missing_parts(self) -> MissingParts:
-        """Return the kinds of workers that the run still needs, and the rewards that its workers name.
+        """Return the kinds of workers that the run still needs, and the rewards that its generation workers name.
 
         Raises:
             ConfigurationError: A worker cannot work for the run, or generation workers name different rewards.
@@ -222,7 +223,7 @@ class RunController:
 
     async def start(self) -> None:
         """Start generating. The engines must hold the policy of the next training step."""
-        # Saves some 0.4 s in each full garbage collection: the objects of torch and transformers are no longer examined
+        # Exclude the objects of torch and transformers from garbage collection: a full collection takes 0.4 s less
         gc.freeze()
         self._loop_watch.start()
         self._resources.callback(self._loop_watch.stop)
@@ -250,12 +251,12 @@ class RunController:
 
     async def save_experience(self, folder: Path, step: int) -> None:
         """Write the state from which a run resumes at `step`."""
-        # No await comes before this line, so the state is that of the moment of this call
+        # There is no `await` before this line, so this is the state at the time of the call
         state = self.batcher.state(step)
         await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
-        """Cancel all rollouts, and close the environment and the rewards, which writes the judges' costs to disk."""
+        """Cancel all rollouts, and close the environment and the rewards. This writes the judges' costs to disk, too."""
         await self._resources.aclose()
 
     async def close(self, reason: str) -> None:

@@ -60,8 +60,8 @@ def make_trainer(
         engines: Sends weights to the engines; only on rank 0.
         after_step: Called after each step with the number of steps done; returns metrics.
         save_experience: Starts saving the rollout state together with a checkpoint; only on rank 0.
-        digests_read: Digests of the run's inputs, from `data_digests`, which checkpoints record.
-        publisher: Replaces the publisher that `settings` name.
+        digests_read: Digests of the run's input files (from `data_digests`), which are recorded in each checkpoint.
+        publisher: Used instead of the publisher of the transport that `settings` name.
     """
     # The ranks may read these files from different disks, so their contents may differ
     code_digests = digests([config.advantage_estimator, config.policy_loss])
@@ -194,9 +194,9 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
 
 
 def _empty_model(path: str) -> Any | None:
-    """Return the model without weights if each rank can read only its own shard of them, else None.
+    """Return the model without weights if each rank can load only its own shard of the weights, else None.
 
-    This is possible if the folder's safetensors files use the model's names for all weights.
+    Loading a shard is possible if the safetensors files in the folder use the model's names for all weights.
     """
     names_in_files = weight_names(path)
     if not names_in_files:

@@ -1,9 +1,9 @@
 """`RemoteRateLimiter`: rate limits that apply to all processes of a cluster together, enforced by one `RateLimitActor`.
 
 The actor belongs to the cluster and not to a run, because a judge's limits apply to all runs together. It ends with the
-process that created it, and the next call creates a new one. The new actor starts without a burst, so that the rates
-are kept across the change. It does not know the permits that its predecessor gave: until they end, more than
-`concurrency` calls may run.
+process that created it, and the next call creates a new one. The new actor starts without a burst, so that a
+replacement never lets more calls through than the rates allow. It does not know the permits that its predecessor gave.
+Until those are released, more than `concurrency` calls may run.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class RateLimitActor(ChannelServer):
         silence_s: Seconds of silence after which a caller's permits are released.
     """
 
-    # This delay is short because a permit is not used while it is on its way
+    # Shorter than the default, because nobody can use a permit until it reaches its caller
     answer_delay_s = 0.01
 
     def __init__(self, resumed: bool, silence_s: float) -> None:
@@ -47,7 +47,7 @@ class RateLimitActor(ChannelServer):
         self.serve({"hold": self._hold, "release": self._release, "stats": self._limiter.stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
-        """Yield a permit and hold it until the call is cancelled, by its caller or because the caller was silent."""
+        """Yield a permit and hold it until this call is cancelled: by the caller, or because the caller was silent."""
         permit = await self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
         try:
             yield permit
@@ -56,7 +56,7 @@ class RateLimitActor(ChannelServer):
             await self._release(key, permit, None)
 
     async def _release(self, key: str, permit: int, used_tokens: float | None) -> None:
-        # The permit may already be released
+        # Releasing a permit twice raises ValueError, and the caller may already have released this one
         with contextlib.suppress(ValueError):
             await self._limiter.release(key, permit, used_tokens=used_tokens)
 

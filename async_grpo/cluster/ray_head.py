@@ -1,9 +1,9 @@
 """Run `ray start` without three processes that a run on one machine does not use.
 
-These are the server of Ray Client, the monitor of logs, and the web server of the dashboard, which `ray start` starts even
-with `--include-dashboard=false`. Together they take almost half of its CPU time (docs/log.md, "A warm start"). Ray 2.60 has
-an option only for the monitor (`--include-log-monitor=false`). The other two are methods of a private class, so a version
-of Ray without these methods starts all processes.
+These are the server of Ray Client, the log monitor, and the web server of the dashboard, which `ray start` starts even
+with `--include-dashboard=false`. Together they take almost half of the CPU time of `ray start` (docs/log.md, "A warm
+start"). In Ray 2.60, an option can disable only the log monitor (`--include-log-monitor=false`). This module disables
+the other two by replacing methods of a private class of Ray. If a version of Ray lacks these methods, both processes run.
 """
 
 import ray._private.node as node

@@ -21,9 +21,9 @@ from ray.exceptions import (
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.device_variables import is_cluster_variable
 
-# Environment variables that are passed to other processes through Ray, in addition to `is_cluster_variable`'s. All
-# users of the cluster can read Ray's job table, so the list has no variables that may hold a key. It also has none that
-# belong to one node, such as devices, addresses or interfaces
+# Environment variables that are passed to other processes through Ray, in addition to those that `is_cluster_variable`
+# selects. All users of the cluster can read Ray's job table, so no variable that may hold a key is passed. Variables
+# that describe one node (devices, addresses, interfaces) are not passed either
 FORWARDED = """
     PYTHONPATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM OMP_NUM_THREADS MKL_NUM_THREADS
 """.split()
@@ -35,9 +35,9 @@ CONNECT_TIMEOUT_S = 5.0
 RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
 HOW_TO_JOIN = (
-    "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on "
-    "this machine) on every side; `ray get-auth-token --generate` makes the token on the first node, in ~/.ray/auth_token: "
-    "copy that file to the other nodes"
+    "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token for every process that joins "
+    "it (and RAY_ADDRESS, if the head is on another machine). On the first node, `ray get-auth-token --generate` makes "
+    "the token ~/.ray/auth_token: copy that file to the other nodes"
 )
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def cause_of(error: Exception) -> str:
     """Return an actor's error or cause of death as one line, without Ray's wrapping and colors."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, UnserializableException):
-        # The error's class is one of a package that only the actor's environment has. The traceback ends with the error
+        # The error's class is in a package that only the actor's environment has. Its traceback ends with the message
         *_, last_line = str(cause).strip().splitlines()
         return last_line[:300]
     text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
@@ -136,7 +136,9 @@ def on_this_node() -> dict[str, Any]:
 
 
 def warm_python(library: str) -> dict[str, str]:
-    """Return the part of a runtime_env that starts an actor of this node with imported libraries; {} if it cannot.
+    """Return the runtime_env entry that starts an actor on this node with a library already imported, or {}.
+
+    The entry is a Python executable that `async-grpo run` provides in an environment variable.
 
     Args:
         library: "torch", or "vllm", which includes torch.

@@ -40,8 +40,8 @@ class _Worker:
     info: WorkerInfo
     handle: Any
     link: WorkerLink
-    # Whether the worker joined during the run and has not proven the current weights. Only a sync for late workers
-    # includes such a worker
+    # Whether the worker joined during the run and has not proven yet that it uses the current weights. Such a worker
+    # gets them in an extra sync
     is_late: bool
     gone: asyncio.Future[str]  # resolves to the reason when the worker is removed
     # The worker's last reply to `progress`, until `take_stats` has counted it
@@ -65,7 +65,7 @@ class RegisteredWorkers:
         self.is_frozen = kind == "reference"
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
-        # Whether a sync has succeeded. A worker that joins after it is late: it needs a sync of its own to get weights
+        # Whether a sync has succeeded. A worker that joins later is "late": it gets the weights in an extra sync
         self._has_weights = False
         self._sync_began_at = 0.0  # Unix time at which the current sync began; 0 if there is none
         self._syncs: deque[Span] = deque(maxlen=MOST)
@@ -84,7 +84,7 @@ class RegisteredWorkers:
         await self._no_sync.wait()
         worker_id = info.worker_id
         is_late = self._has_weights
-        # Remove an earlier registration first: the loss of its link would later remove the new worker
+        # Remove an earlier registration of this id first. Otherwise, the loss of its link would remove the new worker
         self.deregister(worker_id, "it registered again")
         self.registry.register(info)
         self.by_id[worker_id] = _Worker(
@@ -146,14 +146,14 @@ class RegisteredWorkers:
         if self.is_frozen:
             return []
         self._no_sync.clear()
-        # A self-test is part of the sync that follows it, so that sync keeps the begin of the self-test
+        # A self-test is the first part of the sync that follows it, so the sync's time begins with the self-test
         self._sync_began_at = self._sync_began_at or time.time()
         return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """End a weight sync, and give work to the workers whose weights are proven.
 
-        A self-test does not end the sync, because the sync that follows it belongs to it.
+        The end of a self-test does not end the sync, because a self-test is only the first part of a sync.
 
         Args:
             package: The weights that were sent.
@@ -175,7 +175,7 @@ class RegisteredWorkers:
     ) -> AsyncIterator[tuple[WorkerLink, Lease]]:
         """Wait for a worker with room for some sequences, and reserve it for the `with` block.
 
-        If the block raises `WorkerLost`, the worker is removed, and the error is not raised further.
+        If the block raises `WorkerLost`, the error is suppressed and the worker is removed.
 
         Args:
             work: Name of the work, for reports about what the run waits for.
@@ -231,7 +231,8 @@ class _UnfinishedCompletions:
     def begun(self) -> dict[int, Tokens] | None:
         """Return the tokens after which the next engine continues, by index in the group.
 
-        The result is None if no engine has reported tokens. So an engine that never reports any needs no parameter `begun`.
+        The result is None if no engine has reported tokens. `generate` then passes no `begun`, so an engine that never
+        reports tokens need not have this parameter.
         """
         if not self._tokens:
             return None
@@ -249,7 +250,7 @@ class GenerationWorkers(RegisteredWorkers):
 
     Args:
         seed: The run's seed, from which the seeds of all completions follow.
-        common: Arguments of `RegisteredWorkers` after the kind.
+        common: Arguments of `RegisteredWorkers` after `kind`.
     """
 
     def __init__(self, seed: int, *common: Any) -> None:

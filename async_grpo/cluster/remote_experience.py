@@ -31,7 +31,7 @@ from async_grpo.protocols import Generation
 SITUATION_TIMEOUT_S = 5.0
 MAX_EVALUATIONS_READ = 1000
 BUDGET_FILE = "judge_budget.jsonl"
-MAX_BUDGET_BYTES = 1 << 30  # largest record that is read; each call of a judge takes about 50 bytes
+MAX_BUDGET_BYTES = 1 << 30  # largest budget file that is read; each call of a judge adds about 50 bytes
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +40,7 @@ class RemoteExperience:
     """`ExperienceSource` of one rank. It fetches the next message while the rank processes the current one.
 
     On rank 0 it may have held-out questions, which it evaluates before the first step, every `eval_every` steps, and at
-    the end. Only one evaluation runs at a time. Its errors do not end the run.
+    the end. Only one evaluation runs at a time. An error in an evaluation does not end the run.
     """
 
     config: RunConfig
@@ -61,8 +61,8 @@ class RemoteExperience:
     def start(self) -> None:
         """Evaluate the initial policy if that is due, then start generating; see `ExperienceSource`.
 
-        Training waits for this evaluation, so that all of its answers come from the initial policy. Later evaluations
-        are compared with it.
+        Training waits for this evaluation, so that all of its answers come from the initial policy: its results are the
+        baseline for later evaluations.
         """
         if self._is_start_evaluation_due():
             self._begin_evaluation(self.resumed_at, is_training_waiting=True)
@@ -71,7 +71,10 @@ class RemoteExperience:
             answer(self.controller.start.remote())
 
     def _is_start_evaluation_due(self) -> bool:
-        """Return whether the last due evaluation has no results, because the run is new or ended before it finished."""
+        """Return whether the evaluation that was due last has no results in the output folder.
+
+        This is the case in a new run, and in a resumed run that had ended before that evaluation finished.
+        """
         eval_every = self.config.eval_every
         due_step = self.resumed_at - self.resumed_at % eval_every if eval_every else 0
         evaluations = last_records(self.config.output_path / EVAL_FILE, MAX_EVALUATIONS_READ)
@@ -84,8 +87,8 @@ class RemoteExperience:
         # This timeout is longer than the batcher's own, because the batcher's error message is more helpful
         message = answer(self._next, self.config.experience_timeout_s + CONTROL_TIMEOUT_S)
         self._next = None
-        # Nothing is fetched ahead after the end of a step. The batcher's deadline would already run while the trainer
-        # updates the policy, sends weights and evaluates
+        # After the last message of a step, do not fetch ahead: the batcher's deadline would already run while the
+        # trainer updates the policy, sends weights and evaluates
         if isinstance(message, MicroBatch):
             self._next = self.controller.next_message.remote(rank)
         return message
@@ -256,12 +259,12 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
 
 
 def _budget_path(config: RunConfig, checkpoint: Path | None) -> str | None:
-    """Return the file that records what the judges cost, or None without `--judge-budget`.
+    """Return the path of the file that records what the judges cost, or None without `--judge-budget`.
 
-    If a run resumes in another folder, the record of the checkpoint's run is copied there.
+    If the run resumes from a checkpoint in another folder, that folder's file is copied to the new output folder.
 
     Raises:
-        ConfigurationError: The record of the checkpoint's run cannot be read.
+        ConfigurationError: The file in the checkpoint's folder cannot be read.
     """
     if config.judge_budget is None:
         return None
@@ -273,7 +276,7 @@ def _budget_path(config: RunConfig, checkpoint: Path | None) -> str | None:
                 record = read_bytes(earlier_path, MAX_BUDGET_BYTES)
             except OSError as error:
                 raise ConfigurationError(
-                    f"the record of spending {earlier_path} cannot be read: {error}"
+                    f"{earlier_path}, which records what the judges cost, cannot be read: {error}"
                 ) from error
             path.write_bytes(record)
     return str(path)

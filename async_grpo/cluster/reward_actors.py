@@ -1,7 +1,7 @@
 """The verifiers of a run: reward adapters and judges.
 
-Adapters, except inline ones, run in killable processes of actors on any node. Judges need no processes. They run in the
-controller's process, within the limits of the cluster's rate limiter.
+Most adapters run in killable processes, which actors on any node start. Inline adapters, whose time is bounded for any
+input, and judges run in the controller's process. Judges keep to the limits of the cluster's rate limiter.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class RunVerification:
         self.close = self._resources.aclose
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return the statistics since the last call: `verifiers` by adapter, and numbers of cache and budget."""
+        """Return the statistics since the last call: of each adapter (`verifiers`), the verdict cache and the budget."""
         return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:
@@ -165,7 +165,7 @@ class RunVerification:
 
         Args:
             adapter: Name of the adapter.
-            phase: TRAINING or EVALUATION. The rate limiter counts their calls separately.
+            phase: TRAINING or EVALUATION. The rate limiter counts the calls of the two phases separately.
         """
         judge: Any = self._adapters[adapter]
         limits = self._config.limits.get(adapter)
@@ -225,7 +225,7 @@ class _VerifierHost:
     async def close(self, slot: int) -> None:
         """End a process. If it was the actor's last one, end the actor, too."""
         try:
-            # The process is closed even if its actor is killed next, because the reward may have a `close` function
+            # Close the process even if its actor is killed next: the reward may have a `close` function, which must run
             if not self.channel.lost:
                 await self.channel.call(f"close {slot}")
         finally:

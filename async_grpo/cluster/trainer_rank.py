@@ -131,7 +131,8 @@ def _make_head_trainer(
     settings = prepared.settings
 
     def save_experience(partial_folder: Path, step: int) -> Callable[[], Any]:
-        # The controller gets this call before all later calls of this process, and so before newer weights are live
+        # The controller gets this call before all later calls of this process. So it saves the state of this step: no
+        # engine has newer weights yet
         saving = controller.save_experience.remote(partial_folder.absolute(), step)
         return lambda: answer(saving, config.checkpoint_timeout_s)
 
@@ -215,7 +216,7 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
-    """Wait for a worker of each kind that the run needs, and return the rewards that they name, or "".
+    """Wait for a worker of each kind that the run needs, and return the rewards that the workers name, or "".
 
     Raises:
         ConfigurationError: A worker cannot work for the run, or workers name different rewards.

@@ -1,6 +1,6 @@
 """`RayEngines`: sends weights to all registered workers and collects their receipts.
 
-Weights are either sent in packages through Ray's object store, or vLLM's trainer engine drives the update step by step.
+Weights are either sent in packages, or (with NCCL) the trainer calls each step of the update on all workers.
 """
 
 import logging
@@ -23,9 +23,10 @@ from async_grpo.types import GENERATION
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
 # Seconds that the other engines have to answer after one engine was lost in a collective step. An engine that has not
-# answered by then is waiting for the lost one
+# answered by then is still waiting for the lost engine, so it is fenced, too
 OTHERS_S = 10.0
-# Size of Ray's object store in versions of the weights: it must hold one version and the beginning of the next
+# Minimum size of Ray's object store, as a multiple of the size of the weights. The store must hold one version of the
+# weights and the beginning of the next version
 OBJECT_STORE_VERSIONS = 1.3
 
 
@@ -46,8 +47,8 @@ def check_object_store(num_bytes: int) -> None:
         refuse(
             node["Alive"] and room_bytes < needed_bytes,
             f"Ray's object store on {node['NodeManagerAddress']} has {room_bytes / 1e9:.2f} GB, weights on their way need "
-            f"{needed_bytes / 1e9:.2f}: start Ray there with a larger --object-store-memory (and /dev/shm: docker "
-            "--shm-size)",
+            f"{needed_bytes / 1e9:.2f}: start Ray on that node with a larger --object-store-memory (in Docker, also "
+            "with a larger --shm-size)",
         )
 
 
@@ -76,7 +77,7 @@ class RayEngines:
         return ray.put(chunk)
 
     def deliver(self, package: WeightPackage) -> dict[str, Receipt]:
-        """Begin a sync, and load the package into all of its workers in parallel.
+        """Begin a sync, and load the package into all workers of the sync in parallel.
 
         A worker that fails to load the package is fenced, and the others continue. If all engines are lost during a
         run, the run waits for a new one for `--worker-grace-s` seconds.
@@ -125,7 +126,7 @@ class RayEngines:
 
     @property
     def members(self) -> dict[str, int]:
-        """Return the number of processes of each worker of the sync; see `Engines`."""
+        """Return each worker's number of processes, by worker id, for the workers of the sync; see `Engines`."""
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
     def each(self, method: str, *args: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class WorkerActor(ChannelServer):
 
     async def warm_up(self, config: WorkerConfig) -> None:
         """Import the modules that `start` needs. This can be done before the trainer provides the settings."""
-        # These variables must be set before torch is imported, or torch would choose a folder in /tmp
+        # torch.compile's cache folder must be set before torch is imported, or torch would choose a folder in /tmp
         os.environ.update(compile_cache())
         _worker_class(config)
 
@@ -137,8 +137,8 @@ class GenerationActor(WorkerActor):
         """
         if not hasattr(self._engine, method):
             raise ConfigurationError(
-                f"{type(self._engine).__name__} can only be given weights in packages: choose another "
-                "--weight-transport, or an --engine with the steps that GenerationWorker has"
+                f"{type(self._engine).__name__} can only receive weights in packages: choose another "
+                "--weight-transport, or an --engine with the weight transfer methods of GenerationWorker"
             )
         return await getattr(self._engine, method)(*args)
 
@@ -178,7 +178,8 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
     model_tokens = context_length(model_path)
     if model_tokens < settings.max_total_tokens:
         raise ConfigurationError(
-            f"--model_path {model_path} reaches {model_tokens} tokens, the run needs {settings.max_total_tokens}"
+            f"the model in --model_path {model_path} has a context of {model_tokens} tokens, but the run needs "
+            f"{settings.max_total_tokens}"
         )
 
 

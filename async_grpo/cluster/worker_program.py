@@ -33,12 +33,13 @@ from async_grpo.processes.supervisor import handling
 from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
-RESTART_PAUSE_S = 5.0  # pause before the first restart; the pause before restart n is this to the power of n
+RESTART_PAUSE_S = 5.0  # seconds before the first restart; before restart n, this value to the power of n
 HEALTHY_S = 600.0  # lifetime in seconds after which the restarts of a worker are counted from 0 again
 CLOSE_TIMEOUT_S = 20.0  # time for a responsive worker to close
-# Seconds to wait after the death of a worker for the news that the run has ended, which may arrive later
+# Seconds to wait, after a worker died, for the message that the run has ended. The end of a run also ends its workers,
+# and the message may arrive after the death of the worker
 RUN_END_NEWS_S = 1.0
-# The run expects a restarted worker after the pause, twice the last loading time, and this margin
+# The run waits for a restarted worker for the length of the pause, twice the last loading time, and this margin
 RESTART_MARGIN_S = 30.0
 
 
@@ -50,7 +51,7 @@ def dispatch(config: WorkerConfig) -> None:
 
     Raises:
         ConfigurationError: The worker's model differs from the trainer's, there is no cluster, or the engine's Python
-            does not fit this process.
+            environment is not compatible with this process.
         DeadlineExceeded: No trainer opened the run.
         WorkerLost: The worker died too often, or the trainer died.
     """
@@ -120,7 +121,7 @@ class RunHandle:
         """
         ready, _ = ray.wait([result, self.closed, *alternatives], timeout=timeout_s)
         if not ready:
-            raise DeadlineExceeded(f"it was not ready within {timeout_s:.0f} s (--start-timeout-s)")
+            raise DeadlineExceeded(f"there was no answer within {timeout_s:.0f} s (--start-timeout-s)")
         self.check()
         return ray.get(ready[0])
 
@@ -311,8 +312,8 @@ def _be_member(run: RunHandle, worker: Worker) -> NoReturn:
         ) from error
     finally:
         worker.is_responsive = has_joined and not is_fenced
-        # The worker is removed even if joining failed, because it may be registered already. It may also be removed
-        # already
+        # Deregister the worker even if joining failed, because it may have been registered before the failure.
+        # Deregistering an unknown worker does no harm
         with contextlib.suppress(RayError):
             sign_off = run.controller.deregister.remote(run.kind, worker_id, reason)
             ray.get(sign_off, timeout=CONTROL_TIMEOUT_S)
@@ -353,7 +354,7 @@ class _Drain:
             "SIGTERM: this worker gets no more work, and %.0f s to finish (--drain-s); a second signal ends it at once",
             self._within_s,
         )
-        # Ray is called in a thread, because the signal may have interrupted another call to Ray in this one
+        # Ray is called in another thread, because the signal may have interrupted a call to Ray in this thread
         threading.Thread(target=self._drain, daemon=True).start()
 
     def _drain(self) -> None:
