@@ -58,7 +58,8 @@ def picture(output: Path | None) -> Iterator["Figure"]:
         backend = plt.get_backend()
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"matplotlib cannot draw ({error}); unset MPLBACKEND") from error
-    # Formulas are off: matplotlib would parse text after a "$" in a key or file name as one, and fail if it is invalid
+    # Do not parse formulas: matplotlib would take the text after a "$" in a key or file name for a formula, and fail if it
+    # is invalid
     with matplotlib.rc_context({"text.parse_math": False}):
         if output is None:
             window_backends = map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE))
@@ -233,8 +234,8 @@ def mean_and_band(runs: Sequence[np.ndarray], name: str) -> np.ndarray:
         name: Name of the curves in the error message.
 
     Returns:
-        Shape (4, T), with rows x, mean, and lower and upper end of the band. The x are those of the shortest curve,
-        within the range that all curves cover.
+        Shape (4, T), with rows x, mean, and lower and upper end of the band. The x values are those of the shortest
+        curve that lie in the range of all curves.
 
     Raises:
         ConfigurationError: The curves have no x in common.

@@ -4,7 +4,7 @@ The curve is that of Khatri et al. (2025), "The Art of Scaling Reinforcement Lea
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
 
-A bootstrap of the residuals gives 95 % intervals. They are intervals of the curve, not of single steps.
+A bootstrap of the residuals gives 95 % intervals. They apply to the curve, not to the values of single steps.
 
 Suffixes of names denote the axes of arrays: `T` steps, `G` grid points, `2` the two parameters that are searched (C_mid
 and B). In `curve_2T` and `block_2T`, `2` denotes the rows x and y.
@@ -103,7 +103,7 @@ def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
     fitted_T = best.at(x_T)
     residuals_T = y_T - fitted_T
     line_residuals_T = y_T - np.polyval(np.polyfit(x_T, y_T, 1), x_T)
-    # A lower limit of the sums, because a perfect fit would have an infinite advantage
+    # Both sums of squares get a lower limit. Without it, a perfect fit (sum 0) would count as infinitely better
     min_squares = 1e-12 * y_T.var() * count
     squares = max(residuals_T @ residuals_T, min_squares)
     line_squares = max((line_residuals_T**2).sum(), min_squares)
@@ -112,7 +112,7 @@ def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
     bic_gain = count / variance_factor * np.log(line_squares / squares) - 2 * np.log(count)
     refuse(
         bic_gain < MIN_BIC_GAIN,
-        f"{refusal}a sigmoid fits hardly better than a straight line (BIC better by {bic_gain:.1f}, not {MIN_BIC_GAIN})",
+        f"{refusal}a sigmoid fits hardly better than a straight line (BIC gain {bic_gain:.1f}, needed: {MIN_BIC_GAIN})",
     )
     rise = fitted_T[-1] - fitted_T[0]
     refuse(rise <= 0, f"{refusal}it falls")
@@ -138,8 +138,8 @@ def fits(curve_2T: np.ndarray, label: str) -> tuple[Sigmoid, list[Sigmoid]]:
 def _variance_factor(residuals_T: np.ndarray, squares: float) -> float:
     """Return the factor by which correlation between neighboring residuals increases the variance of a mean.
 
-    A lag-one correlation r of the noise gives the factor (1 + r) / (1 - r). The residuals of a fit with four parameters
-    are less correlated than the noise, by about 4 / T, which is added.
+    A lag-one correlation r of the noise gives the factor (1 + r) / (1 - r). The correlation of the residuals is smaller
+    than r by about 4 / T, because the fit has four parameters, so 4 / T is added to it.
 
     Args:
         residuals_T: The residuals.

@@ -29,7 +29,7 @@ from async_grpo.observe.run_view import RunView
 from async_grpo.options.command_line import run_app
 from async_grpo.options.fields import refuse
 
-# Keys that are drawn by default, in addition to evaluations: the reward, and those of the others that change in a run
+# Keys that are drawn by default, in addition to those of evaluations. REWARD is drawn even if it never changes
 REWARD = "avg_reward"
 DEFAULT_VARIABLES = (
     REWARD,
@@ -44,9 +44,8 @@ PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
 # x values to forecast, as multiples of the last x of the run
 HORIZONS = (1, 2, 4)
-# By default, a timeline shows this number of last steps. Only this number of last lines of its file is read
-LAST_STEPS = 10
-LAST_LINES = 5000
+LAST_STEPS = 10  # number of steps that a timeline shows by default: the last ones
+LAST_LINES = 5000  # number of lines that are read for them, from the end of the timeline file
 MIN_TABLE_WIDTH = 60  # columns of text
 TABLE_WIDTH_PER_RUN = 40
 
@@ -77,7 +76,9 @@ Output = Annotated[
     typer.Option("-o", "--output", help=f"Picture ({', '.join(PICTURE_SUFFIXES)}). Default: a window."),
 ]
 Unit = Annotated[str, typer.Option("-x", "--x", help=f"Quantity on the x axis: {', '.join(UNITS)}.")]
-Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs of each run that does not record it.")]
+Gpus = Annotated[
+    int | None, typer.Option(min=1, help="Number of GPUs that each run used. Default: as the run recorded.")
+]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or metrics files.")]
 OneRun = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or its metrics file.")]
 
@@ -90,7 +91,7 @@ def plot(
         typer.Option(
             "-v",
             "--variable",
-            help=f"Key of a subplot. By default eval_avg@N, {', '.join(DEFAULT_VARIABLES)}, where they change.",
+            help=f"Metric to draw. Default: those of eval_avg@N, {', '.join(DEFAULT_VARIABLES)} that change.",
         ),
     ] = None,
     x_key: Annotated[str, typer.Option("-x", "--x_key", help="Key of the x axis.")] = DEFAULT_X_KEY,
@@ -160,12 +161,12 @@ def _default_variables(runs: Sequence[RunMetrics]) -> list[str]:
 def compare(
     runs: Runs,
     x: Unit = "samples",
-    y: Annotated[str, typer.Option("-y", "--y", help="Keys, a comma list; a subplot each.")] = "avg_reward",
+    y: Annotated[str, typer.Option("-y", "--y", help="Metrics to draw, comma-separated.")] = "avg_reward",
     names: Annotated[
         list[str] | None,
-        typer.Option("-n", "--name", help="NAME=GLOB: the RUNs that GLOB fits are one curve, mean and band."),
+        typer.Option("-n", "--name", help="NAME=GLOB: draw the mean of the RUNs that match GLOB, with band."),
     ] = None,
-    smooth_window: Annotated[int, typer.Option(min=1, help="Steps of a centred moving average.")] = 1,
+    smooth_window: Annotated[int, typer.Option(min=1, help="Steps in a centred moving average.")] = 1,
     gpus: Gpus = None,
     output: Output = None,
 ) -> None:
@@ -223,12 +224,12 @@ def _grouped(paths: list[Path], names: Sequence[str]) -> dict[str, list[RunMetri
 def forecast(
     run: OneRun,
     x: Unit = "samples",
-    y: Annotated[str, typer.Option("-y", "--y", help="Key, such as eval_avg@8.")] = "avg_reward",
-    begin: Annotated[float, typer.Option("--from", help="Leave out what lies before this x.")] = 0.0,
+    y: Annotated[str, typer.Option("-y", "--y", help="Metric, such as eval_avg@8.")] = "avg_reward",
+    begin: Annotated[float, typer.Option("--from", help="Ignore the data before this x.")] = 0.0,
     gpus: Gpus = None,
     output: Output = None,
 ) -> None:
-    """Print a forecast of a run with intervals, or why its data allow none. With -o, draw it, too."""
+    """Print a forecast of a run with 95 % intervals, or why its data allow no forecast. With -o, also draw it."""
     curve_2T = curve(read_run(run), x, y, gpus)
     curve_2T = curve_2T[:, curve_2T[0] >= begin]
     best, resampled = fits(curve_2T, f"{y} over {x}")
@@ -267,7 +268,7 @@ def _forecast_lines(
 
 @app.command()
 def staleness(run: OneRun, output: Output = None) -> None:
-    """Draw the staleness of the tokens that a run trained on: per step, with the bound, and as shares of all tokens."""
+    """Draw how stale a run's training tokens were: mean and maximum per step, and the share of tokens of each age."""
     metrics = read_run(run)
     step_T = metrics.column("step")
     mean_T = metrics.column("staleness_mean")
@@ -296,7 +297,7 @@ def staleness(run: OneRun, output: Output = None) -> None:
 @app.command()
 def timeline(
     run: OneRun,
-    steps: Annotated[str, typer.Option(help="A:B, the first and the last; default: the last ten.")] = "",
+    steps: Annotated[str, typer.Option(help="Steps A:B, both included. Default: the last ten.")] = "",
     output: Output = None,
 ) -> None:
     """Draw a timeline of a run: when engines, rewards and trainer worked, and on what."""
@@ -305,7 +306,7 @@ def timeline(
     if steps:
         match = re.fullmatch(r"(\d*):(\d*)", steps)
         if not match:
-            raise ConfigurationError(f"--steps {steps!r} is not A:B, as 5:20, 5: or :20")
+            raise ConfigurationError(f"--steps {steps!r} is not A:B: write, for example, 5:20, 5: or :20")
         first_step = int(match[1] or 0)
         last_step = int(match[2] or sys.maxsize)
         spans = view.spans_of_steps(first_step, last_step)

@@ -70,7 +70,7 @@ class RunMetrics:
             raise ConfigurationError(f"{params}: not valid JSON ({error})") from error
         except OSError as error:
             raise ConfigurationError(f"{params} cannot be read: {error.strerror}") from error
-        refuse(not isinstance(options, dict), f"{params}: it holds no table of options")
+        refuse(not isinstance(options, dict), f"{params}: expected a JSON object with the run's options")
         return _flat(options)
 
     @cached_property
@@ -286,8 +286,8 @@ def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
         return np.cumsum(run.column("tokens_generated"))
     evaluation_and_saving = [run.column("seconds_evaluating"), run.column("seconds_checkpointing")]
     worked_T = run.column("time_per_batch") + np.nan_to_num(evaluation_and_saving).sum(0)
-    # The time that passed is less than `worked_T` if the run saved a checkpoint within the step, and more if it was
-    # stopped
+    # The time that passed is less than `worked_T` if the run saved a checkpoint within the step, and more if the run
+    # was stopped in between. The smaller time is the right one in both cases
     passed_T = np.diff(run.column("timestamp"), prepend=np.nan)
     seconds_T = np.cumsum(np.fmin(worked_T, passed_T))
     if unit == "seconds":
@@ -315,7 +315,7 @@ def gpus_of(run: RunMetrics) -> int:
     are_counts = all(map(is_count, (num_ranks, num_engines, gpus_per_engine, num_judges)))
     refuse(
         not are_counts or not isinstance(logprob_roles, list),
-        f"{run.source} says no number of GPUs: add --gpus, or choose another --x",
+        f"{run.source} has no valid number of GPUs: add --gpus, or choose another --x",
     )
     num_worker_gpus = num_engines * gpus_per_engine + len(logprob_roles)
     shared = min(num_ranks, num_worker_gpus) if options.get("colocate") else 0

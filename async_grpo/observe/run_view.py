@@ -81,7 +81,7 @@ class RunView:
         """Read the metrics file from a position on.
 
         Args:
-            byte: Position in the file. If the file is shorter, as after a resume, reading begins at 0.
+            byte: Position in the file. If the file is shorter, because a resumed run has cut it, reading begins at 0.
             count: Maximum number of lines. If there are more, evenly spread lines are read.
 
         Returns:
@@ -170,6 +170,6 @@ def _plain_name(name: Any) -> str:
         parts = ()
     refuse(
         len(parts) != 1,
-        f"the run's parameters say dump_samples_filename = {name!r:.80}, which is no plain name",
+        f"the run's parameters say dump_samples_filename = {name!r:.80}, which is not a plain file name",
     )
     return parts[0]

@@ -25,7 +25,7 @@ from async_grpo.training.record import record_folder, recorded_completions
 # Limits of the page's size, because a browser holds the whole page in memory
 MAX_TOKENS = 500_000
 MAX_CHARACTERS = 40_000_000
-# Errors when the record or the tokenizer of an untrusted run is read. The page then shows no tokens
+# Errors that can occur when the record or the tokenizer of an untrusted run is read. The page then shows no tokens
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class RecordedCompletion(NamedTuple):
 
 
 def _add_tokens(rows: Sequence[dict[str, Any]], run: RunView) -> None:
-    """Add to the newest rows the text of each token of the completion, and the numbers that the run recorded for it.
+    """Add to the newest rows the text of each token of the completion, and the numbers that the run recorded per token.
 
     Nothing is added if the run has no record, or if its model is not on this machine. Trajectories are skipped, because
     the page shows their turns instead.

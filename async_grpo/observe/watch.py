@@ -34,7 +34,7 @@ SPANS = 1500
 SAMPLES = 2000
 LOG_LINES = 5
 SHUTDOWN_TIMEOUT_S = 2.0
-MAX_DIGITS = 20  # of a position in a file, because Python refuses to convert more than 4300 digits
+MAX_DIGITS = 20  # limit for a position in a file, because Python refuses to convert more than 4300 digits
 Line = Mapping[str, Any]
 
 
@@ -88,7 +88,7 @@ def application(config: WatchConfig) -> web.Application:
     async def numbers(request: web.Request) -> web.Response:
         since = request.query.get("since", "0")
         if not since.isdecimal() or len(since) > MAX_DIGITS:
-            raise web.HTTPBadRequest(text=f"since={since[:MAX_DIGITS]} is no byte")
+            raise web.HTTPBadRequest(text=f"since={since[:MAX_DIGITS]} is not a position in a file")
         text = await asyncio.to_thread(lambda: as_json(data(RunView(folder), int(since))))
         return _answer(text, "application/json")
 
@@ -143,8 +143,8 @@ def data(run: RunView, since: int) -> dict[str, Any]:
         since: Position in the metrics file. The page already has the points before this position.
 
     Returns:
-        A dict that can be written as JSON. Its `since` is 0 if the file is shorter than the argument `since`, as after
-        a resume. The points are then those of the whole file.
+        A dict that can be written as JSON. If the file is shorter than the argument `since`, because a resumed run has
+        cut it, the dict has the points of the whole file, and its `since` is 0.
     """
     since, lines, next_byte = run.metrics_from(since, POINTS)
     recent_lines = run.metrics(RECENT)

@@ -16,7 +16,7 @@ from async_grpo.processes.untrusted_files import printable
 ANSWER_TIMEOUT_S = 60.0  # seconds that a run may take to report what it waits for
 POLL_S = 0.2
 LOG_LINES = 2000  # lines at the end of each log that are searched for errors
-SHOWN_ERRORS = 3  # number of errors that are shown of each log
+SHOWN_ERRORS = 3  # number of errors at the end of each log that are shown
 ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 
 
@@ -28,7 +28,7 @@ class WhyConfig(Section):
 
 
 def why(config: WhyConfig) -> None:
-    """Print what a live run waits for, or the last errors of an ended run, and all stalls of the run.
+    """Print the run's stall reports. For an ended run, also print the last errors in its logs.
 
     If a live run has reported no stall yet, it is asked to report what it waits for.
 
@@ -73,7 +73,7 @@ def _request_stall(run: RunView, pid: int) -> None:
 
 
 def _holds(pid: int, lock: Path) -> bool:
-    """Return whether a process has the run's lock file open, as a run has until its end."""
+    """Return whether a process has the run's lock file open. The main process of a run keeps it open until its end."""
     try:
         lock_status = lock.stat()
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
