@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHORTEST_S = 1e-3  # least time with which the earlier timer is set again, because 0 would turn it off
+SHORTEST_S = 1e-3  # least time to which an earlier timer is restored, because 0 would turn that timer off
 
 
 class _TooSlow(BaseException):
@@ -37,7 +37,7 @@ def interrupted_after(seconds: float, work: str) -> Iterator[None]:
     is_running = True
 
     def give_up(signum: int, frame: FrameType | None) -> None:
-        # Ignored after the end of the block, because the signal may arrive before the timer is turned off
+        # The signal may also arrive after the block has ended, before the timer is turned off. It is then ignored
         if is_running:
             raise _TooSlow
 

@@ -40,7 +40,7 @@ SECRET_WORDS = frozenset("KEY KEYS TOKEN SECRET PASSWORD PASSWD CREDENTIAL CREDE
 
 
 def is_device_variable(name: str) -> bool:
-    """Return whether all programs of a run on this machine need this variable. Keys and tokens are not passed on.
+    """Return whether all programs of a run on this machine need this variable. False for keys and tokens.
 
     >>> [name for name in ("NCCL_ALGO", "VLLM_API_KEY", "CC", "MY_NCCL") if is_device_variable(name)]
     ['NCCL_ALGO', 'CC']
@@ -49,7 +49,7 @@ def is_device_variable(name: str) -> bool:
 
 
 def is_cluster_variable(name: str) -> bool:
-    """Return whether programs on other nodes need this variable. Variables that belong to one node are not passed on.
+    """Return whether programs on other nodes need this variable. False for variables that describe one node.
 
     >>> names = ("NCCL_ALGO", "NCCL_SOCKET_IFNAME", "VLLM_ATTENTION_BACKEND", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES")
     >>> [name for name in names if is_cluster_variable(name)]

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-REFUSAL = "ask for an address, or for localhost"
-REFUSAL_OF_USERS = "this run is another user's"
+REFUSAL = "use an IP address or localhost instead of this host name"
+REFUSAL_OF_USERS = "this run belongs to another user"
 # Tables of network connections (see proc(5)), and the columns that are read, counted from 0
 CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
 LOCAL_ADDRESS_COLUMN = 1
@@ -44,9 +44,9 @@ def is_address(host: str, own_host: str = "localhost") -> bool:
 
 
 def may_read(client: Address, server: Address) -> bool:
-    """Return whether the client of a connection may read. Its process must belong to this process's user or to root.
+    """Return whether a client may read the answers. Its process must belong to this process's user or to root.
 
-    Clients on other machines always may read. They can only connect if the user chose another address with `--host`.
+    Clients on other machines may always read: they can only connect if the user chose another address with `--host`.
 
     Args:
         client: Address and port of the client.

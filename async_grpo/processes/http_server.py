@@ -100,7 +100,7 @@ async def write_in_time(request: web.Request, response: web.StreamResponse) -> N
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        # The client has closed the connection. Its request was processed, and a sampled turn is trained on nevertheless
+        # The client has closed the connection. This is no error: if the request sampled a turn, it is trained on anyway
         pass
 
 
@@ -123,12 +123,12 @@ class _Refusal(asyncio.Protocol):
 
 
 class OneLinePerFault(logging.Filter):
-    """A filter that drops repeated errors of the same kind, with growing pauses between those that it logs.
+    """A filter that drops repeated errors of the same kind. The pauses between the errors that it logs grow.
 
     An error that a client causes is logged as one line, and an error of the library with its traceback. Errors that
     clients cause are of the same kind if their message and class are the same. Errors of the library are of the same
-    kind if they are raised at the same line of code and have the same class. With messages instead, a client that knows
-    how to cause an error could fill the disk with tracebacks.
+    kind if they are raised at the same line of code and have the same class. Their messages do not count: a client that
+    can cause an error with changing messages could fill the disk with tracebacks.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Ask the Hugging Face hub for models and data sets, within a time limit.
 
-A machine without network access would otherwise wait for minutes. The environment variables of the hub's library apply:
-HF_ENDPOINT, HF_TOKEN, HF_HOME, and HF_HUB_OFFLINE, with which only files that were fetched before are used.
+Without the limit, a machine that has no network access would wait for minutes. The environment variables of the package
+huggingface_hub apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, and HF_HUB_OFFLINE, which allows only files fetched before.
 """
 
 import os
@@ -75,7 +75,7 @@ def reach_hub(name: str, kind: str) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """Return the folder with the files of a model of the hub. Files that were not fetched before are fetched.
+    """Return the folder with the files of a model from the hub. Fetch the files that were not fetched before.
 
     Raises:
         ConfigurationError: The hub does not have the model, or cannot be reached, and the model was not fetched before.
@@ -95,10 +95,11 @@ def fetch_model(name: str) -> Path:
 
 
 def local_model(path: str) -> str:
-    """Return the folder of a model: the path itself, or for the name of a model of the hub the folder it is fetched to.
+    """Return the folder of a model. If `path` is no folder but a name on the hub, fetch the model from the hub.
 
     Raises:
-        ConfigurationError: The path has the form of a name of the hub, and there is neither such a folder nor such a model.
+        ConfigurationError: The path has the form of a name on the hub, but there is no such folder, and the model
+            cannot be fetched.
     """
     if Path(path).expanduser().exists() or not is_hub_name(path):
         return path
@@ -106,17 +107,20 @@ def local_model(path: str) -> str:
 
 
 def way_out(name: str, kind: str) -> str:
-    """Return what to do on a machine that cannot reach the hub."""
+    """Return advice for a machine that cannot reach the hub, for the end of an error message."""
     repo_type = "" if kind == "model" else f" --repo-type {kind}"
-    return f"where it can be reached, run hf download {name}{repo_type} --local-dir FOLDER, and give the folder here"
+    return (
+        f"on a machine that can reach it, run hf download {name}{repo_type} --local-dir FOLDER, copy the folder to "
+        "this machine, and give the folder here"
+    )
 
 
 def _call_within(seconds: float, call: Callable[[], Any]) -> None:
-    """Call a function that cannot be interrupted, such as one that looks up the name of a host.
+    """Call a function in a thread, and wait for it at most `seconds`, because a DNS lookup cannot be interrupted.
 
     Raises:
-        TimeoutError: It takes longer. Its thread is left behind, and does not keep the process from ending.
-        Exception: What the function raises.
+        TimeoutError: The function takes longer. Its thread continues, but does not keep the process from ending.
+        Exception: The function raised this error.
     """
     errors: list[Exception] = []
 

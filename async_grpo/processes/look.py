@@ -17,8 +17,9 @@ from async_grpo.processes.process_tree import descendants
 
 STACK_S = 10.0  # seconds that py-spy may take to read one process
 MAX_COMMAND_CHARACTERS = 60
-RANK_IN_NAME = re.compile(r"RANK=(\d+) ")  # begin of the name that a warm server gives a rank
-WARM_CLIENT = "processes/warm_client.py"  # in the command line of a process that only waits for its fork
+RANK_IN_NAME = re.compile(r"RANK=(\d+) ")  # beginning of the name of a rank that a warm server forked
+# Part of the command line of a warm client, which only waits for the process that a warm server forked for it
+WARM_CLIENT = "processes/warm_client.py"
 PY_SPY = Path(sys.prefix) / "bin" / "py-spy"
 THREAD = re.compile(r"^(Thread [^\n]*)\n((?:    .*\n?)*)", re.MULTILINE)
 # Part of a process's command line -> role of the process in the run
@@ -115,7 +116,8 @@ def _stack(process: psutil.Process) -> str:
 def request_look(pid: int, program: str = "") -> bool:
     """Send SIGUSR1 to a process or to one of its descendants: the first one that handles the signal.
 
-    Other processes are skipped, because the signal would end them. So are clients of a warm server, which pass it on.
+    Processes that do not handle it are skipped, because the signal would end them. Clients of a warm server are
+    skipped, too, because they only pass the signal on.
 
     Args:
         pid: The process.

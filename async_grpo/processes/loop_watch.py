@@ -23,7 +23,8 @@ from types import CodeType, FrameType
 BEAT_S = 0.25  # seconds between heartbeats
 LIMIT_S = 1.0  # a turn is logged if code delayed it by more than this number of seconds
 FRAMES = 6  # number of stack frames in the log
-FIRST_PAUSE_S = 10.0  # pause after the first log line about a line of code; doubles with each further one
+# Pause after the first log line about a line of code. It doubles with each further log line about the same line of code
+FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 UNKNOWN_PLACE = "a call that kept Python's lock and has returned since, so that its place is not known"
 PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -46,7 +47,7 @@ class LateTurn:
     def blamed_s(self) -> float:
         """Return the part of the delay that code caused. It is at least the time in which the loop's thread ran."""
         rest_s = self.age_s - self.starved_s - self.stopped_s
-        # The rest may be too small, because on a busy machine time passes between the readings of two clocks
+        # The rest may be too small, because on a busy machine some time passes between reading one clock and the next
         return max(rest_s, min(self.computing_s, self.age_s))
 
     @property
@@ -168,8 +169,8 @@ class LoopWatch:
             if has_new_turn:
                 beats = self._beats
                 own_delay_s = 0.0
-                # The CPU times of the loop's thread and of the process are those that the heartbeat itself read. A call
-                # that keeps Python's lock may have begun after it, and this thread runs only when the call has returned
+                # Use the CPU times of the loop's thread and of the process that the heartbeat itself has read. Times
+                # read here could already include a call that kept Python's lock, which must count as part of this turn
                 threads_at_beat = _thread_times() | {self._thread_id: self._thread_cpu_at_beat_s}
                 cpu_at_beat_s = self._cpu_at_beat_s
                 # This wait may have begun before the turn did, so count only the delay within the turn

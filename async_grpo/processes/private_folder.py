@@ -61,7 +61,7 @@ def make_private_folder(prefix: str = PREFIX) -> Path:
 def remove_abandoned(prefix: str = PREFIX) -> None:
     """Remove this user's private folders whose process has ended.
 
-    Folders that others can enter are left alone, because others could have written their owner file.
+    Folders that other users can enter are not removed, because another user could have written the owner file.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         # Skips folders of unrelated programs, and folders that another process is removing
@@ -127,8 +127,8 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     """Return the environment variable that gives torch.compile a cache folder of this user; {} if the user has set it.
 
     Torch's default is /tmp/torchinductor_USER. Another user could create this folder first, and torch executes the code
-    in it. The folder that is returned is in this user's own cache, so that later runs can use it again. If it cannot be
-    made there, or others can write to it, a temporary folder is returned, which is removed at the end of this process.
+    in it. The returned folder is in this user's own cache, so that later runs can use it again. If it cannot be made
+    there, or other users can write to it, a temporary folder is returned, which is removed when this process ends.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     # torch may have set the variable to its default itself, as it does when vLLM is imported. That value is replaced
@@ -138,8 +138,8 @@ def compile_cache(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     try:
         caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(caches) / "async-grpo" / "torchinductor"
-        # In two steps, because mkdir applies `mode` only to the last folder. The mode of its parents depends on the
-        # umask, which may let a group write
+        # Made in two steps, because `mkdir` applies `mode` only to the last folder. The mode of its parents would
+        # depend on the umask, which may let a group write
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         problem = _problem_of_cache(folder)

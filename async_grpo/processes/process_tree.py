@@ -49,7 +49,9 @@ def adopt_orphans(adopt: bool = True) -> None:
         ConfigurationError: The kernel does not list the children of processes.
     """
     if not os.path.exists("/proc/thread-self/children"):
-        raise ConfigurationError("processes cannot be ended here: the kernel lacks CONFIG_PROC_CHILDREN")
+        raise ConfigurationError(
+            "child processes could not be found and ended here: the kernel lacks CONFIG_PROC_CHILDREN"
+        )
     prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
@@ -68,7 +70,7 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def pid_of_starter() -> int:
-    """Return the id of the process that started this one. In a fork of a warm server, that is not its parent."""
+    """Return the id of the process that started this one. If a warm server forked it, that is not its parent."""
     return os.getppid() if starter_pid is None else starter_pid
 
 
@@ -128,8 +130,8 @@ def end_descendants(
 def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
     """Add the exit codes of ended children to `codes`, and return whether the caller must call this again.
 
-    This is necessary if there were any children that must be ended, even if all of them have ended now: this process may
-    have adopted their children after it listed its own.
+    The caller must call it again if there were any children to end, even if all of them have ended now: in the
+    meantime, this process may have adopted their children.
 
     Raises:
         ChildProcessError: This process has no children any more.
@@ -152,7 +154,7 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
 
 
 def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> None:
-    """Fork. The call returns in the child, while this process becomes its guardian and later ends with its exit code.
+    """Fork. The call returns in the child. This process becomes the child's guardian, and ends with its exit code.
 
         owner -> guardian (this process) -> child -> all processes that the child starts
 
@@ -182,8 +184,8 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     has_too_many = _watch(guarded_pid, max_processes)
-    # First end the child's process group, which the kernel does at once, so that the group cannot fork faster. There is
-    # no such group if the child has not called `setsid` yet
+    # First kill the child's process group. The kernel kills it at once, while processes that are killed one by one
+    # could fork faster. There is no such group if the child has not called `setsid` yet
     with contextlib.suppress(ProcessLookupError):
         os.killpg(guarded_pid, signal.SIGKILL)
     exit_code = end_descendants()[guarded_pid]

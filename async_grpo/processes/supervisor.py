@@ -197,7 +197,7 @@ class Supervisor:
         """End the program that was started last, then the others, and then all other descendants of this process.
 
         Args:
-            at_once: Kill them, because they have nothing to save.
+            at_once: Whether to kill them without a grace period, because they have nothing to save.
         """
         # Ignore signals meanwhile, because a second Ctrl-C must not leave programs running
         with handling(signal.SIG_IGN, *SIGNALS):
@@ -218,7 +218,7 @@ class Supervisor:
             adopt_orphans(False)
 
     def _replace_links(self) -> None:
-        """Replace the links that `move_outputs` made by copies, because the first folder is temporary."""
+        """Replace the links that `move_outputs` made by copies of the files, because the old folder is temporary."""
         for program in self._programs:
             if program.output.is_symlink():
                 content = program.output.read_bytes()

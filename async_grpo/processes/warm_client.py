@@ -1,9 +1,9 @@
-"""The program that stands in for `python`: it asks a warm server for a process that has imported its libraries already.
+"""The program that is called in place of `python`. It asks a warm server for a process with imported libraries.
 
     python -I -S warm_client.py SOCKET PYTHON ARGUMENTS...
 
-It behaves as `PYTHON ARGUMENTS...` would: it has the same output, passes signals on, and ends with the same exit code. If
-no server answers, or the server cannot serve these arguments, it becomes `PYTHON ARGUMENTS...` itself.
+It behaves like `PYTHON ARGUMENTS...`: it has the same output, passes signals on, and ends with the same exit code. If
+no server answers, or the server cannot serve these arguments, it replaces itself by `PYTHON ARGUMENTS...`.
 
 This file imports only the standard library, and few modules of it, because each process of a run starts with it.
 """
@@ -19,22 +19,22 @@ import struct
 import sys
 from contextlib import suppress
 
-# Signals that end or inform a program. SIGSTOP and SIGKILL cannot be caught: the server ends the process of a client
-# that was killed
+# Signals that the client passes on to its process. SIGSTOP and SIGKILL cannot be passed on. When a client is killed,
+# the server kills its process
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 LENGTH = struct.Struct("!I")  # precedes the JSON of a request
 STATUS = struct.Struct("!i")  # an answer of the server: ACCEPTED, REFUSED, or later the exit code
 ACCEPTED = 1000
 REFUSED = 1001
-# If this variable is set, the kernel kills the client when the process that started it has ended. The server then kills
-# the client's process
+# If this variable is set, the kernel kills the client as soon as the process that started the client ends. The server
+# then kills the client's process
 DIES_WITH_STARTER = "ASYNC_GRPO_DIES_WITH_STARTER"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-SERVER_IS_GONE = 70  # exit code if the server ended first, which ends its processes, too
+SERVER_IS_GONE = 70  # exit code if the server, and with it the client's process, ended first
 
 
 def main(socket_path: str, python: str, arguments: list[str]) -> None:
-    """Have the server run Python with these arguments, and end as that process ends. Otherwise, become Python."""
+    """Let the server run Python with these arguments, and end like that process. If it cannot, run Python here."""
     if DIES_WITH_STARTER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptors = open_descriptors()
@@ -42,7 +42,7 @@ def main(socket_path: str, python: str, arguments: list[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         process = None
-        # Fails if the server is not there, or ends before it answers
+        # Fails if there is no server, or if it ends before it answers
         with suppress(OSError):
             connection.connect(socket_path)
             process = _request(connection, arguments, descriptors)
@@ -109,7 +109,7 @@ def limit_names() -> list[str]:
 
 
 def _pass_on(process: int, number: int) -> None:
-    # Fails if the process has ended, and its exit code is on the way
+    # Fails if the process has ended. The server then sends its exit code
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, number)
 

@@ -1,4 +1,4 @@
-"""Give a fork of a warm server the surroundings of its client, and run what the client asks for."""
+"""Give a fork of a warm server its client's open files, variables and limits, and run what the client asks for."""
 
 import atexit
 import fcntl
@@ -26,16 +26,16 @@ import setproctitle
 from async_grpo.processes import process_tree
 from async_grpo.processes.warm_client import LENGTH
 
-MAX_DESCRIPTORS = 253  # of one message on Linux (SCM_MAX_FD)
+MAX_DESCRIPTORS = 253  # maximum number in one message on Linux (SCM_MAX_FD)
 REQUEST_TIMEOUT_S = 10.0
 OOM_SCORE_ADJ = "/proc/self/oom_score_adj"
 RAY_WORKER = "ray/_private/workers/default_worker.py"
-# Options of the interpreter that change nothing in a process that runs already
+# Options of Python that can be ignored, because they do not matter to a process that already runs
 IGNORED_OPTIONS = ("-B", "-u")
 
 
 def find_place_of_name() -> None:
-    """Find where in memory the name of this process is, which cannot be found once variables have changed."""
+    """Make setproctitle find this process's name in memory. It cannot be found once environment variables change."""
     setproctitle.getproctitle()
 
 
@@ -78,7 +78,7 @@ class Request:
 
 
 def reason_against_taking_over(request: Request) -> str:
-    """Return the reason why a fork of this process may not get the client's niceness or limits, or ""."""
+    """Return the reason why a fork of this process is not allowed to take over the client's limits, or ""."""
     if request.niceness < os.nice(0):
         return "its niceness is lower than that of the warm server"
     if int(request.oom_score_adj) < int(Path(OOM_SCORE_ADJ).read_text()):
@@ -92,7 +92,7 @@ def reason_against_taking_over(request: Request) -> str:
 
 
 def is_understood(arguments: Sequence[str]) -> bool:
-    """Return whether `run_python` can run these arguments of Python."""
+    """Return whether `run_python` supports these arguments of Python."""
     rest = _without_ignored(arguments)
     return bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
 
@@ -105,9 +105,9 @@ def _without_ignored(arguments: Sequence[str]) -> list[str]:
 
 
 def take_over(request: Request, received: Sequence[int]) -> None:
-    """Give this process the surroundings of the client: open files, folder, variables, limits."""
+    """Give this process the client's open files, working folder, environment variables and limits."""
     os.setsid()
-    # The number of a received descriptor may be the one that another of them must get, so first move all out of the way
+    # A received descriptor may have the number that another one must get, so first move all of them to free numbers
     first_free = max([*request.descriptors, *received, 2]) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first_free) for descriptor in received]
     close_all(received)
@@ -131,7 +131,7 @@ def take_over(request: Request, received: Sequence[int]) -> None:
 
 
 def run_and_exit(arguments: Sequence[str], executable: Path) -> NoReturn:
-    """Do what `python ARGUMENTS` does, and end this process. Exceptions are left to the interpreter.
+    """Do what `python ARGUMENTS` does, and end this process. An uncaught exception is left to the interpreter.
 
     The process ends without freeing its objects one by one, which takes half a second of CPU time after `import torch`.
     """
@@ -158,7 +158,7 @@ def run_python(arguments: Sequence[str], executable: Path) -> None:
     """Do what `python ARGUMENTS` does, except for the end of the process."""
     _name_process([sys.executable, *arguments])
     if any(argument.endswith(RAY_WORKER) for argument in arguments):
-        # Ray names its processes with its own copy of setproctitle, which cannot find the name's place in memory any more
+        # Ray names its processes with its own copy of setproctitle, which can no longer find the name in memory
         ray_internals: Any = importlib.import_module("ray._raylet")
         ray_internals.setproctitle = setproctitle.setproctitle
     # Makes multiprocessing start its processes through the server, too
@@ -207,7 +207,7 @@ def _seed_and_count_threads() -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
-        # The library of OpenMP read the variable when the server imported it
+        # OpenMP does not read the client's OMP_NUM_THREADS, because it read the server's when torch was imported
         num_threads = os.environ.get("OMP_NUM_THREADS", "")
         torch.set_num_threads(int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0)))
 

@@ -4,16 +4,17 @@ A run on one machine has about ten Python processes. Importing vLLM takes 9 s of
 transformers takes 5 s. On two cores, most of the time until the first step would go into imports. Instead, a server
 imports them once, and forks.
 
-    server of torch and transformers  --fork-->  server that goes on with vLLM
+    server of torch and transformers  --fork-->  server that also imports vLLM
           |  fork per request                          |  fork per request
     trainer ranks, controller, workers           engines and their actors
 
 While the second server imports vLLM, the first one imports what only its own processes need.
 
-Programs are started through an executable file that stands in for `python` (`write_executable`). It runs `warm_client.py`,
-which sends the server its arguments, environment and open files. The process that the server forks for it does what
-`python` would do with them. The client stays, passes signals on, and ends with the process, so that whoever started
-`python` watches, signals and kills it as usual. The process dies if the client or the server dies.
+Programs are started with an executable file that is called in place of `python` (`write_executable`). It runs
+`warm_client.py`, which sends the server its arguments, environment and open files. The server forks a process, which
+does what `python` would do with them. The client keeps running, passes signals on to this process, and ends when it
+ends. So whoever started `python` can watch, signal and kill it as usual. The process dies if the client or the server
+dies.
 
 The fork server of `multiprocessing` cannot be used: it only starts processes that the same program starts with
 `multiprocessing`. Ray and torchrun start their actors and ranks in another way.
@@ -50,8 +51,8 @@ from async_grpo.processes.warm_process import (
 )
 
 CLIENT = Path(__file__).with_name("warm_client.py")
-# Libraries read variables with these prefixes when they are imported. A request in which they differ from the server's
-# is refused, and the client starts Python as usual
+# Libraries read variables with these prefixes when they are imported. If the values of the server and of a client
+# differ, the server refuses the client's request, and the client starts Python as usual
 READ_AT_IMPORT = (
     "PYTHONPATH",
     "PYTHONHASHSEED",
@@ -101,11 +102,11 @@ class Stage:
     """One server.
 
     Attributes:
-        listener: Descriptor of the socket to which clients connect (`listen`). It is inherited.
+        listener: Descriptor of the socket to which clients connect (`listen`). The server process inherits it.
         executable: The file that is called instead of `python`; see `write_executable`.
-        modules: The modules that the server imports before the next one is forked from it.
-        own_modules: The modules that only this server imports, after the next one was forked.
-        ignored: Beginnings of the names of variables that may differ in a request, because its processes do not use them.
+        modules: The modules that the server imports before it forks the next server.
+        own_modules: The modules that the server imports after it has forked the next server, which does not need them.
+        ignored: Prefixes in `READ_AT_IMPORT` that are not compared, because the server's processes do not use them.
     """
 
     listener: int
@@ -181,13 +182,14 @@ class WarmServer:
         self._occupied = set(open_descriptors()) - {0, 1, 2, listener.fileno()}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        # The keys are descriptors of processes (pidfd)
-        self._clients: dict[int, socket.socket] = {}  # connections to their clients
-        self._pids: dict[int, int] = {}  # their process ids
+        # Both by the descriptor (pidfd) of the forked process
+        self._clients: dict[int, socket.socket] = {}  # connection to the client of each process
+        self._pids: dict[int, int] = {}  # process id of each process
 
     def run(self) -> None:
         """Serve until this process is ended. Returns only if it cannot be forked safely."""
-        # A forked process shares the memory of objects that the garbage collector never visits
+        # Forked processes share the server's memory until one writes to it. The garbage collector writes to each object
+        # that it visits, so freeze all objects
         gc.collect()
         gc.freeze()
         problem = _problem_with_forking()
@@ -195,7 +197,8 @@ class WarmServer:
             log.warning("processes start as usual, which takes seconds longer: %s", problem)
             return
         while True:
-            # Handle one event at a time. It may close the descriptor of another event, whose number may then be reused
+            # Handle one event at a time: a handler may close the descriptor of another event, and its number may be
+            # reused
             for key, _ in self._selector.select()[:1]:
                 if key.fileobj is self._listener:
                     self._accept()
@@ -224,7 +227,7 @@ class WarmServer:
             close_all(received)
             return
         server_pid = os.getpid()
-        # The new process begins when it reads from this pipe, after its client knows of it. If the server died before, the
+        # The new process waits at this pipe until its client knows of it. Otherwise, if the server died first, the
         # client would start Python itself, and the work would be done twice
         reading, writing = os.pipe()
         pid = os.fork()
@@ -254,16 +257,16 @@ class WarmServer:
         os.close(writing)
 
     def _set_variables_of_imports(self, request: Request) -> None:
-        """Set the variables that importing sets, unless the client has another value than the server had before."""
+        """Set the variables that importing libraries sets, except those that the client has set differently itself."""
         for name, value in self._set_by_imports.items():
             if request.environment.get(name) == self._environment.get(name):
                 os.environ[name] = value
 
     def _reason_to_refuse(self, request: Request) -> str:
-        """Return the reason why the client must start Python itself, or "" if a fork does the same."""
+        """Return the reason why the client must start Python itself, or "" if a fork can do the same work."""
         compared = tuple(prefix for prefix in READ_AT_IMPORT if prefix not in self._stage.ignored)
         for name in sorted(request.environment.keys() | self._environment.keys()):
-            # A client that was forked here has the variables that the imports set
+            # If the client itself runs in a fork of this server, it has the values that the imports set
             known_values = (self._environment.get(name), os.environ.get(name))
             if name.startswith(compared) and request.environment.get(name) not in known_values:
                 return f"{name} differs from that of the warm server"
@@ -286,7 +289,7 @@ class WarmServer:
         os.close(process)
         if connection.fileno() in self._selector.get_map():
             self._selector.unregister(connection)
-        # Fails if the client has ended, which ended the process
+        # Fails if the client has ended
         with suppress(OSError):
             connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
         connection.close()
@@ -311,7 +314,7 @@ def _problem_with_forking() -> str:
     """Return the reason why this process cannot be forked safely, or ""."""
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
-        # A fork has only the thread that forked. What the others held, such as a lock, would stay held
+        # A forked process has only the thread that called fork. Locks that other threads held would stay locked forever
         return f"the libraries started {num_threads - 1} threads when they were imported"
     try:
         os.close(os.pidfd_open(os.getpid()))
