@@ -101,7 +101,7 @@ def _verifiers_rows(config: EnvironmentConfig, split: str, variables: Variables)
         process = subprocess.run(
             command,
             timeout=ROWS_TIMEOUT_S,
-            # The same variables as when trajectories are played, so that the same tasks are found
+            # The program that plays the trajectories gets the same variables, so both find the same tasks
             env=for_agents(child_environment(variables)),
             capture_output=True,
             text=True,
@@ -111,7 +111,7 @@ def _verifiers_rows(config: EnvironmentConfig, split: str, variables: Variables)
     if process.returncode:
         hint = "; --environment-options python=PATH names the interpreter that verifiers is installed in"
         lines = process.stderr.strip().splitlines()
-        reason = lines[-1] if lines else "no word"
+        reason = lines[-1] if lines else "it ended without an error message"
         raise ConfigurationError(f"--environment {config.environment}: {reason}{hint}")
     return [json.loads(line) for line in process.stdout.splitlines()]
 

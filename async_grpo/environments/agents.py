@@ -180,7 +180,7 @@ class AwaitAgent(_Agent):
                 event = f"ended with exit status {await process.wait()}; it said: {words}"
         except OSError as error:
             event = f"could not be started: {error}"
-        self._endpoint.fail(f"who plays them {event}")
+        self._endpoint.fail(f"the program that plays the trajectories {event}")
 
     async def close(self) -> None:
         """End the command, and close the endpoint."""

@@ -23,8 +23,9 @@ END_CALL = "</tool_call>"
 
 # A text with more characters than this per allowed token counts as too long, without tokenizing it
 MAX_CHARACTERS_PER_TOKEN = 64
-PIECES_PER_CALL = 8192  # pieces of a text that one call of the tokenizer encodes
-# Number of earlier tokens that are decoded together with new ones. Some tokenizers drop the first space of a text
+PIECES_PER_CALL = 8192  # maximum number of pieces of a text that one call of the tokenizer encodes
+# Number of earlier tokens that are decoded together with new ones. Decoded alone, new tokens may lose their first
+# space, because some tokenizers drop the space at the beginning of a text
 LOOK_BACK_TOKENS = 8
 
 
@@ -107,7 +108,7 @@ class Chat:
         return () if self.control_tokens is None else self.control_tokens.breaks_of(text)
 
     def encode(self, text: str, *, begins: bool = False, breaks: Sequence[int] = ()) -> np.ndarray:
-        """Return the token ids of a text, (N,) int32. A control token in it is one token, unless a break cuts it.
+        """Return the token ids of a text, (N,) int32. A control token in the text stays one, unless a break cuts it.
 
         Args:
             text: The text.
@@ -136,7 +137,8 @@ class Chat:
                 token_ids += self._tokenizer.encode(text, add_special_tokens=False)
             return token_ids
         for first in range(0, len(texts), PIECES_PER_CALL):
-            # In batches, because the backend encodes a batch without Python's lock, but converts it with the lock held
+            # In batches: the backend releases Python's lock while it encodes, but not while it converts the results, so
+            # a single large call would block all other threads
             encodings = self._backend.encode_batch_fast(
                 texts[first : first + PIECES_PER_CALL], add_special_tokens=False
             )

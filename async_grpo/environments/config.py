@@ -35,13 +35,14 @@ class EnvironmentConfig(PromptOptions):
     )
     environment_processes: int | None = _environment(
         None,
-        "Number of processes that run environments, each for many trajectories (default: 4). For agents, the number "
-        "that run at the same time (default: 64).",
+        "Number of processes that run environments, each for many trajectories (default: 4). With agents, the number "
+        "of agents that run at the same time (default: 64).",
         range=POSITIVE,
     )
     environment_timeout_s: float = _environment(
         30.0,
-        "Maximum seconds for one step of an environment or one call of a tool. After that, its process is ended.",
+        "Maximum seconds for one step of an environment or one call of a tool. After that, the process that runs it is "
+        "ended.",
         range=POSITIVE,
         portable=True,
     )
@@ -50,8 +51,8 @@ class EnvironmentConfig(PromptOptions):
     )
     max_turn_tokens: int | None = _environment(
         None,
-        "Maximum tokens of one turn of the policy. By default the rest of --max-generation-tokens. That limit counts "
-        "all tokens after the sequence's prompt, including the environment's.",
+        "Maximum tokens of one turn of the policy. By default what is left of --max-generation-tokens, which limits "
+        "all tokens of a sequence after its prompt, including the environment's.",
         range=POSITIVE,
         portable=True,
     )

@@ -354,8 +354,8 @@ async def _response(
 def _fault_of(error: ValidationError) -> str:
     """Return a description of what is wrong with a request.
 
-    If a value may have several types, pydantic reports one error for each of them. An error about the length is the
-    most helpful, so it is preferred. Otherwise, the error deepest in the value is.
+    If a value may have several types, pydantic reports one error for each of them. The one about the length is the most
+    helpful, so it is described. If there is none, the error that is nested deepest in the request is described.
     """
     faults = error.errors(include_url=False, include_input=False)
     length_faults = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]

@@ -64,7 +64,7 @@ def kind_of(player: Any) -> str:
         return "program"
     raise ConfigurationError(
         f"{player!r} cannot play: name a class with reset and step, a list of functions (tools), or an "
-        "`async def` of prompt and policy"
+        "`async def` with the arguments prompt and policy"
     )
 
 
@@ -106,8 +106,8 @@ class EnvironmentHost:
             method = getattr(self, f"_{request['call']}")
             return {"status": "ok"} | await method(request.get("trajectory"), *request["arguments"])
         except BaseException as error:
-            # Not only `Exception`, because sys.exit() and some libraries' timeouts raise others, which would end the
-            # process
+            # Catch not only `Exception`: sys.exit() and the timeouts of some libraries raise other errors, which would
+            # end the process
             return failure(describe(error))
 
     async def _reset(self, trajectory: int, row: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -118,7 +118,9 @@ class EnvironmentHost:
     async def _step(self, trajectory: int, text: str) -> dict[str, Any]:
         environment = self._environments.get(trajectory)
         if environment is None:
-            raise RuntimeError("its process was ended, for another trajectory that did not answer")
+            raise RuntimeError(
+                "the environment's process was ended for another trajectory, which did not answer in time"
+            )
         returned = await _awaited(environment.step(text))
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(

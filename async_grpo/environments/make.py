@@ -102,7 +102,9 @@ def rows_of(
     source = source_of(name) if name else None
     make = getattr(source.object(), "rows", None) if source else None
     if make is None:
-        raise ConfigurationError(f"--environment {name} makes no rows (--data-path {ROWS}): give a file")
+        raise ConfigurationError(
+            f"--environment {name} makes no rows, so it cannot be used with --data-path {ROWS}: give a data file"
+        )
     return make(split, **settings_of(config))
 
 

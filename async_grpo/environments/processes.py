@@ -83,7 +83,7 @@ class EnvironmentProcesses:
             process.trajectories -= 1
             if place.is_cut_off:
                 process.stuck += 1
-            # In a task, because a step that still runs may delay it for a long time, and the caller must not wait
+            # Leave in a task, because the caller must not wait: a step that still runs may delay this for a long time
             task = asyncio.create_task(self._leave(process, place))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -109,7 +109,7 @@ class Place:
 
     Attributes:
         is_used: Whether a call was made.
-        is_cut_off: Whether a call was cancelled. The process is not told, and may still work on it.
+        is_cut_off: Whether a call was cancelled. The process is not told, and may still work on the call.
         seconds: Total time of all calls so far.
     """
 

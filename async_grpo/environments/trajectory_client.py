@@ -73,7 +73,7 @@ class SharedContext:
         """Return the result of `make`, which is called only for the first turn. Its error is raised for every turn."""
         if self._preparation is None:
             self._preparation = asyncio.ensure_future(make())
-            # Retrieves an error even if all turns are cancelled meanwhile, because asyncio logs unretrieved errors
+            # Retrieve an error even if all turns are cancelled meanwhile. Otherwise, asyncio would log it
             self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._preparation)
 
@@ -138,8 +138,9 @@ class TrajectoryClient:
         """Return the policy's next turn.
 
         Args:
-            context: The history. It is either all tokens so far, or all messages so far, or a text to add to everything
-                so far. A `Whole` is all text so far. Control tokens spelled in a `Foreign` stay plain text.
+            context: The history: all tokens so far, all messages so far, or a text. A plain text is added to the
+                history so far, and a `Whole` text replaces it. Control tokens spelled in a `Foreign` text stay plain
+                text.
             tools: JSON schemas of the tools, for the chat template. Without tools, the turn is not searched for calls.
             max_tokens: Maximum number of tokens in this turn.
             stop: Texts that end the turn.
@@ -159,7 +160,7 @@ class TrajectoryClient:
         except TrajectoryOver as limit:
             self.is_over = self.is_over or str(limit)
             raise
-        # An earlier request may have been too long and have set a limit, but this one is not
+        # An earlier request may have set `is_over` because it was too long, but this request fits
         self.is_over = ""
         token_limits = [room_tokens, max_tokens, self.limits.turn_tokens]
         sampling = replace(

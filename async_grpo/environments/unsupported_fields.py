@@ -1,8 +1,8 @@
-"""Fields of OpenAI's API, and of vLLM's, that would change what an answer contains and that the endpoint does not obey.
+"""Fields of OpenAI's and vLLM's APIs that the endpoint does not support, and that would change what an answer contains.
 
-These fields are refused, because an agent that relies on them would misread the answer. Fields that only set how turns are
-sampled, such as `temperature`, `seed` and `logit_bias`, are ignored: the run's settings apply to turns that are
-trained on.
+Requests with these fields are refused, because an agent that relies on such a field would misread the answer. Fields
+that only set how turns are sampled, such as `temperature`, `seed` and `logit_bias`, are ignored: the run's settings
+apply to turns that are trained on.
 """
 
 from collections.abc import Mapping

@@ -44,7 +44,7 @@ class OpenEnv:
 
     @classmethod
     def rows(cls, split: str, environment: str, **options: Any) -> list[dict[str, Any]]:
-        """Return one row for each seed, because OpenEnv has no data. "train" has even seeds, "eval" has odd ones."""
+        """Return one row for each seed. OpenEnv has no data sets. "train" has even seeds, and "eval" has odd seeds."""
         first_seed = ["train", "eval"].index(split)
         num_rows = cls(environment, **options)._tasks
         rows = []

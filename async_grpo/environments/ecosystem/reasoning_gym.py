@@ -62,7 +62,7 @@ class ReasoningGym(Environment):
             ConfigurationError: The package has no such prompt or kind of tasks, or a weight is not valid.
         """
         is_unknown = prompt not in (None, *SYSTEM_PROMPTS)
-        refuse(is_unknown, f"prompt={prompt}: there are {', '.join(SYSTEM_PROMPTS)}")
+        refuse(is_unknown, f"prompt={prompt} is unknown: there are {', '.join(SYSTEM_PROMPTS)}")
         system_messages = [{"role": "system", "content": SYSTEM_PROMPTS[prompt]}] if prompt else []
         weights = _weights(environment, levels)
         total_weight = sum(weights.values())
@@ -122,5 +122,8 @@ def _weights(environment: str, levels: int) -> dict[str, float]:
         except ValueError:
             weights[name] = -1.0
         is_in_range = 0 < weights[name] < MAX_WEIGHT
-        refuse(not is_in_range, f"--environment reasoning_gym: the weight {weight!r} of {name}")
+        refuse(
+            not is_in_range,
+            f"--environment reasoning_gym: the weight {weight!r} of {name} is not a number from 0 to {MAX_WEIGHT:g}",
+        )
     return weights

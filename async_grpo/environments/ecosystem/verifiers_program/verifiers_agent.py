@@ -36,7 +36,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
     """
     split_options = {"train": options.get("train", {}), "eval": options.get("eval", {})}
     if split == "eval" and not split_options["eval"]:
-        raise ValueError("which tasks are for evaluation? Name them, as eval.taskset.split=test")
+        raise ValueError("which tasks are for evaluation? Name them, for example eval.taskset.split=test")
     shared_options = {key: value for key, value in options.items() if key not in split_options}
     merged = deep_merge(shared_options, split_options[split])
     merged = deep_merge(merged, {"taskset": {"id": name}})
@@ -45,7 +45,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
     roles = {role: agent for role, agent in config if isinstance(agent, vf.AgentConfig)}
     if len(roles) != 1:
         names = ", ".join(roles) or "none"
-        raise ValueError(f"exactly one role can be trained, and it has these: {names}")
+        raise ValueError(f"exactly one role can be trained, but the environment has these: {names}")
     ((role, agent),) = roles.items()
     # No retries, because a retry would add its turns to the same trajectory
     changes: dict[str, Any] = {"retries": vf.RetryConfig()}
@@ -56,7 +56,7 @@ def load(name: str, options: dict[str, Any], split: str) -> Loaded:
     env = vf.load_environment(config.model_copy(update={role: agent.model_copy(update=changes)}))
     taskset = env.taskset.select(select)
     if not taskset.bounded:
-        raise ValueError("its tasks have no end: say how many, as select.limit=1000")
+        raise ValueError("the environment has endless tasks: limit them, for example with select.limit=1000")
     return env, {task.data.idx: task for task in taskset}
 
 

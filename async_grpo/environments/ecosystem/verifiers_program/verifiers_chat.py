@@ -1,6 +1,6 @@
-"""`ChatHarness`: like the harness `null` of verifiers, but within this process.
+"""`ChatHarness`: does the same as the harness `null` of verifiers, but within this process.
 
-The original harness starts a program for each turn of a user.
+The original harness starts a program for each user turn.
 """
 
 import json
