@@ -42,7 +42,7 @@ TRUTH = {"true": True, "1": True, "false": False, "0": False}
 EXIT_BY_SIGINT = 130
 # The disk is full, the quota is used up, or the file system is read-only
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-MIN_HELP_COLUMNS = 120  # with fewer, names of options are cut
+MIN_HELP_COLUMNS = 120  # `--help` cuts names of options if the terminal has fewer columns
 NARROW_HINT = (
     f"A terminal of {MIN_HELP_COLUMNS} columns shows all names in full; docs/options.md has them, too."
 )
@@ -69,7 +69,7 @@ class OptionsCommand(TyperCommand):
             # `--help` is answered before any option is checked, so a wrong option does not prevent it
             self.epilog = _fit_help()
             return super().parse_args(ctx, ["--help"])
-        # When a shell asks for completions, the line may be incomplete, which `normalized` would refuse
+        # When a shell asks for completions, the command line may be incomplete, and `normalized` would refuse it
         arguments = args if ctx.resilient_parsing else normalized(args, self.fields, self.retired)
         try:
             return super().parse_args(ctx, arguments)
@@ -97,8 +97,10 @@ def options_command(
         run: The program, which takes the configuration.
         name: Name of the command.
         help: What the program does, for `--help`.
-        retired: Hint about the replacement of each retired option, by name with underscores. All of them took a value.
-        foreign: Returns the options of other programs, which a `--config` file may contain, with their packages.
+        retired: Hint about the replacement of each retired option, by name with underscores. Only options that took a
+            value can be retired in this way.
+        foreign: Returns the options that other programs have, each with the packages that define it. A `--config` file
+            may also contain these options.
     """
     fields = fields_in_order(config_class)
 
@@ -109,7 +111,7 @@ def options_command(
             if source is not None and source.name in SET_BY_USER:
                 set_by_user.add(field.name)
             elif context.obj.get(field.name) is not None:
-                # The file sets the option to null. Typer would take the default instead
+                # The file sets the option to null (None), for which Typer would take the default instead
                 set_by_user.add(field.name)
                 options[field.name] = None
         if hasattr(config_class, "from_options"):
@@ -236,8 +238,8 @@ def group_of(app: typer.Typer, name: str) -> Any:
 def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> None:
     """Run a command of Typer, and exit.
 
-    The exit code is 0 on success, and 2 for a usage error. An error of the library has an exit code of its own, and its
-    message is printed on one line. After Ctrl-C the exit code is 130.
+    The exit code is 0 on success, 2 for a usage error, and 130 after Ctrl-C. An `AsyncGrpoError` has its own exit code,
+    and its message is printed on one line.
 
     Args:
         command: The command, or group of commands.
@@ -248,7 +250,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if isinstance(result, ParsedCommand):
-            # Run outside of `main`, because Typer would handle a broken pipe in the program as one of Typer's output
+            # Run the program here and not within `main`, because Typer would treat its broken pipes as broken output
             result.run(result.config)
     except AsyncGrpoError as error:
         _end_with_error(str(error), error.exit_code, error)
@@ -256,7 +258,7 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
         message = error.format_message()
         context = getattr(error, "ctx", None)
         if not message:
-            # If there is no message, Typer has already shown the help, so there is no error to print
+            # An error without a message means that Typer has already shown the help, so there is no error to print
             raise SystemExit(error.exit_code) from error
         if context is not None:
             message = f"{message.rstrip('.')}; see {context.command_path} --help"
@@ -346,7 +348,7 @@ def _positional_or_short(argument: str, remaining: list[str], fields: Fields) ->
     letters = {alias for field in fields for alias in field.metadata["aliases"] if len(alias) == 1}
     if argument.removeprefix("-") not in letters:
         raise ConfigurationError(
-            f"{argument} is no option: long options have two dashes, and -x VALUE a space"
+            f"{argument} is no option: write --name VALUE, or -x VALUE with a space between"
         )
     if not remaining or remaining[0].startswith("-"):
         raise ConfigurationError(f"{argument} needs a value")
@@ -387,6 +389,6 @@ def _is_config_file(argument: str, fields: Fields) -> bool:
     """Return whether the first argument is a file of options."""
     # If the program takes a positional argument, a .json file in first place may be that argument
     takes_argument = any(field.metadata["argument"] for field in fields)
-    # A YAML file is refused as such when it is read
+    # YAML files are listed, too, so that they are read as files of options, which fails with a helpful message
     endings = (".toml",) if takes_argument else (".toml", ".json", *YAML_ENDINGS)
     return argument.endswith(endings) and not argument.startswith("-")

@@ -20,7 +20,8 @@ from async_grpo.options.listed_values import split_table
 from async_grpo.options.source_file import is_file
 
 Fields = Sequence["dataclasses.Field[Any]"]
-LIST = "a list"  # values of `form` in `option`, as error messages name them
+# Values of the argument `form` of `option`. Error messages contain these words
+LIST = "a list"
 TABLE = "a table"
 COMMAS = "names and values with a comma are written as a table or a list in a TOML file, or as JSON on the command line"
 CONSTANTS = {"true": True, "false": False, "none": None}
@@ -70,9 +71,10 @@ def option(
         argument: Whether the value is a positional argument on the command line.
         form: LIST or TABLE for a text of comma-separated names or of assignments, `name=value,...`. Only these may be a
             list or a table in a TOML file.
-        portable: Whether `eval` and `replay` may take the value from another run's folder, which is untrusted. True:
-            any value, or only shipped names if there are `choices`. `module:DICT` or a tuple: the allowed entries of a
-            comma list. A mapping: the allowed names in `name=value,...`, each with its maximum (None: no maximum).
+        portable: Which values `eval` and `replay` may take from another run's folder, which is untrusted. False: none.
+            True: any value, or one of the `choices` if there are any. `module:DICT` or a tuple: comma-separated lists
+            of these names. A mapping: texts `name=value,...` with these names, each with its maximum (None: no
+            maximum).
     """
     metadata = {
         "help": help,
@@ -136,8 +138,8 @@ def _check_value(option_field: "dataclasses.Field[Any]", value: Any) -> None:
 def choices_of(option_field: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """Return the allowed values of an option; () if any text is allowed.
 
-    If `choices` names a registry, `module:DICT`, they are its keys. A module that is not imported yet is only parsed,
-    because importing it may import torch.
+    If `choices` names a registry (`module:DICT`), the allowed values are its keys. A module that is not imported yet is
+    only parsed, because importing it may import torch.
     """
     return names_in(option_field.metadata["choices"])
 

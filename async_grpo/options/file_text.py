@@ -16,7 +16,7 @@ from async_grpo.processes.untrusted_files import parse_json, read_bytes
 YAML_ENDINGS = (".yaml", ".yml")
 BYTE_ORDER_MARK = "\ufeff"
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Beginnings of lines: a key of YAML, an item of YAML, an option of a command line, a value that lacks quotes
+# Patterns of lines: a key in YAML, an item in YAML, an option of a command line, and an assignment of any value
 YAML_KEY = re.compile(r"\s*(?P<key>[A-Za-z_][\w-]*)\s*:(?:\s+(?P<value>[^#]*)|$)")
 YAML_ITEM = re.compile(r"\s*-\s+\S|---\s*$")
 FLAG = re.compile(r"\s*--(?P<key>[A-Za-z][\w-]*)(?:[ =]\s*(?P<value>.*))?")
@@ -32,7 +32,7 @@ def parse_options_file(path: Path) -> Any:
     """Return the content of a TOML file, or of a JSON file if the name ends in `.json`.
 
     Raises:
-        ConfigurationError: The file cannot be read. The message names the line, and how to write it if that is known.
+        ConfigurationError: The file cannot be read. The message names the line, and says how to write it, if known.
     """
     try:
         text = _decoded(read_bytes(path, follow_links=True))
@@ -58,7 +58,7 @@ def _decoded(content: bytes) -> str:
 
 
 def _advice(path: Path, text: str, error: Exception) -> str:
-    """Return how to write the file, or the line that cannot be parsed; "" if that is unknown."""
+    """Return advice on how to write the file, or else the line that cannot be parsed; "" if it is unknown."""
     if path.suffix == ".json":
         return ""
     if "\r" in text.replace("\r\n", ""):

@@ -45,7 +45,7 @@ def read_options(
         if is_foreign and name not in packages_by_foreign_name:
             known_keys = sorted({*package_by_field, *PACKAGES})
             raise ConfigurationError(f"{path}: {key} is no option{nearest(name, known_keys)}")
-        # Several programs may have an option of one name, and all of them may read the file
+        # Several programs may have options of the same name in different packages, and may all read this file
         packages = {*packages_by_foreign_name.get(name, ())}
         if not is_foreign:
             packages.add(package_by_field[name])
@@ -56,7 +56,7 @@ def read_options(
         if is_foreign:
             continue
         if value is None:
-            # null is a value of an option that may be None. For other options, null is ignored
+            # Options that may be None take null as a value. For all other options, null is ignored
             if type(None) in get_args(field_by_name[name].type):
                 values[name] = None
             continue
@@ -92,7 +92,7 @@ def _entries(path: Path, option_names: Collection[str]) -> Iterator[tuple[str, s
 
 
 def _check_form(path: Path, key: str, value: Any, form: str) -> None:
-    """Raise ConfigurationError for a list or a table that would be the text of an option that takes neither."""
+    """Raise ConfigurationError if the value is a list or a table that the option does not accept."""
     if isinstance(value, list):
         refuse(
             form != LIST,

@@ -111,7 +111,7 @@ def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: An
 
 
 def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
-    """Raise ConfigurationError if `refused` is not empty: the user must give these options of the run in `folder`."""
+    """Raise ConfigurationError if `refused` is not empty: the user must set these options of the run in `folder`."""
     if not refused:
         return
     flags = []
@@ -120,7 +120,7 @@ def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
         flags.append(f"--{dashed(name)} {value_text}")
     names = ", ".join(f"--{dashed(name)}" for name in refused)
     raise ConfigurationError(
-        f"the run of {folder} used {' '.join(flags)}. A folder, which may be somebody else's, cannot name code to run, a "
-        f"command, a file (other than of questions) or an address, nor loosen a sandbox or a limit: "
+        f"the run of {folder} used {' '.join(flags)}. These values are not taken from a folder, which may be somebody "
+        f"else's, because they could name code, a command, a file or an address, or loosen a sandbox or a limit: "
         f"give {names} yourself, with this value or another"
     )

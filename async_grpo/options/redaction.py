@@ -1,4 +1,4 @@
-"""Hide secrets in logs, metrics and files: the values of secret environment variables, also if quoted or encoded."""
+"""Hide secrets in logs, metrics and files: values of secret environment variables, even if quoted or encoded."""
 
 import base64
 import html
@@ -48,7 +48,7 @@ def register_secrets(values: Iterable[str]) -> None:
 
 
 def redacted(text: str) -> str:
-    """Return the text with *** in place of every secret, also where a secret is quoted or encoded (see `spellings`).
+    """Return the text with *** in place of every secret, even if the secret is quoted or encoded (see `spellings`).
 
     >>> os.environ["MY_API_KEY"] = "sk-01/23456789"
     >>> redacted("401 for https://judge/?key=sk-01%2F23456789 (sk-01/23456789)")
@@ -139,7 +139,7 @@ def _escaped_spellings(text: str) -> set[str]:
 
 
 def _json_for_html(in_json: str) -> set[str]:
-    """Return the variants that serializers emit for JSON inside HTML: with <, > and & escaped, some also ', / or +."""
+    """Return the forms of a JSON text in which <, > and & are escaped, as in HTML. Some forms also escape ', / or +."""
     texts = set()
     for marks in ("<>&", "<>&'", "<>&'/", "<>&'+"):
         escaped = in_json
@@ -177,7 +177,7 @@ def _may_be_secret(value: str) -> bool:
 
 
 class RedactedRecord(logging.LogRecord):
-    """A log record without secrets. All loggers of the process, also those of other libraries, create such records."""
+    """A log record without secrets. All loggers of the process create such records, even loggers of other libraries."""
 
     def getMessage(self) -> str:
         """Return the message without secrets."""

@@ -1,6 +1,6 @@
 """Load the user's own Python source, `FILE.py:NAME`.
 
-Sources of rewards and environments travel as text; other files are read once per process.
+The sources of rewards and environments are sent to other processes as text. Other files are read once in each process.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class ShippedModule:
         """Return the module, importing the text unless a module with the same name and text is already loaded.
 
         Raises:
-            ConfigurationError: The text raises on import.
+            ConfigurationError: The text raises an error when it is imported.
         """
         loaded = sys.modules.get(self.module_name)
         if loaded is not None and getattr(loaded, "__sha256__", None) == self.sha256:
@@ -60,7 +60,7 @@ class ShippedModule:
         # Tracebacks show lines from this cache, because the module has no file on this machine
         file = self.file_name
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
-        # Registered before the text runs, because dataclasses look up their own module
+        # Register the module before its text runs, because the dataclasses in it look up their own module
         sys.modules[self.module_name] = module
         try:
             exec(compile(self.text, file, "exec"), vars(module))
@@ -141,9 +141,9 @@ def library_version() -> str:
 
 
 def sources_digest(package: Path) -> str:
-    """Return the SHA-256 of the sources of a copy of the library, in hexadecimal.
+    """Return the SHA-256 of the sources of a copy of this library, in hexadecimal.
 
-    The folder `data` is left out: it is a link in a checkout, and holds the user's own rewards.
+    The folder `data` is left out: users edit the rewards in it, and in a checkout it is only a link.
     """
     paths = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "data"]
     return text_digest("".join(read_source(path) for path in sorted(paths)))
@@ -152,8 +152,8 @@ def sources_digest(package: Path) -> str:
 def checkout_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variable with which another process imports the library from this process's checkout.
 
-    The result is {} if the library was installed as a package. Its folder then also holds all other packages, which
-    another environment must not import.
+    The result is {} if the library was installed as a package. Its parent folder then also contains all other installed
+    packages, which a process in another Python environment must not import.
     """
     if not (PACKAGE_ROOT / "pyproject.toml").exists():
         return {}
@@ -203,7 +203,7 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
         return entry(user_object)
     raise ConfigurationError(
         f"--{flag} {name}: the object is a {type(user_object).__name__}: name a function, a class, or an object of the "
-        "type that the library's own choices have"
+        "same type as the built-in choices"
     )
 
 
