@@ -14,7 +14,7 @@ import typer
 
 from async_grpo.data.create_count_down import write_jsonl
 
-# No capital contains its country's name or a part of it, so that repeating the question earns nothing
+# No capital's name is part of its country's name, so that a completion that repeats the question gets no reward
 CAPITALS = {
     "Afghanistan": "Kabul",
     "Argentina": "Buenos Aires",
@@ -90,7 +90,7 @@ def main(
     num_heldout: Annotated[
         int, typer.Option(min=1, max=len(CAPITALS) - 1, help="Number of countries to hold out.")
     ] = NUM_HELDOUT,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of the countries to hold out.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed with which the held-out countries are chosen.")] = 0,
 ) -> None:
     """Write questions about capitals as JSONL files. No held-out country is also a training country."""
     countries = list(CAPITALS)

@@ -239,7 +239,7 @@ def main(
     min_target: int = 10,
     max_target: int = 99,
     operators: Annotated[
-        str, typer.Option(help="Some of +-*/; all four are needed for the hub.")
+        str, typer.Option(help="Operators, some of +-*/. Problems from the hub need all four.")
     ] = ALL_OPERATORS,
     seed: int = 0,
 ) -> None:

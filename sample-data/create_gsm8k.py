@@ -33,7 +33,7 @@ def parse_row(line: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
         raise ValueError("expected an object with the strings `question` and `answer`")
     final = FINAL_ANSWER.search(row["answer"])
@@ -79,8 +79,8 @@ def main(
     ],
     tokenizer: Annotated[str, typer.Option(help="Folder or hub name.")],
     output: Annotated[Path, typer.Option(help="The JSONL file to write.")],
-    limit: Annotated[int | None, typer.Option(min=1, help="Keep the first so many rows only.")] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Leave longer prompts out.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Keep only this number of first rows.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer prompts.")] = None,
 ) -> None:
     """Write GSM8K questions as prompts."""
     try:
@@ -93,7 +93,7 @@ def main(
         short = (record for record in all_records if len(record["input_token_ids"]) <= longest)
         records = list(itertools.islice(short, limit))
         if not records:
-            raise ValueError(f"{input} has no row, or none within --max-prompt-tokens")
+            raise ValueError(f"{input} has no rows, or all prompts are longer than --max-prompt-tokens")
         write_jsonl(output, records)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

