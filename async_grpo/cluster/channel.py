@@ -59,7 +59,7 @@ class ChannelServer:
         """
         self._handlers = handlers
         self._callers: dict[str, _Caller | None] = {}  # by id; None for a caller that is forgotten
-        # Keeps garbage collections short: the objects of torch and vLLM are no longer examined
+        # Exclude the objects of torch and vLLM from garbage collection, so that collections are short
         gc.freeze()
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:

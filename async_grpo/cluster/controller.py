@@ -89,7 +89,7 @@ class RunController:
             self.batcher.workers_joined()
 
     async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
-        """Remove a worker that has ended or is fenced."""
+        """Remove a worker that has ended, or that is fenced because it could not prove its weights."""
         self._workers_by_kind[kind].deregister(worker_id, reason)
 
     async def drain(self, kind: str, worker_id: str, within_s: float) -> None:
@@ -112,7 +112,7 @@ class RunController:
         self._refusals.append(reason)
 
     async def situation(self) -> dict[str, Any]:
-        """Return what this process waits for."""
+        """Return the id of this process and its open waits, to explain a stall."""
         return situation()
 
     async def closed(self) -> str:
@@ -139,7 +139,7 @@ class RunController:
     async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """End a weight sync.
 
-        After a sync of a new policy, the workers generate with it, and new groups may be admitted.
+        If the sync sent a new policy, the workers generate with it from now on, and new groups may be admitted.
 
         Args:
             package: The weights that were sent.
@@ -256,7 +256,7 @@ class RunController:
         await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
-        """Cancel all rollouts, and close the environment and the rewards. This writes the judges' costs to disk, too."""
+        """Cancel all rollouts, and close the environment and the rewards. Then the judges' costs are on disk."""
         await self._resources.aclose()
 
     async def close(self, reason: str) -> None:

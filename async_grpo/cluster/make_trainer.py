@@ -55,7 +55,7 @@ def make_trainer(
     Args:
         config: The run's options.
         settings: Settings that all workers of the run must agree on.
-        ranks: This rank and the others.
+        ranks: All ranks, and the number of this rank among them.
         source: Provides the experience of this rank.
         engines: Sends weights to the engines; only on rank 0.
         after_step: Called after each step with the number of steps done; returns metrics.
@@ -63,7 +63,7 @@ def make_trainer(
         digests_read: Digests of the run's input files (from `data_digests`), which are recorded in each checkpoint.
         publisher: Used instead of the publisher of the transport that `settings` name.
     """
-    # The ranks may read these files from different disks, so their contents may differ
+    # The ranks may read these files from different disks, so check that they read the same contents
     code_digests = digests([config.advantage_estimator, config.policy_loss])
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(code_digests))
     policy = _policy(config, settings, ranks)

@@ -90,7 +90,7 @@ class RemoteRateLimiter:
         self._name = name
         self._silence_s = silence_s
         self._tickets = itertools.count(1)
-        self._permits: dict[int, _HeldPermit] = {}  # by ticket
+        self._permits: dict[int, _HeldPermit] = {}  # by ticket, the number that `acquire` returns
         self._channel: Channel | None = None
         self._releases: set[asyncio.Task[None]] = set()
 

@@ -31,7 +31,7 @@ FORWARDED = """
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # timeout of calls that transfer only a few numbers
 CONNECT_TIMEOUT_S = 5.0
-# Environment variable with the path of a file that appears when the Ray cluster that `async-grpo run` started is up
+# Environment variable that holds the path of a file. The file appears once the Ray cluster of `async-grpo run` is up
 RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
 HOW_TO_JOIN = (

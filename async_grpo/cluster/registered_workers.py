@@ -173,7 +173,7 @@ class RegisteredWorkers:
     async def lease(
         self, work: str, count: int, tokens_each: int, prefers: str = ""
     ) -> AsyncIterator[tuple[WorkerLink, Lease]]:
-        """Wait for a worker with room for some sequences, and reserve it for the `with` block.
+        """Wait for a worker with room for `count` sequences, and reserve that room during the `with` block.
 
         If the block raises `WorkerLost`, the error is suppressed and the worker is removed.
 

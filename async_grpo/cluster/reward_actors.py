@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 # Maximum number of adapter processes of one verifier actor. The processes run on the actor's node, and the actor sends
 # their answers together in one message
 SLOTS_PER_ACTOR = 8
-# Seconds that an answer of a process without prefetch waits, so that other answers can be sent in the same message. This
-# is short, because such a process gets no new work before its answer is sent
+# Seconds that an answer waits for others, to be sent in the same message, if it is from a process that does not
+# prefetch work. This is short, because such a process gets new work only after its answer was sent
 ANSWER_DELAY_WITHOUT_PREFETCH_S = 0.02
 
 
@@ -229,7 +229,8 @@ class _VerifierHost:
             if not self.channel.lost:
                 await self.channel.call(f"close {slot}")
         finally:
-            # A slot counts until its process is closed, so that the actor outlives the slowest process
+            # Free the slot only when its process is closed. Otherwise, the actor could be killed while a process still
+            # closes
             self.slots.discard(slot)
             if not self.slots or self.channel.lost:
                 self.channel.close()

@@ -78,7 +78,7 @@ def _train_as_follower(config: RunConfig, ranks: Ranks) -> None:
     experience = RemoteExperience(config, controller, ranks.rank, eval_questions={})
     trainer = make_trainer(config, settings, ranks, experience, after_step=experience.after_step)
     end_in_order(controller.request_save.remote, config.grace_s, is_failing=_has_lost_a_rank)
-    # The reason of an early end is not raised here, because torchrun would end rank 0 if this rank failed
+    # If the run ends early, only rank 0 raises an error: if this rank failed, torchrun would end rank 0
     trainer.run()
 
 
@@ -131,8 +131,8 @@ def _make_head_trainer(
     settings = prepared.settings
 
     def save_experience(partial_folder: Path, step: int) -> Callable[[], Any]:
-        # The controller gets this call before all later calls of this process. So it saves the state of this step: no
-        # engine has newer weights yet
+        # Ray delivers the calls of a process in order. So the controller saves the state as it is after this step,
+        # before this process sends newer weights to the engines
         saving = controller.save_experience.remote(partial_folder.absolute(), step)
         return lambda: answer(saving, config.checkpoint_timeout_s)
 

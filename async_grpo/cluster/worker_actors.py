@@ -77,14 +77,14 @@ class WorkerActor(ChannelServer):
         return max_sequences, self._engine.kv_cache_tokens
 
     async def update_weights(self, package: WeightPackage) -> Receipt:
-        """Load a package and compute the log-probs of its canary.
+        """Load a package, and compute the log-probs of its canary texts, from which the trainer sees that it loaded.
 
         Raises:
             WeightsDidNotLand: Newer weights are already loaded, or this node cannot read the package's files.
         """
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
-                raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
+                raise WeightsDidNotLand(f"weights {package.version} came after newer weights {self._version}")
             chunks = []
             for chunk in package.chunks:
                 chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)

@@ -61,7 +61,8 @@ MAX_FAULT_CHARACTERS = 300
 
 PATHS = "there are POST /v1/chat/completions, /v1/completions and /v1/result, and GET /v1/models"
 
-_POLICY = {"id": MODEL, "object": "model", "created": 0, "owned_by": "async-grpo"}  # the policy has no date
+# The field `created` is required, and 0 because the policy has no date
+_POLICY = {"id": MODEL, "object": "model", "created": 0, "owned_by": "async-grpo"}
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
 

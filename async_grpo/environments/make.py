@@ -1,4 +1,4 @@
-"""`make_played`: makes a `Generation` that returns trajectories of the environment that `--environment` names."""
+"""`make_played`: makes a `Generation` whose completions are trajectories in the environment of `--environment`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -36,7 +36,7 @@ ENVIRONMENTS: dict[str, str] = {
 
 
 def source_of(name: str) -> SourceFile | None:
-    """Return the source file that `--environment` names; None for agents. Its text will be sent to the processes.
+    """Return the source file that `--environment` names, whose text is sent to the processes. Return None for agents.
 
     Raises:
         ConfigurationError: The name is unknown, the file cannot be read, or the named object is not an environment, a

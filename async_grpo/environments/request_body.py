@@ -67,7 +67,8 @@ def parsed_body(body: bytes, *, max_token_ids: int = 0) -> Any:
     count = count_values(body, limit)
     if count > limit:
         raise web.HTTPBadRequest(
-            text=f"the body has {count} values; at most {limit} are taken: send fewer messages, parts, tools or fields"
+            text=f"the body has {count} values, but at most {limit} are allowed: "
+            "send fewer messages, parts, tools or fields"
         )
     try:
         return parse_json(body)
@@ -96,7 +97,7 @@ def count_values(body: bytes, limit: int = MAX_VALUES) -> int:
 def _refuse_longer(size: int, limit: int, context_tokens: int) -> None:
     if size > limit:
         message = (
-            f"the body has {size} bytes or more; at most {limit} are taken "
+            f"the body has {size} bytes or more, but at most {limit} are allowed "
             f"for the {context_tokens} tokens of a sequence (--max-generation-tokens, and the prompt)"
         )
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=size, text=message)

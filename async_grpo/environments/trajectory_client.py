@@ -70,7 +70,7 @@ class SharedContext:
         self._preparation: asyncio.Task[EngineInput] | None = None
 
     async def prepare(self, make: Callable[[], Awaitable[EngineInput]]) -> EngineInput:
-        """Return the result of `make`, which is called only for the first turn. Its error is raised for every turn."""
+        """Return the result of `make`, which is called only for the first turn. Its errors are raised in all turns."""
         if self._preparation is None:
             self._preparation = asyncio.ensure_future(make())
             # Retrieve an error even if all turns are cancelled meanwhile. Otherwise, asyncio would log it

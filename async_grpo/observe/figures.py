@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf", ".html")
-MAX_STEP_LABELS = 25  # limit of step numbers along a timeline
+MAX_STEP_LABELS = 25  # approximate maximum of step numbers that are written along a timeline
 OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 # Color of each activity in a timeline, from the palette of Okabe and Ito. The page of `watch` has the same colors
 COLOURS = dict(

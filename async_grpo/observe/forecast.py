@@ -19,7 +19,8 @@ from async_grpo.options.fields import refuse
 MIN_POINTS = 12
 MAX_POINTS = 100  # if there are more points, they are averaged in this number of blocks
 NUM_RESAMPLES = 200
-# Smallest advantage of the sigmoid over a line in BIC: "very strong" evidence (Kass and Raftery 1995)
+# The BIC (Bayesian information criterion) of the sigmoid must be better than that of a straight line by this number,
+# which is "very strong" evidence (Kass and Raftery 1995)
 MIN_BIC_GAIN = 10
 NUM_SIGMOID_PARAMETERS = 4
 

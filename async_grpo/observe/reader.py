@@ -243,7 +243,7 @@ def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.n
         run: The run.
         unit: Unit of the progress, one of `UNITS`.
         key: Key of the metric.
-        gpus: Number of the run's GPUs. The default is `gpus_of`.
+        gpus: Number of the run's GPUs. The default is the result of `gpus_of`.
 
     Raises:
         ConfigurationError: The unit is unknown, or no step has both numbers.
@@ -251,7 +251,8 @@ def curve(run: RunMetrics, unit: str, key: str, gpus: int | None = None) -> np.n
     x_T = progress(run, unit, gpus)
     y_T = run.column(key)
     if key.startswith("eval_"):
-        # The results of an evaluation are in the line of the step during which it ended
+        # The results of an evaluation are in the line of the step during which it ended. The x value is that of the
+        # step at which it began
         step_T = run.column("step")
         start_step_T = run.column("eval_step")
         start_step_T = np.where(np.isfinite(start_step_T), start_step_T, step_T)
@@ -274,7 +275,7 @@ def progress(run: RunMetrics, unit: str, gpus: int | None = None) -> np.ndarray:
     Args:
         run: The run.
         unit: One of `UNITS`.
-        gpus: Number of the run's GPUs; the default is `gpus_of`.
+        gpus: Number of the run's GPUs. The default is the result of `gpus_of`.
 
     Raises:
         ConfigurationError: The unit is unknown, or the number of GPUs is needed and not known.

@@ -229,7 +229,7 @@ def run_command(
 
 
 def group_of(app: typer.Typer, name: str) -> Any:
-    """Return the commands of a Typer app as one group of that name."""
+    """Return the commands of a Typer app as one group of commands with this name."""
     group = typer.main.get_group(app)
     group.name = name
     return group
@@ -250,7 +250,8 @@ def run_app(command: Any, argv: Sequence[str] | None, program: str | None) -> No
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if isinstance(result, ParsedCommand):
-            # Run the program here and not within `main`, because Typer would treat its broken pipes as broken output
+            # Run the program here: within `main`, Typer would treat a broken pipe of the program as one of its own
+            # output
             result.run(result.config)
     except AsyncGrpoError as error:
         _end_with_error(str(error), error.exit_code, error)

@@ -18,8 +18,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 IDLE_S = 75.0  # seconds until a connection without a complete request head is closed; nginx's default
-ANSWER_WITHIN_S = 60.0  # seconds in which an answer must be sent, because a client may not read it
-MAX_CONNECTIONS = 512  # default limit of a server
+ANSWER_WITHIN_S = 60.0  # seconds after which a connection is aborted if the client does not read the answer
+MAX_CONNECTIONS = 512  # default maximum number of connections of a server
 FIRST_PAUSE_S = 1.0  # shortest pause between two log lines of the same kind
 LONGEST_PAUSE_S = 600.0
 MAX_LOGGED_CHARACTERS = 300
@@ -179,7 +179,7 @@ def _is_from_client(record: logging.LogRecord, error: BaseException) -> bool:
 
 
 def _place_of(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the traceback's innermost frame in this package, or else of its innermost frame."""
+    """Return file and line of the innermost traceback frame that is in this package, or else of the innermost frame."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return "", 0

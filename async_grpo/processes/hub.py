@@ -67,7 +67,7 @@ def reach_hub(name: str, kind: str) -> None:
             f"{name}: there is no such file or folder, and {hub} has no {words} of this name for you: correct the name, or "
             "log in if it is private (hf auth login)"
         ) from error
-    except Exception as error:  # the libraries of the network raise many kinds
+    except Exception as error:  # the network libraries raise many kinds of errors
         raise ConfigurationError(
             f"{name}: there is no such file or folder, and {hub} cannot be reached ({error or type(error).__name__}): "
             f"{way_out(name, kind)}"
@@ -85,7 +85,7 @@ def fetch_model(name: str) -> Path:
     reach_hub(name, "model")
     try:
         return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
-    except Exception as error:  # the libraries of the network raise many kinds
+    except Exception as error:  # the network libraries raise many kinds of errors
         variable = offline_variable()
         problem = f"{variable} is set, and it was not fetched before" if variable else str(error)
         raise ConfigurationError(

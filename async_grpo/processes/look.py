@@ -102,7 +102,7 @@ def _role(process: psutil.Process) -> str:
 
 
 def _stack(process: psutil.Process) -> str:
-    """Return the stacks of a process. It is not paused for this, because it may be in the middle of a step."""
+    """Return the stacks of a process. The process is not paused, because it may be in the middle of a training step."""
     if "python" not in Path(process.exe()).name:
         return ""
     command = [str(PY_SPY), "dump", "--nonblocking", "--pid", str(process.pid)]

@@ -19,7 +19,7 @@ from async_grpo.errors import ConfigurationError
 PR_SET_PDEATHSIG = 1  # this and the next constant are from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 WATCH_S = 0.1  # seconds between two counts of a guardian's processes
-TOO_MANY = 113  # exit code of a guardian whose descendants were more than `max_processes`
+TOO_MANY = 113  # exit code of a guardian that had more than `max_processes` descendants
 
 # Process that asked a warm server for this process (see `warm_server`); None in a process that was started as usual
 starter_pid: int | None = None
@@ -119,7 +119,7 @@ def end_descendants(
         while _collect_ended(codes, spared):
             late_s = time.monotonic() - kill_at
             if late_s >= 0:
-                # Sent repeatedly, because the processes may have started others
+                # Send SIGKILL repeatedly, because the processes may have started others in the meantime
                 _signal_all(signal.SIGKILL, spared)
             if late_s > deadline_s:
                 raise TimeoutError(f"processes {sorted(descendants(os.getpid(), spared))} survive SIGKILL")
@@ -142,7 +142,7 @@ def _collect_ended(codes: dict[int, int], spared: Collection[int]) -> bool:
             if pid == 0:
                 return True
             codes[pid] = os.waitstatus_to_exitcode(status)
-    # One by one, because the exit code of a spared child must be left for the code that started it
+    # Collect the children one by one, because the exit code of a spared child is left to the code that started it
     to_end = [child for child in children(os.getpid()) if child not in spared]
     for child in to_end:
         # The code that started the child may already have collected its exit code
@@ -180,7 +180,8 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(close_fd)
-    # Real-time priority, if it is allowed. Without it, a fork bomb in many sessions may be faster than the guardian
+    # Use real-time priority if that is allowed. Without it, a fork bomb in many sessions may be faster than the
+    # guardian
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     has_too_many = _watch(guarded_pid, max_processes)

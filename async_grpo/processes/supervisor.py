@@ -97,7 +97,7 @@ class Supervisor:
             command: The program and its arguments.
             environment: The program's environment variables.
             console: Whether the program prints to this process's stdout. Then only its stderr goes to the file.
-            inherited: Sockets that the program uses, under the same descriptors.
+            inherited: Sockets that the program inherits, under the same descriptor numbers.
         """
         output = self._folder / f"{name.replace(' ', '-')}.log"
         with output.open("wb") as sink:
@@ -148,7 +148,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def wait(self, main: Program) -> int:
-        """Wait until the main program ends, and return its exit code. Meanwhile, no other program may fail.
+        """Wait until the main program ends, and return its exit code. If another program fails first, raise an error.
 
         Raises:
             WorkerLost: See `check`.

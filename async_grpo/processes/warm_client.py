@@ -22,7 +22,7 @@ from contextlib import suppress
 # Signals that the client passes on to its process. SIGSTOP and SIGKILL cannot be passed on. When a client is killed,
 # the server kills its process
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-LENGTH = struct.Struct("!I")  # precedes the JSON of a request
+LENGTH = struct.Struct("!I")  # number of bytes of a request's JSON, which is sent before the JSON
 STATUS = struct.Struct("!i")  # an answer of the server: ACCEPTED, REFUSED, or later the exit code
 ACCEPTED = 1000
 REFUSED = 1001

@@ -41,7 +41,7 @@ def find_place_of_name() -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A client's request for a process that runs Python with these arguments in the client's surroundings."""
+    """A client's request for a process that runs Python with these arguments, and with the client's open files."""
 
     arguments: list[str]
     folder: str
@@ -56,7 +56,7 @@ class Request:
 
     @classmethod
     def receive(cls, connection: socket.socket) -> "tuple[Request, list[int]]":
-        """Return the request, and the descriptors of this process for the client's open files.
+        """Return the request, and the descriptors that the client's open files have in this process.
 
         Raises:
             OSError: The client ended or sent nothing in time.

@@ -165,7 +165,7 @@ class WarmServer:
     """Forks a process for each request, and tells each client how its process ended.
 
     Args:
-        stage: What the server has imported.
+        stage: The stage whose modules this process has imported.
         listener: The socket to which clients connect.
         environment: The variables before the modules were imported.
     """
@@ -205,7 +205,8 @@ class WarmServer:
                 elif key.data is None:
                     self._report_end(key.fd)
                 else:
-                    # A client sends nothing after its request, so it has ended, and its process must be ended as well
+                    # A client sends nothing after its request. So this event means that the client has ended, and its
+                    # process must be ended as well
                     self._kill(key.data)
 
     def _accept(self) -> None:
@@ -302,7 +303,7 @@ class WarmServer:
         signal.pidfd_send_signal(process, signal.SIGKILL)
 
     def _close_in_new_process(self) -> None:
-        """Close the descriptors of the server."""
+        """Close the server's descriptors in a process that was just forked, because only the server uses them."""
         self._selector.close()
         self._listener.close()
         close_all(self._clients)
