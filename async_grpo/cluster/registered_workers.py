@@ -146,7 +146,7 @@ class RegisteredWorkers:
         if self.is_frozen:
             return []
         self._no_sync.clear()
-        # A self-test is the first part of the sync that follows it, so the sync's time begins with the self-test
+        # If a self-test came before, keep the time at which it began, because it is the first part of this sync
         self._sync_began_at = self._sync_began_at or time.time()
         return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 

@@ -38,8 +38,8 @@ MAX_PROCESSES = 256  # maximum number of processes of one agent
 TERMINATION_S = 10.0  # seconds that an agent has to end before it is killed
 CLAIM_SHARE = 0.9  # share of a trajectory's time limit within which an agent must claim it
 MAX_SHOWN_CHARACTERS = 2000  # characters of an agent's last output that the reason of a failure shows
-# Bytes of the last output that are kept. These are more than are shown, so that a secret is also redacted if only its
-# end would be shown
+# Bytes of the last output that are kept. More bytes are kept than are shown, because a secret is only recognized and
+# redacted as a whole, and its beginning may lie before the shown part
 MAX_KEPT_BYTES = 2**16
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 

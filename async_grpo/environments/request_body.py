@@ -48,7 +48,7 @@ async def read_body(request: web.Request, context_tokens: int) -> bytes:
                 body += piece
                 _refuse_longer(len(body), limit, context_tokens)
     except TimeoutError as error:
-        message = f"the body did not arrive within {BODY_WITHIN_S:g} s: only {len(body)} bytes of it did"
+        message = f"the body did not arrive within {BODY_WITHIN_S:g} s: {len(body)} bytes were received"
         raise web.HTTPRequestTimeout(text=message) from error
     return bytes(body)
 

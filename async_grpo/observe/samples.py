@@ -164,7 +164,7 @@ def _add_tokens(rows: Sequence[dict[str, Any]], run: RunView) -> None:
 def _recorded_completions(
     run: RunView, step: int, tokenizer: Any
 ) -> dict[tuple[int, str], list[RecordedCompletion]]:
-    """Return the completions of a step, by group and text; the text does not include the stop token."""
+    """Return the recorded completions of a step, by their group and their text without the stop token."""
     completions_by_text: dict[tuple[int, str], list[RecordedCompletion]] = {}
     for group, token_ids, numbers in recorded_completions(record_folder(run.folder, step - 1)):
         has_stop_token = token_ids[-1] in run.options["settings"]["stop_token_ids"]

@@ -92,7 +92,8 @@ def _role(process: psutil.Process) -> str:
         return f"rank {match[1]}"
     rank = process.environ().get("RANK", "0" if process.pid == os.getpid() else "")
     parent = process.parent()
-    # The parent of a rank does not have the variable RANK. The children of a rank inherit it, and are not ranks
+    # A process is a rank if it has the variable RANK and its parent does not. The children of a rank inherit the
+    # variable
     if rank and parent is not None and "RANK" not in parent.environ() and WARM_CLIENT not in command:
         return f"rank {rank}"
     for mark, role in ROLES.items():

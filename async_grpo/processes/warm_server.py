@@ -228,8 +228,8 @@ class WarmServer:
             close_all(received)
             return
         server_pid = os.getpid()
-        # The new process waits at this pipe until its client knows of it. Otherwise, if the server died first, the
-        # client would start Python itself, and the work would be done twice
+        # The new process waits at this pipe until its client knows that it exists. Without the wait, the server could
+        # die before it answers: the client would then start Python itself, and two processes would do the same work
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
