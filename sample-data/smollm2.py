@@ -185,7 +185,7 @@ def check_model(folder: Path) -> str:
     token_ids = tokenizer.encode(SAMPLE_TEXT)
     if token_ids != SAMPLE_TOKENS or len(tokenizer) != VOCABULARY_SIZE:
         raise CannotMakeModel(
-            f"the tokenizer in {folder} encodes {SAMPLE_TEXT!r} as {token_ids}, not as {SAMPLE_TOKENS}"
+            f"the tokenizer in {folder} differs from the original: it encodes {SAMPLE_TEXT!r} as {token_ids}"
         )
     answer = gguf_model.answer_of(folder)
     if EXPECTED_WORD not in answer:

@@ -1,4 +1,4 @@
-"""The program of `worker_dispatcher.py`: find the run, start one worker for it, and stay until one of them ends."""
+"""The program of `worker_dispatcher.py`: find the run, start one worker for it, and stay until the run is over."""
 
 import contextlib
 import dataclasses

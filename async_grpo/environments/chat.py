@@ -108,7 +108,7 @@ class Chat:
         return () if self.control_tokens is None else self.control_tokens.breaks_of(text)
 
     def encode(self, text: str, *, begins: bool = False, breaks: Sequence[int] = ()) -> np.ndarray:
-        """Return the token ids of a text, (N,) int32. A control token is encoded as such, unless a break cuts it.
+        """Return the token ids of a text, (N,) int32. A control token in it becomes one token, unless a break cuts it.
 
         Args:
             text: The text.

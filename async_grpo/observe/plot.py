@@ -44,8 +44,8 @@ PARAMETERS = ("R0", "A", "C_mid", "B")
 SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
 # x values to forecast, as multiples of the last x of the run
 HORIZONS = (1, 2, 4)
-LAST_STEPS = 10  # number of steps that a timeline shows by default: the last ones
-LAST_LINES = 5000  # number of lines that are read for them, from the end of the timeline file
+LAST_STEPS = 10  # by default, a timeline shows this number of last steps
+LAST_LINES = 5000  # to show them, this number of lines at the end of the timeline file is read
 MIN_TABLE_WIDTH = 60  # columns of text
 TABLE_WIDTH_PER_RUN = 40
 

@@ -71,10 +71,10 @@ def option(
         argument: Whether the value is a positional argument on the command line.
         form: LIST or TABLE for a text of comma-separated names or of assignments, `name=value,...`. Only these may be a
             list or a table in a TOML file.
-        portable: Which values `eval` and `replay` may take from another run's folder, which is untrusted. False: none.
-            True: any value, or one of the `choices` if there are any. `module:DICT` or a tuple: comma-separated lists
-            of these names. A mapping: texts `name=value,...` with these names, each with its maximum (None: no
-            maximum).
+        portable: Which values `eval` and `replay` may take from another run's folder, which is untrusted. False: only
+            the default. True: any value, or one of the `choices` if there are any. `module:DICT` or a tuple:
+            comma-separated lists of these names. A mapping: texts `name=value,...` with these names, each with its
+            maximum (None: no maximum).
     """
     metadata = {
         "help": help,

@@ -2,7 +2,8 @@
 
 While one callback runs, the event loop does nothing else: no request is answered, and no deadline is kept. Code in the
 loop cannot report this. Therefore the loop sets a heartbeat four times a second, and a thread checks it. If a turn of
-the loop is late, the thread logs what the loop's thread is doing. Both together take less than 0.1 % of a processor.
+the loop is late, the thread logs what the loop's thread is doing. The heartbeat and this thread together take less than
+0.1 % of a processor.
 
 Two kinds of delay are not the code's fault, and are subtracted. First, the loop's thread may be ready to run but get no
 processor, which Linux reports in `schedstat`. Second, the whole process may be stopped (SIGSTOP, a frozen container).

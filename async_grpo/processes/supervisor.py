@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
     """Set a handler for these signals while the block runs. In other threads than the main thread, do nothing.
 
-    Python allows only the main thread to set handlers, and calls them in it.
+    Python allows only the main thread to set handlers, and calls all handlers in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
