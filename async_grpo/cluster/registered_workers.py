@@ -256,7 +256,7 @@ class GenerationWorkers(RegisteredWorkers):
     def __init__(self, seed: int, *common: Any) -> None:
         super().__init__(GENERATION, *common)
         self._seed = seed
-        # Moving average of the completion length. The registry balances the workers by expected tokens
+        # Moving average of the completion length, to estimate the tokens of new requests when balancing the workers
         self._mean_length = INITIAL_MEAN_LENGTH_TOKENS
 
     async def generate(

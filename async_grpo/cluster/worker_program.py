@@ -257,7 +257,8 @@ def _work_for(run: RunHandle, worker: Worker) -> None:
             worker.end()
             lived_s = time.monotonic() - begin
             num_restarts = num_restarts + 1 if lived_s < HEALTHY_S else 1
-            # A worker that has never loaded would probably fail again, for example because the node lacks a library
+            # Do not restart a worker that has never loaded: it would probably fail again, for example because the node
+            # lacks a library
             has_never_loaded = num_restarts == 1 and not worker.loading_s
             if num_restarts > config.engine_restarts or has_never_loaded:
                 raise

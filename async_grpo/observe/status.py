@@ -51,7 +51,7 @@ def status(config: StatusConfig) -> None:
     with Live(view(run), console=console, auto_refresh=False) as live:
         while run.writer_process() is not None:
             time.sleep(config.every_s)
-            # A new view, because a view reads the options only once, and a resumed run writes them again
+            # Make a new view, because a view reads the options only once, and a resumed run writes them again
             run = RunView(run.folder)
             live.update(view(run), refresh=True)
 

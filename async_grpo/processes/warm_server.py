@@ -267,7 +267,8 @@ class WarmServer:
         """Return the reason why the client must start Python itself, or "" if a fork can do the same work."""
         compared = tuple(prefix for prefix in READ_AT_IMPORT if prefix not in self._stage.ignored)
         for name in sorted(request.environment.keys() | self._environment.keys()):
-            # If the client itself runs in a fork of this server, it has the values that the imports set
+            # Accept the values that the imports have set, too: a client that was started by a fork of this server has
+            # them
             known_values = (self._environment.get(name), os.environ.get(name))
             if name.startswith(compared) and request.environment.get(name) not in known_values:
                 return f"{name} differs from that of the warm server"
