@@ -97,10 +97,8 @@ def options_command(
         run: The program, which takes the configuration.
         name: Name of the command.
         help: What the program does, for `--help`.
-        retired: Hint about the replacement of each retired option, by name with underscores. Only options that took a
-            value can be retired in this way.
-        foreign: Returns the options that other programs have, each with the packages that define it. A `--config` file
-            may also contain these options.
+        retired: Hint about the replacement of each retired option, by name. Flags cannot be retired in this way.
+        foreign: Returns the packages of other programs' options, by option. A `--config` file may contain them, too.
     """
     fields = fields_in_order(config_class)
 

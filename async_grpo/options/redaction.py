@@ -156,8 +156,7 @@ def _hexadecimal_spellings(value: bytes) -> set[str]:
 
 
 def _base64_spellings(value: bytes) -> set[str]:
-    """Return the texts as which the value appears in a longer base64 text, such as `user:value` in Basic
-    authentication.
+    """Return the forms of the value in a longer base64 text, such as that of `user:value` in Basic authentication.
 
     Base64 turns each block of three bytes into four characters, so there is one form for each of the three positions in
     a block at which the value may begin. Characters that also encode bits of the bytes around the value are left out.

@@ -124,6 +124,6 @@ def _weights(environment: str, levels: int) -> dict[str, float]:
         is_in_range = 0 < weights[name] < MAX_WEIGHT
         refuse(
             not is_in_range,
-            f"--environment reasoning_gym: the weight {weight!r} of {name} is not a number from 0 to {MAX_WEIGHT:g}",
+            f"--environment reasoning_gym: the weight {weight!r} of {name} is not a number above 0, or is too large",
         )
     return weights
