@@ -3,7 +3,7 @@
 These are the server of Ray Client, the log monitor, and the web server of the dashboard, which `ray start` starts even
 with `--include-dashboard=false`. Together they take almost half of the CPU time of `ray start` (docs/log.md, "A warm
 start"). In Ray 2.60, an option can disable only the log monitor (`--include-log-monitor=false`). This module disables
-the other two by replacing methods of a private class of Ray. If a version of Ray lacks these methods, both processes run.
+the other two by replacing methods of a private class of Ray. If a version of Ray lacks these methods, both run.
 """
 
 import ray._private.node as node

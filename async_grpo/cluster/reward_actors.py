@@ -123,7 +123,7 @@ class RunVerification:
         self.close = self._resources.aclose
 
     async def take_stats(self) -> dict[str, Any]:
-        """Return the statistics since the last call: of each adapter (`verifiers`), the verdict cache and the budget."""
+        """Return the statistics since the last call: of the adapters (`verifiers`), the verdict cache and the budget."""
         return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:

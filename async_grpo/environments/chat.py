@@ -21,7 +21,7 @@ from async_grpo.processes.untrusted_files import parse_json
 BEGIN_CALL = "<tool_call>"
 END_CALL = "</tool_call>"
 
-# A text with more characters than this per allowed token counts as too long, without tokenizing it
+# A text is refused as too long, without tokenizing it, if it has more than this number of characters per allowed token
 MAX_CHARACTERS_PER_TOKEN = 64
 PIECES_PER_CALL = 8192  # maximum number of pieces of a text that one call of the tokenizer encodes
 # Number of earlier tokens that are decoded together with new ones. Decoded alone, new tokens may lose their first

@@ -7,7 +7,7 @@ from typing import Any
 from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, TABLE, option, parse_assignments
 
-ROWS = "environment"  # value of --data-path with which the environment makes the rows itself
+ROWS = "environment"  # value of --data-path that makes the environment provide the rows
 
 _environment = partial(option, panel="Environment")
 

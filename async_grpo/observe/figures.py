@@ -58,8 +58,8 @@ def picture(output: Path | None) -> Iterator["Figure"]:
         backend = plt.get_backend()
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"matplotlib cannot draw ({error}); unset MPLBACKEND") from error
-    # Do not parse formulas: matplotlib would take the text after a "$" in a key or file name for a formula, and fail if it
-    # is invalid
+    # Do not parse formulas: matplotlib would take the text after a "$" in a key or file name for a formula, and fail if
+    # it is invalid
     with matplotlib.rc_context({"text.parse_math": False}):
         if output is None:
             window_backends = map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE))
