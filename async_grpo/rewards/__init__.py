@@ -2,7 +2,7 @@
 
 A reward that fails gives no reward. It is never counted as a reward of zero.
 
-An adapter is a reward or a judge as a run uses it, with its name. A phase is training or evaluation.
+An adapter is a reward or a judge, under the name by which a run uses it. A phase is training or evaluation.
 
     pool, adapter_queue    `VerifierPool`, which has one queue per adapter and phase
     verifier_worker        the interface of workers, and the deadlines, jobs and counts of a queue

@@ -43,12 +43,12 @@ from async_grpo.types import AdapterResult
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # a sample fails after it has lost this many processes or workers
-# Time after which a sample given ahead is taken back: the sample before it is clearly slower than the earlier ones
+# Time after which a prefetched sample is taken back, because the sample before it is clearly slower than usual
 TAKE_BACK_S = 2 * PREFETCH_S
 
 
 class AdapterQueue:
-    """Queue of one adapter. Use it from one event loop.
+    """The queue of one adapter. Use it from one event loop.
 
     Call `start` before the first `score`, and `close` at the end.
 
@@ -278,7 +278,7 @@ class AdapterQueue:
         return ""
 
     def _enqueue_again(self, slot: WorkerSlot, job: Job) -> None:
-        # With an infinite mean duration the slot gets no jobs ahead. Otherwise it would get the same job again at once.
+        # With an infinite mean duration, the worker prefetches no jobs. Otherwise, it would get this job again at once.
         slot.service_s = math.inf
         self._enqueue(job)
 

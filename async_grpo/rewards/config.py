@@ -88,8 +88,8 @@ class RewardConfig(JudgeAddresses):
     )
     reward_options: str = _reward(
         "",
-        "Keyword arguments of the rewards, such as weight=0.2. Each is passed to all rewards that have such a "
-        "parameter.",
+        "Keyword arguments of the rewards, such as weight=0.2. Each is passed to every reward that has a parameter "
+        "of this name.",
         portable=FOLDER_REWARD_OPTIONS,
         form=TABLE,
     )
@@ -126,32 +126,32 @@ class RewardConfig(JudgeAddresses):
 
     reward_combine: str = _reward(
         "best",
-        "How several rewards are combined into one. gate calls one reward after the other, as long as each reaches "
-        "--gate-threshold.",
+        "How several rewards are combined into one. gate calls the rewards one after another and stops at the first "
+        "that is below --gate-threshold.",
         choices=MODES,
         portable=True,
     )
     gate_threshold: float = _reward(
-        0.5, "Lowest reward at which a gate calls the next reward.", portable=True
+        0.5, "Lowest reward with which --reward-combine gate continues to the next reward.", portable=True
     )
     reward_column: str | None = _reward(
         None,
-        "Column of the data that names the rewards that score a row, as a comma list. By default all rewards score "
-        "every row.",
+        "Column of the data with a comma list of the rewards that score the row. By default all rewards score every "
+        "row.",
         portable=True,
     )
     reward_weights: str = _reward(
         "",
-        "Weights of the rewards, such as judge=0.5, for --reward-combine sum and mean and for advantage estimators "
-        "that weight rewards. The default weight is 1.",
+        "Weights of the rewards, such as judge=0.5. They are used by --reward-combine sum and mean, and by advantage "
+        "estimators that weight rewards. The default weight is 1.",
         portable=True,
         form=TABLE,
     )
 
     on_reward_failure: str = _reward(
         "",
-        "What happens to a sample when a reward fails, by reward, such as judge=constant:0.2,code=refill. The "
-        "policies are mask (the default), group_mean, refill and constant:VALUE.",
+        "What happens to a sample when a reward fails, as one policy per reward, such as "
+        "judge=constant:0.2,code=refill. The policies are mask (the default), group_mean, refill and constant:VALUE.",
         portable=True,
         form=TABLE,
     )

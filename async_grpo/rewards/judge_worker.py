@@ -49,7 +49,7 @@ class JudgeWorker:
         self._last_counts: dict[str, int] = {}  # totals at the last `take_stats`
         self._client = EndpointClient(name, endpoint, rate_limiter)
         self.close = self._client.close
-        # With a larger capacity, samples would wait inside this worker, where the statistics of the queue miss them
+        # With a larger capacity, samples would wait inside this worker, and the queue's statistics would not count them
         num_permits = endpoint.limits.concurrency or JUDGE_CAPACITY
         if phase == "eval":
             # Calls of an evaluation that hang must not use up the permits that training needs
@@ -57,7 +57,7 @@ class JudgeWorker:
         self.capacity = min(JUDGE_CAPACITY, num_permits)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Return the judge's result. If the judge or network fails, it is FAILED or TIMED_OUT, with the reason."""
+        """Return the judge's result: FAILED or TIMED_OUT, with the reason, if the judge or the network fails."""
         started_at = time.monotonic()
         deadline = Deadline(timeout_s, QUEUE_S)
         awake = self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext()
@@ -123,7 +123,7 @@ class LimitedWorker:
             async with asyncio.timeout(self.max_queue_s):
                 permit = await self._rate_limiter.acquire(self._key, self._limits, phase=self._phase)
         except TimeoutError:
-            reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
+            reason = f"no permit within {self.max_queue_s:g} s, because of {self._limits}"
             return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)
         queue_s = time.monotonic() - started_at
         try:

@@ -49,10 +49,10 @@ class Budget:
         policy: What happens to a call that costs more than the rest of the limit. With `pause`, this call and all later
             calls wait until the limit is raised. With `fallback`, it raises BudgetExhausted. With both policies, a call
             waits if only the estimates of the calls in flight stand in its way.
-        path: File that records the spending, so that a resumed run knows it. It is made if it is missing. To raise the
-            limit, write a number to the file with the same name but the suffix `.limit`. That file is read at the
-            start, before a call is paused or refused, and repeatedly while calls are paused. A number that is not above
-            the present limit is ignored.
+        path: File that records the spending, so that a resumed run includes it. A missing file is created. To raise
+            the limit, write a number to the file with the same name but the suffix `.limit`. That file is read at the
+            start, before a call is paused or refused, and repeatedly while calls are paused. A number that is not
+            above the current limit is ignored.
 
     Raises:
         ConfigurationError: The file at `path` is not a record of spending, or cannot be written.
@@ -106,7 +106,7 @@ class Budget:
         self._changed.set()
 
     def set_limit(self, limit: float | None) -> None:
-        """Change the limit, or remove it (None). Waiting calls that the new limit can pay for start."""
+        """Change the limit, or remove it (None). Then start the waiting calls that the new limit can pay for."""
         self._limit = math.inf if limit is None else limit
         self._changed.set()
 
@@ -212,7 +212,7 @@ class CallMiddleware:
         versions: Current version of each adapter whose answers the cache keeps. Answers of other versions are not used.
         cache: The verdict cache, or None to keep no answers.
         budget: The budget of paid judges, or None for no limit.
-        estimates: By name of a paid judge, a function that returns the highest cost of a call for a sample.
+        estimates: For each paid judge, by name, a function that returns the highest cost of a call for a sample.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ Middleware = Callable[[str, dict[str, Any], str, Score], Awaitable[AdapterResult
 
 
 class VerifierPool:
-    """Scores samples with its adapters. It is plain asyncio: use it from one event loop.
+    """Scores samples with several adapters. A pool is plain asyncio code: use it from one event loop only.
 
     Training and evaluation have separate queues and workers, so that neither waits for the other. The workers for
     evaluation are made when the first evaluation sample arrives.
@@ -36,9 +36,9 @@ class VerifierPool:
         workers: Number of workers per adapter: one number for all adapters, or numbers by name. The default is 1.
         evaluation_workers: Number of workers per adapter for evaluation.
         make_evaluator: Makes the workers for evaluation. The default is `make_worker`.
-        combination: Rule that combines the results of a sample into its verdict. The default is the best reward.
-        fallbacks: Name of the fallback adapter, by adapter. The fallback scores the samples on which the adapter failed
-            or timed out.
+        combination: Rule that combines the results of a sample into its verdict. The default takes the best reward.
+        fallbacks: Maps the name of an adapter to the name of its fallback adapter. The fallback scores the samples on
+            which the adapter failed or timed out.
         middleware: Wraps every call of an adapter, for a cache or a budget. It receives the adapter's name, the sample,
             the phase ("train" or "eval") and the function that makes the call.
         timeout_s: Maximum time for a worker to score one sample, in seconds. The time in the queue does not count.
@@ -99,7 +99,7 @@ class VerifierPool:
             adapters: Rewards and judges of the registry file, or FILE.py:NAME.
             registry: The registry file. The default is `reward_registry.py` in the working folder if it exists, and the
                 shipped registry file otherwise.
-            reward_options: Keyword arguments. Each is passed to all rewards that have such a parameter.
+            reward_options: Keyword arguments. Each is passed to every reward that has a parameter of this name.
             reward_env: Names of environment variables to pass to the rewards' processes.
             judge_addresses: Addresses of the judges whose registry entry has no `url`.
             settings: Other arguments of this class.
@@ -142,7 +142,7 @@ class VerifierPool:
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         """Return the combined verdict of a sample.
 
-        If an adapter fails, the verdict says so, and no exception is raised. The call may be cancelled.
+        If an adapter fails, the verdict says so, and no exception is raised. The caller may cancel the call.
         """
         if evaluation:
             await self._ensure_started(EVALUATION)
@@ -181,7 +181,7 @@ class VerifierPool:
         await asyncio.gather(*(queue.close() for queue in queues))
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return by adapter the counts and times since the last `take_stats`, and the waiting jobs and workers now."""
+        """Return each adapter's counts and times since the last `take_stats`, and its current jobs and workers."""
         return {name: queue.counts() for name, queue in self._titled_queues()}
 
     def take_stats(self) -> dict[str, dict[str, Any]]:

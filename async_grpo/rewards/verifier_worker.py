@@ -16,10 +16,10 @@ from async_grpo.options.redaction import redacted
 from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible, shown
 from async_grpo.types import AdapterResult, RewardStatus
 
-# Seconds of work that a worker gets in addition to the calls that it serves. With more, samples could wait here while
-# another worker is idle
+# Seconds of work that a worker with `prefetch` gets in addition to the calls that it serves. If this were larger,
+# samples could wait at a busy worker while another worker is idle
 PREFETCH_S = 0.1
-MAX_PREFETCH = 64  # maximum number of samples that a worker gets in addition
+MAX_PREFETCH = 64  # maximum number of these additional samples
 MAX_LATENCIES = 10_000  # number of recent latencies kept for the quantiles, which bounds the memory
 # Longest wait of a call inside a judge's worker, for example for a permit of the rate limiter
 QUEUE_S = 1800.0
@@ -116,7 +116,7 @@ class WorkerSlot:
     def __init__(self, worker: VerifierWorker) -> None:
         self.worker = worker
         self.jobs: list[Job] = []  # unfinished jobs, in the order in which the worker received them
-        # Moving average of a call's duration. While it is infinite, the worker gets no jobs ahead.
+        # Moving average of a call's duration. While it is infinite, the worker prefetches no jobs.
         self.service_s = math.inf
         self._last_end_at = 0.0
 
@@ -222,7 +222,7 @@ class QueueStats:
                 self._distinct_rewards.add(result.reward)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all counts, and quantiles of the latency and of the time in queues that it includes, in seconds."""
+        """Return all counts, and quantiles in seconds of the latencies and of the queue times that they include."""
         latencies_s = self._latencies_s or [0.0]
         queue_s = self._queue_s or [0.0]
         is_constant = len(self._distinct_rewards) == 1

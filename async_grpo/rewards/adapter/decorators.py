@@ -80,8 +80,8 @@ def rows_checked_by(check: Callable[..., None]) -> Callable[[Reward], Reward]:
     """Decorate a reward with a function that raises an exception for a row that the reward cannot score.
 
     The rows are checked before a run starts, and the run is refused with the file and line of a wrong row. A class can
-    define a static method `check_row` instead. The function must be fast: when all checks have taken 2 s, the other
-    rows are not checked.
+    define a static method `check_row` instead. The function must be fast: once all checks together have taken 2 s, the
+    remaining rows are not checked.
 
     Args:
         check: Receives a row, and those of the reward's options that it names as parameters.
@@ -121,7 +121,7 @@ class AdapterTraits:
     is_judge: bool = False
     has_post_process: bool = False
     max_wait_s: float = 0.0  # time that the first sample of a batch waits for more samples
-    # A cancelled call may continue until its time limit. Otherwise, its process is ended
+    # Whether a cancelled call may continue until its time limit. If not, it is stopped at once
     finishes: bool = False
 
 

@@ -1,7 +1,7 @@
 """Converts a reward function of the running program, even a lambda, to text that the rewards' processes can load.
 
-What the program's main module or notebook defines is pickled by value with cloudpickle. Only text from a file that the
-same call of `async_grpo.train` has written is unpickled, never data from a checkpoint or the network.
+Objects that the program's main module or notebook defines are pickled by value with cloudpickle. Only text from a file
+that the same call of `async_grpo.train` has written is unpickled, never data from a checkpoint or the network.
 """
 
 import base64
@@ -42,7 +42,7 @@ def pickled(reward: Any, name: str) -> str:
             # `__reduce__` of any object that the function refers to may raise anything
             raise ConfigurationError(
                 f"the reward {name} cannot be sent to its processes: {type(error).__name__}: {error}. It refers to "
-                "something that cannot be pickled: make that inside of the function, or give the reward as FILE.py:NAME"
+                "something that cannot be pickled: create it inside the function, or give the reward as FILE.py:NAME"
             ) from error
     if len(content) > MAX_PICKLE_BYTES:
         raise ConfigurationError(
@@ -52,7 +52,7 @@ def pickled(reward: Any, name: str) -> str:
     for variable, secret in secrets().items():
         if secret.encode() in content:
             raise ConfigurationError(
-                f"the reward {name} holds the value of the environment variable {variable}, which would be written down: "
+                f"the reward {name} holds the value of the environment variable {variable}, which would be saved: "
                 f'read os.environ["{variable}"] inside of the function, and give reward_env="{variable}"'
             )
     return base64.b64encode(content).decode()
@@ -84,7 +84,7 @@ def pickle_digest(text: str) -> str:
 
 @contextmanager
 def _modules_beside_the_program_by_value() -> Iterator[None]:
-    """Let cloudpickle also pickle by value what modules in the program's folder define.
+    """Make cloudpickle also pickle objects from modules in the program's folder by value.
 
     The rewards' processes cannot import these modules: the folder is not in their path, and may not exist on other
     nodes.

@@ -101,7 +101,7 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
     missing = [name for name in full_names if is_file(name) and display_name(name) not in files]
     if missing:
         raise ConfigurationError(
-            f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
+            f"{', '.join(missing)} is not among the files of this run: the trainer reads only those in its --reward-fns"
         )
     # The registry file is loaded only if a name refers to it, or to list its names in an error message
     needs_registry = not full_names or bool(set(names_shown) - files.keys())

@@ -8,7 +8,7 @@ A reward returns one of
     {"abstain": "why"}                  no reward for this sample, and the reason
     (answer, query, explanation)        one of the answers above, with a judge's question and explanation for the log
 
-A number may be one of numpy, torch or `decimal`, such as numpy's bool_ and a tensor without dimensions.
+A number may also come from numpy, torch or `decimal`: for example, numpy's bool_ or a tensor without dimensions.
 
 All numbers must be finite, and a reward must lie between -1e6 and 1e6 (`MAX_REWARD`). Anything else, including an
 exception, is a failure and not a reward of 0. A process reward returns a dict with exactly one of
@@ -115,7 +115,7 @@ def python_number(value: Any) -> Any:
     """Convert a number of `decimal`, numpy or a similar library to a number of Python. Return other values unchanged."""
     if isinstance(value, Decimal):
         return float(value)
-    # No library is imported here: the reward's process has the library if the reward returned such a number
+    # Recognize these numbers by their attributes, because importing numpy or torch would slow down every reward's start
     is_scalar = getattr(value, "shape", None) == () and callable(getattr(value, "item", None))
     return value.item() if is_scalar else value
 
@@ -266,8 +266,8 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
     assigned to the last token.
 
     Raises:
-        ValueError: A process reward did not return exactly one well-formed list of rewards, or another reward returned
-            one.
+        ValueError: A process reward did not return exactly one well-formed list of rewards, or a reward that is not a
+            process reward returned such a list.
     """
     kinds = [name for name in KINDS if name in answer]
     if kinds and not process:

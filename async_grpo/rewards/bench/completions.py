@@ -45,7 +45,7 @@ POOR_COMPLETIONS = {
 class CompletionRow:
     """A row of the file."""
 
-    line: int  # number of its line in the file, or of the row in a file without lines, from 1
+    line: int  # number of the line, or of the row if the file does not consist of lines, from 1
     columns: dict[str, Any]
     label: float | None = None  # the correct reward, or None if the file has no label for the row
 
@@ -61,7 +61,7 @@ def read_completion_rows(
     Args:
         placed_rows: (file and line or row number as text, row) for each row of the file.
         name: The file, for messages.
-        with_columns: Returns a row with the columns of its prompt and its answer, for rows with other names for them.
+        with_columns: Renames the columns of the prompt and the answer in a row, if the file uses other names for them.
         add_input: Called with each row and its place (file and line), to add a missing `input`.
 
     Raises:
@@ -176,7 +176,7 @@ async def check_adapter(
     rows: Sequence[Mapping[str, Any]],
     timeout_s: float = 20.0,
 ) -> list[str]:
-    """Return the problems of a reward, as sentences; an empty list if it has none.
+    """Return the problems of a reward as sentences, or an empty list if it has none.
 
     The reward must score each right completion higher than the poor completions. A reward with a `post_process_scores`
     is exempt, because this function may decide that later. The reward must score poor completions without failing. It

@@ -41,7 +41,7 @@ class _Cell:
     num_unscored: int = 0  # rows without a reward
     rewards: list[float] = field(default_factory=list)
     num_labels: int = 0  # rows with a reward and a label
-    # rows of `num_labels` on which reward and label disagree whether the completion is right
+    # among these rows, those on which reward and label disagree about whether the completion is right
     num_differing: int = 0
 
 

@@ -98,16 +98,16 @@ def _examples_of(texts: Sequence[str], max_examples: int) -> Iterator[str]:
 class Report:
     """Results of trying rewards on a file.
 
-    A reward calls a completion right if its score is `threshold` or more. A pair consists of two rewards, or of a
-    reward and LABEL.
+    An opinion is the score that a reward, or the file's label, gives to a completion. It calls the completion right if
+    it is `threshold` or more. A pair consists of two rewards, or of a reward and LABEL.
 
     Attributes:
-        scorecards: The calls of each reward, by name.
+        scorecards: The results of each reward's calls, by name.
         compared: For each pair, the number of rows on which both have an opinion.
         differing: For each pair, the number of rows that one calls right and the other wrong.
-        examples: Opinions and completion of some rows on which a pair differs, by the row's line.
+        examples: For some rows on which a pair differs, all opinions and the completion, by the row's line.
         num_differing_rows: Number of rows on which any pair differs.
-        seconds: Time in which all rows were scored, without the start of the workers.
+        seconds: Time in which all rows were scored, not counting the start of the workers.
 
     Args:
         adapters: Names of the rewards.

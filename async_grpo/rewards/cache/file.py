@@ -191,7 +191,7 @@ def _first_value(connection: sqlite3.Connection, query: str) -> Any:
 def _refuse_foreign(connection: sqlite3.Connection) -> None:
     """Raise DatabaseError if the file is not a verdict cache or is damaged.
 
-    A verdict cache has no views or triggers. Those of a foreign file could run without an end.
+    A verdict cache has no views or triggers. A view or trigger in a foreign file could run forever.
     """
     application_id = _first_value(connection, "PRAGMA application_id")
     num_programs = _first_value(connection, _NUM_PROGRAMS)

@@ -196,7 +196,7 @@ def version_of(*settings: Any) -> str:
 def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | None = None) -> str:
     """Return a digest of a judge's class and of the settings that its answers depend on.
 
-    The digest does not depend on the settings in `DELIVERY` and on the order of replicas.
+    The digest depends neither on the settings in `DELIVERY` nor on the order of replicas.
 
     Args:
         judge: The judge.
@@ -223,7 +223,7 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
         return version_of(kind.__qualname__, "" if is_library_class else code, settings)
     except ValueError as error:
         raise ConfigurationError(
-            f"the verdict cache cannot tell two settings of {kind.__qualname__} apart ({error}): let it be a dataclass "
+            f"the verdict cache cannot tell two settings of {kind.__qualname__} apart ({error}): make it a dataclass "
             "of plain values, or run without --verdict-cache"
         ) from error
 

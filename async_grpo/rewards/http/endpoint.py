@@ -66,8 +66,8 @@ class Limits:
         requests_per_minute: Maximum number of requests that start per minute, spread evenly over the minute.
         tokens_per_minute: Maximum number of tokens in the requests that start per minute, spread evenly over the
             minute.
-        burst_s: After a time without requests or a late timer, the requests of this many seconds may start at once, but
-            at least one.
+        burst_s: After a pause or a late timer, the requests that the rate allows in this many seconds may start at
+            once. At least one may start.
         slack_s: Expected maximum delay from a permit to the start of its request. To allow for it, the limiter uses 60
             / (60 + slack_s) of the limits per minute.
 
@@ -228,7 +228,7 @@ def check_url(url: str) -> None:
         (not has_secret, refusal + "it holds a user or password: use api_key_env"),
         (parts.scheme in ("http", "https"), refusal + "it must begin with http:// or https://"),
         (parts.hostname and port != 0 and is_plain, refusal + "it needs a host, in plain characters"),
-        (not parts.query and not parts.fragment, refusal + "what follows ? or # belongs into `path`"),
+        (not parts.query and not parts.fragment, refusal + "what follows ? or # belongs in `path`"),
     )
 
 

@@ -75,7 +75,7 @@ class Exchange:
             # No time limits here, because `post` limits the total time of a request
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         )
-        self.close = self._session.close  # makes requests in flight fail
+        self.close = self._session.close  # closing makes the requests in flight fail
 
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
         """Send a POST request and return the JSON object of its reply.
@@ -107,7 +107,7 @@ class Exchange:
             raise RequestFailed("bad_reply", f"{address}: {error}{reply_text}") from None
 
     def _connection_failure(self, error: Exception, address: str, has_reply_begun: bool) -> RequestFailed:
-        """Return the error for a connection that could not be made or broke."""
+        """Return the error for a connection that could not be made, or that broke."""
         prefix = "the reply breaks off: " if has_reply_begun else ""
         # aiohttp's message lacks the operating system's description of the error, such as "connection refused"
         error_number = getattr(error, "errno", None) or 0

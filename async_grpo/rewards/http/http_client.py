@@ -4,7 +4,7 @@
     reply = await client.post("/chat/completions", {...}, tokens=800, deadline=time.monotonic() + 60)
 
 A call makes up to `attempts` requests. Each request takes its own permit just before it is sent, and always releases
-it. Only this module repeats requests that failed on the network. tenacity schedules these attempts.
+it. Requests that failed on the network are repeated only in this module. tenacity schedules these attempts.
 """
 
 import asyncio
@@ -218,7 +218,7 @@ class EndpointClient:
         try:
             if call.deadline.left_s <= 0:
                 # Without this check, a request would be counted although there is no time left to send it
-                raise JudgeTimeout(f"a permit for a request came only with the deadline{call.last_failure}")
+                raise JudgeTimeout(f"a permit was granted only after the deadline{call.last_failure}")
             replica = self._replicas.take(call.tried, never)
             if replica is None:
                 return None

@@ -50,7 +50,7 @@ class Limiter:
     """The `RateLimiter` of this process. Use it from one event loop.
 
     Args:
-        resumed: Whether this limiter replaces an earlier one whose calls it does not know. Then no key may begin with
+        resumed: Whether this limiter replaces an earlier one whose calls it does not know. If so, no key may begin with
             a burst.
     """
 
@@ -95,13 +95,13 @@ class _Queue:
     def __init__(self, resumed: bool) -> None:
         self._requests = Meter(resumed=resumed)
         self._tokens = Meter(resumed=resumed)
-        # By phase, with the next phase first: the tokens of each waiting call, and the time at which it began to wait
+        # For each phase, with the next phase first: each waiting call's tokens, and the time at which it began to wait
         self._phases: dict[str, dict[asyncio.Future[int], tuple[float, float]]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._granted = 0
         self._limits: Limits | None = None
-        self.permits: dict[int, Start] = {}  # by permit in use, the start of its call in the meter of tokens
+        self.permits: dict[int, Start] = {}  # start of each call in the meter of tokens, by permit
 
     def set_limits(self, key: str, limits: Limits) -> None:
         """Set the limits. Raise ConfigurationError if the key is in use with other limits."""
@@ -202,8 +202,8 @@ class Meter:
     a call larger than a burst waits no longer than any other.
 
     Args:
-        resumed: Whether calls may have started earlier that the meter does not know. Then it begins with a pause and
-            without a burst.
+        resumed: Whether calls that the meter does not know may have started earlier. If so, the meter begins with a
+            pause and without a burst.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:

@@ -34,7 +34,8 @@ class Replica:
         self.paused_until = 0.0  # end of the pause that the server requested
         self.requested_pause_s = 0.0  # length of that pause, in seconds
         self.open_until: float | None = None  # time of the next probe; None while the replica is in service
-        self.open_s = 0.0  # seconds between taking it out of service, or its last probe, and the next probe
+        # seconds from when the replica went out of service, or from its last probe, to its next probe
+        self.open_s = 0.0
         self.is_probing = False  # whether a probe is in flight, while the replica is out of service
         self.last_failure = ""
 
@@ -47,7 +48,7 @@ class Replica:
         is_paused = self.paused_until > time.monotonic()
         pause = f", asked to be left alone for {self.requested_pause_s:.6g} s" if is_paused else ""
         last_failure = f" (the last failure: {self.last_failure})" if self.last_failure else ""
-        return f"{self.url} is {'open' if self.open_until else 'closed'}{pause}{last_failure}"
+        return f"{self.url} is {'out of' if self.open_until else 'in'} service{pause}{last_failure}"
 
 
 class Replicas:

@@ -111,8 +111,7 @@ class AdapterProcess:
             self.traits = traits
             self.capacity = traits.capacity
             self.has_post_process = traits.has_post_process
-            # A plain reward scores one sample at a time, while the next ones can already wait in the pipe to its
-            # process
+            # While a plain reward scores one sample, the next samples can already wait in the pipe to its process
             self.prefetch = not traits.is_async and not traits.is_batch
             return self
 

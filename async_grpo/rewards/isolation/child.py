@@ -9,8 +9,8 @@ A message is a line of JSON:
                             still answered, possibly with an empty list
     {"begun": [7, 9]}       is sent to the parent by a batched reward: one call now serves these requests
 
-The reward runs in this process's main thread, where libraries may use signals. Its output goes to stderr. To start
-fast, the process imports no third-party libraries before the reward, and asyncio only if the reward needs it.
+The reward runs in this process's main thread, because Python allows signal handlers only there. Its output goes to
+stderr. To start fast, the process imports no third-party libraries itself, and asyncio only if the reward needs it.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Server:
         self._pid = os.getpid()
         self._traits = AdapterTraits()
         self._waiting: list[Message] = []
-        # By the number of each request that the task serves
+        # Running tasks, by the number of each request that the task serves
         self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}
         # Set when data has arrived or a task has ended. None without an event loop
         self._woken: asyncio.Event | None = None
@@ -235,7 +235,10 @@ class Server:
 
 
 class Host(Protocol):
-    """Serves the requests that a child process receives, such as a reward's. `greeting["host"]` names its factory."""
+    """Interface of the object that serves a child process's requests.
+
+    `greeting["host"]` names the function that prepares it (see `hosted_reward`).
+    """
 
     traits: AdapterTraits
 
@@ -247,7 +250,7 @@ class Host(Protocol):
 
 
 class Reward:
-    """The `Host` of a registered reward. It passes the options that the reward has as parameters.
+    """The `Host` of a registered reward. It passes the reward those options that are among its parameters.
 
     If the reward is a class, one object of it is created. `run_plain` can run the coroutines of this class if the
     reward awaits nothing.
@@ -275,7 +278,7 @@ class Reward:
         """Return the answers to each request, one for each sample or member of a group. This raises no error."""
         if "group" in requests[0]:
             return [await self._post_process(requests[0]["group"])]
-        # Pass copies, because the reward may change them, and its steps are located in the original samples
+        # Pass copies: the reward may change its sample, but the steps that it returns refer to the original one
         samples = [dict(request["sample"]) for request in requests]
         returned: Any
         try:
@@ -348,7 +351,7 @@ def _check_arguments(function: Callable[..., Any], options: Mapping[str, Any]) -
             advice = "; wrap a function with TRL's signature with `trl_reward` of async_grpo.rewards.adapter.trl_signature"
         raise ConfigurationError(
             f"it takes {signature} ({error}): a reward takes one argument, the sample, a dict with the columns of the "
-            f"row and the `completion`; further parameters are --reward-options, or have defaults{advice}"
+            f"row and the `completion`; further parameters need a default or a value in --reward-options{advice}"
         ) from None
 
 

@@ -91,7 +91,7 @@ class ChildProcess(asyncio.Protocol):
         except BaseException:
             self.channel.close()
             raise
-        # Id of the guardian process (see `process_tree`), with which all others end
+        # Id of the guardian process (see `process_tree`). When it ends, the reward's processes end too
         self.pid = self._process.pid
 
     async def ask(self, kind: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class ChildProcess(asyncio.Protocol):
         Raises:
             TimeoutError: The process did not answer in time.
             ProcessDied: The process died while it served the request.
-            CallInterrupted: The process was ended because of another request.
+            CallInterrupted: The process was ended because of another request, or died before it began this one.
         """
         number = next(self._numbers)
         head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), kind.encode())

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# Exit code of a process whose end of the channel was closed by the reward
+# Exit code of a reward's process after the reward has closed the process's end of the channel
 CHANNEL_CLOSED = 114
 
 Message = dict[str, Any]

@@ -24,7 +24,7 @@ def server_reply(url: str, method: str = "GET") -> dict[str, Any]:
     """Send a request to a vLLM server and return its JSON reply. The call blocks.
 
     Raises:
-        OSError: There is no usable reply. Instead of OSError, another error in `UNABLE` is possible.
+        OSError: There is no usable reply. The other errors in `UNABLE` are possible too.
     """
     request = urllib.request.Request(url, method=method)
     with _NO_PROXY.open(request, timeout=ANSWER_S if method == "GET" else MOVE_S) as reply:
@@ -35,7 +35,7 @@ def set_sleeping(url: str, asleep: bool) -> None:
     """Put a server to sleep or wake it. The call blocks. Sleep level 1 keeps the weights in main memory.
 
     Raises:
-        OSError: The server does not answer or does not obey. Instead of OSError, another error in `UNABLE` is possible.
+        OSError: The server does not answer or does not obey. The other errors in `UNABLE` are possible too.
     """
     if server_reply(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
         server_reply(url + ("/sleep?level=1" if asleep else "/wake_up"), "POST")

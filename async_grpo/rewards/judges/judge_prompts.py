@@ -3,8 +3,8 @@
 The policy writes the completion and is rewarded for it. Therefore a completion is treated as data, not as instructions:
 
 * It is enclosed in marker lines `<<<BEGIN key>>>` and `<<<END key>>>`. Each request has a new random key, which the
-  policy cannot know. The judge is told to follow no instructions between the two lines. Texts that look like such a
-  line are broken by a space.
+  policy cannot know. The judge is told to follow no instructions between the two lines. If other text looks like such
+  a line, a space is inserted into it.
 * Control tokens of chat templates are broken by a space: `<|im_end|>` becomes `< |im_end|>`. A server interprets such
   tokens in any text, so a completion could otherwise end its own message and write the judge's reply.
 * Inserted values are not parsed as templates: braces in them have no effect.
@@ -137,7 +137,7 @@ class Template:
 
         Args:
             sample: The completion together with the data set row of its prompt.
-            fence: Enclose text that the policy wrote in marker lines with a fresh random key.
+            fence: Put marker lines with a new random key around text that the policy wrote.
             values: Further values by name. They take precedence over columns of the sample.
 
         Raises:

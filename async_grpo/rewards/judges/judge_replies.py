@@ -21,8 +21,8 @@ from async_grpo.rewards.judges.reading import ReadingBudget
 from async_grpo.rewards.judges.score_line import score_in
 
 MAX_QUOTE = 200  # characters of a reply that an error message quotes
-# Characters of a reply's JSON in which secrets are replaced before MAX_QUOTE of them are quoted. A secret cut in half
-# by the quote would not be recognized
+# Number of characters of a reply's JSON that are searched for secrets before the reply is quoted. This exceeds
+# MAX_QUOTE, because a secret that is cut in half would not be recognized
 MAX_WRITTEN_CHARACTERS = 4000
 MAX_REPLY_CHARACTERS = 400_000  # length limit of one reply with its reasoning, about 100,000 tokens
 MAX_CHOICES_CHARACTERS = 4 * MAX_REPLY_CHARACTERS  # length limit of all choices in a reply together
@@ -78,8 +78,8 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
         cut_off: Accept a reply that was cut off at max_tokens.
 
     Raises:
-        BadReply: There is no text, the text is too long, or its `finish_reason` says that it is not complete. A reason
-            of null means that the reply continues.
+        BadReply: There is no text, the text is too long, or the `finish_reason` says that the reply is not complete. A
+            `finish_reason` of null means that the reply continues.
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
@@ -204,7 +204,7 @@ def _json_of(text: str) -> Any:
     try:
         return _strict_json(text)
     except json.JSONDecodeError:
-        # This also fails if there are two objects, because one of them may be quoted from the completion
+        # If there are two objects, this fails on purpose: one of them may be quoted from the completion
         return _strict_json(text[text.find("{") : text.rfind("}") + 1])
 
 

@@ -85,7 +85,7 @@ def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_k
 
     Raises:
         ConfigurationError: The pattern is invalid or does not have exactly one group. Or the schema is invalid, does
-            not require the score, or contains a refused rule.
+            not require the score, or contains a rule or reference that `_check_schema` refuses.
     """
     if pattern is not None:
         _check_pattern(pattern)
@@ -123,7 +123,7 @@ def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
         ),
         (
             not has_endless_rule,
-            "json_schema holds patternProperties: a judge's reply could match it for ever: name the properties",
+            "json_schema holds patternProperties: matching a judge's reply could take forever: name the properties",
         ),
         (
             not has_quadratic_rule,
@@ -168,7 +168,7 @@ def _check_references(schema: Mapping[str, Any], score_key: str) -> None:
         ) from error
     except RecursionError as error:
         raise ConfigurationError(
-            "json_schema refers to itself without an end: let a reference stand under a property"
+            "json_schema refers to itself without an end: a recursive reference must be inside a property"
         ) from error
 
 

@@ -55,8 +55,8 @@ class LLMJudge(ModelJudge):
             `high` or `score_key`. The default shows the columns prompt, answer and completion.
         system: The system message. Use None for models without a system role.
         rubric: Text that replaces {rubric} in the template.
-        fence: Enclose text that the policy wrote in marker lines that it cannot forge. Disable this only for a model
-            that was trained with its own prompt format.
+        fence: Put marker lines, which the policy cannot forge, around text that the policy wrote. Disable this only for
+            a model that was trained with its own prompt format.
         pattern: A regular expression with one capture group. The score is the number in that group of the last match.
             With None, the reply must end with `Score: x`, where x is a plain decimal number (see `score_line`).
         json_schema: Schema of a JSON reply, used instead of `pattern`. It is sent as `response_format`, and the reply
@@ -125,7 +125,7 @@ class LLMJudge(ModelJudge):
             (has_valid_min_votes, f"min_votes={self.min_votes} is not in 1..{votes=}"),
             (
                 self.aggregate in AGGREGATES,
-                f"aggregate={self.aggregate!r} is unknown: choose of {', '.join(AGGREGATES)}",
+                f"aggregate={self.aggregate!r} is unknown: choose one of {', '.join(AGGREGATES)}",
             ),
             (self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply"),
             (0 <= temperature < math.inf, f"temperature={temperature} is negative or infinite"),
@@ -299,7 +299,7 @@ class GenerativeRM(LLMJudge):
             (0.0 <= self.min_mass <= 1.0, f"min_mass={self.min_mass} is no probability"),
             (
                 not self.yes_no or is_single_word,
-                f"yes_no reads a probability: votes={self.votes} and json_schema have no meaning beside it",
+                f"yes_no reads a probability: it needs votes=1, not {self.votes}, and no json_schema",
             ),
         )
 

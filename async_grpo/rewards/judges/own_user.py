@@ -1,4 +1,4 @@
-"""`OwnUserOnly` lets judge servers answer only the user who started them, and only requests to an IP address.
+"""`OwnUserOnly` lets judge servers answer only the user who started them, and no requests by host name.
 
 vLLM's API key protects only the paths below /v1, but not /sleep, /pooling, /tokenize and the endpoints for developers.
 """
@@ -16,7 +16,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class OwnUserOnly:
-    """ASGI middleware for vLLM's `--middleware`: refuses other users, and requests by host name (see `http_host`)."""
+    """ASGI middleware for vLLM's `--middleware`. It refuses other users and requests by host name (see `http_host`)."""
 
     def __init__(self, app: Application) -> None:
         self._application = app

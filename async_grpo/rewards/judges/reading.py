@@ -1,8 +1,8 @@
 """Reads a judge's reply in a thread, within one budget of processor time for all choices in the reply.
 
-A user's pattern or schema may take long on some replies, so replies are read in threads. These are separate from the
-threads of `asyncio.to_thread`, which also write checkpoints and should not be kept waiting. A thread cannot be stopped
-from outside. Therefore the code in the thread checks its budget and gives up when the budget is spent.
+A user's pattern or schema may take long on some replies, so replies are read in threads. These threads are not those of
+`asyncio.to_thread`, because slow replies would then delay other work, such as writing checkpoints. A thread cannot be
+stopped from outside. Therefore the code in the thread checks its budget and gives up when the budget is spent.
 """
 
 import time

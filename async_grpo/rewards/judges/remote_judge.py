@@ -1,4 +1,4 @@
-"""`RemoteJudge`: what all judges share, namely their settings, their endpoint and the cost of a call."""
+"""`RemoteJudge`, the base class of all judges: their settings, their endpoint and the cost of a call."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ SCORER_URL = "http://127.0.0.1:8080"  # default address of `examples/http_scorer
 _judge = partial(option, panel="Judge")
 # Token counts of one request, in the order of COUNTED. A count that the server does not report is None
 Counts = tuple[float | None, ...]
-# Sends a request body and returns the reply. The tuple is the largest number of (prompt, completion) tokens
+# Sends a request body and returns the reply. The tuple holds the maximum numbers of (prompt, completion) tokens
 Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
 
@@ -216,8 +216,8 @@ class ModelJudge(RemoteJudge):
         prices = self._prices
         are_prices_valid = len(prices) == 2 and all(0 <= price < math.inf for price in prices)
         require_all(
-            (self.model, "model is empty: the server serves it under a name"),
-            (not conflicts, f"extra_body must not hold {conflicts}: other settings of the judge decide"),
+            (self.model, "model is empty: it must be the name under which the server serves the model"),
+            (not conflicts, f"extra_body must not hold {conflicts}: the judge's other settings set them"),
             (
                 are_prices_valid,
                 f"price_per_million_tokens={self.price_per_million_tokens} must be 0 or more, and finite",

@@ -1,4 +1,4 @@
-r"""`score_in` reads the score of a reply that ends with a line `Score: x`: the whole number or nothing.
+r"""`score_in` reads the score of a reply that ends with a line `Score: x`. It never reads only a part of the number.
 
 The last mention of the score counts. A mention is the word "score", not as a part of a longer word, followed by a
 separator: a colon, an equals sign, blanks, quotation marks, Markdown's * and _ , or the word "is". A mention with a

@@ -34,7 +34,7 @@ from async_grpo.rewards.judges.remote_judge import SCORER_URL, JudgeAddresses, M
 
 PROTOCOL = 1
 ID_BYTES = 8  # length of a request's random id
-# By task, the field of a reply's item that contains the numbers
+# Name of the field that contains the numbers in a reply's item, by task
 FIELDS = {"classify": "probs", "pooling": "data"}
 
 
@@ -60,7 +60,7 @@ class RewardModelJudge(ModelJudge):
     template: str | None = None
 
     def __post_init__(self) -> None:
-        require_all((self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}"))
+        require_all((self.task in FIELDS, f"task={self.task!r} is unknown; known: {', '.join(FIELDS)}"))
         super().__post_init__()
         # The constructor raises an error if the template cannot be read
         Template(self.template or "")

@@ -210,7 +210,7 @@ class JudgeServer:
         options = {name.replace("_", "-"): value for name, value in self.options.items()}
         conflicts = ", ".join(sorted(set(RESERVED) & set(options)))
         require_all(
-            (not conflicts, f"options must not hold {conflicts}: other settings of the server decide")
+            (not conflicts, f"options must not hold {conflicts}: the server's other settings set them")
         )
         arguments: dict[str, Any] = {
             "model": self.model,
