@@ -32,7 +32,7 @@ from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Group, Prompt
 
-# A StepEnd is queued as the task that still collects its statistics
+# The end of a step is queued as the task that computes its StepEnd, because its statistics come later
 Queued = Message | asyncio.Task[StepEnd]
 # Maximum number of prompts that are set aside in a row. If the next prompt loses its engines, too, the cause is probably
 # not in the prompts
@@ -159,22 +159,22 @@ class ExperienceBatcher:
         return message
 
     async def weights_live(self, version: int) -> None:
-        """Free the slots of the groups that policy `version` was trained on, because all engines now use it."""
+        """Free the slots of the groups that trained policy `version`, because all engines now use this policy."""
         sequence_numbers = self._trained_groups.pop(version - 1, [])
         for number in sequence_numbers:
             del self._alive[number]
         await self.budget.weights_live(version, groups=len(sequence_numbers))
-        # At the start of a run, weights become live that no step was trained on
+        # At the start of a run, the initial weights become live, which no step has trained
         if sequence_numbers:
             self._first_step.end()
         self._note_utilization()
 
     def workers_joined(self) -> None:
-        """Tell every rank that workers wait for weights. All ranks get this message at the same position."""
+        """Tell every rank that workers wait for weights. The message has the same position in all ranks' queues."""
         self._put([WorkersJoined()] * len(self._queues))
 
     def request_save(self, end_reason: str = "") -> None:
-        """Make every rank save a checkpoint. All ranks get this message at the same position.
+        """Make every rank save a checkpoint. The message has the same position in all ranks' queues.
 
         Args:
             end_reason: Why the run ends after the checkpoint; "" if the run continues.

@@ -57,7 +57,7 @@ def value_at(value: Any, path: str) -> Any:
 
 
 def _is_place(name: str, values: list[Any]) -> bool:
-    """Return whether a part of a path is the number of one of the values."""
+    """Return whether a part of a path is the index of one of the values."""
     if not name.removeprefix("-").isdecimal():
         return False
     return -len(values) <= int(name) < len(values)

@@ -61,9 +61,10 @@ class BatchConfig(AlgorithmConfig):
     )
     groups_alive: int | None = option(
         None,
-        "Maximum number of groups in flight: admitted, but the weights trained on them are not yet live. The default "
-        "is (--max-staleness + 1) times the groups of a step. With a lower number, finished groups may be trained "
-        "before older, unfinished ones, which helps if a few completions are very long.",
+        "Maximum number of groups in flight. A group is in flight from its admission until the engines use the "
+        "weights that were trained on it. The default is (--max-staleness + 1) times the groups of a step. With a "
+        "lower number, finished groups may be trained before older, unfinished ones, which helps if a few completions "
+        "are very long.",
         "Batches",
         range=POSITIVE,
         portable=True,
@@ -175,7 +176,7 @@ class BatchConfig(AlgorithmConfig):
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the maximum number of samples in flight: admitted, but the weights trained on them are not live."""
+        """Return the maximum number of samples in flight (see the option `groups_alive`)."""
         alive = self.groups_alive or (self.max_staleness + 1) * self.groups_per_step
         return alive * self.samples_per_question
 
@@ -273,7 +274,8 @@ class EvaluationConfig(EvaluationTask):
     )
     eval_share: float = _evaluation(
         0.25,
-        "Number of evaluation completions generated at once, as a share of the training completions in flight.",
+        "Maximum number of evaluation completions generated at once, as a share of the maximum number of training "
+        "completions in flight.",
         range=POSITIVE_SHARE,
     )
     eval_pinned: bool = _evaluation(

@@ -10,7 +10,7 @@ WINDOW = 16  # number of latest groups of a level whose mean reward decides whet
 
 
 class Curriculum:
-    """The current difficulty level of each task, which starts at the task's lowest.
+    """The current difficulty level of each task. A task starts at its lowest level.
 
     The column `task` of a row names its task. All rows without that column form one task.
 

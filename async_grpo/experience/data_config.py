@@ -36,11 +36,11 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.column_map  # noqa: B018  refuses names that are none
+        self.column_map  # noqa: B018  raises an error for an empty name
 
     @property
     def column_map(self) -> ColumnMap:
-        """Return the columns of prompt and answer."""
+        """Return the columns of the prompt and the answer."""
         return ColumnMap(
             prompt=parse_paths(self.prompt_column, "--prompt-column"),
             answer=parse_paths(self.answer_column, "--answer-column"),

@@ -111,7 +111,7 @@ def _rows_of_no_file(path: Path) -> Rows:
 
 
 def names_data_set(path: Path) -> bool:
-    """Return whether a path names a folder, or has the form of a data set of the hub and not of a file."""
+    """Return whether a path is a folder, or looks like a data set of the Hugging Face Hub and not like a file."""
     name = str(path).split(":")[0]
     if path.is_dir() or Path(name).is_dir():
         return True
@@ -252,8 +252,8 @@ def _table_problem(error: csv.Error) -> str:
     if BARE_RETURN not in str(error):
         return str(error)
     return (
-        "a line break of CR alone outside of double quotes: put texts with line breaks between double quotes; where all "
-        "lines end so, as old Macintosh programs write, convert the file by tr '\\r' '\\n'"
+        "a line break of CR alone outside of double quotes: put texts with line breaks between double quotes; if all "
+        "lines end in CR, as in files of old Macintosh programs, convert the file by tr '\\r' '\\n'"
     )
 
 
@@ -293,7 +293,7 @@ def _warn_of_dropped_texts(
 ) -> None:
     """Warn, once for each column, if a row has a text in a column of prompts that `--prompt-column` does not name.
 
-    Rows of Alpaca, for example, have the task in `instruction` and what it is about in `input`, which is often empty.
+    Rows of Alpaca, for example, have a task in `instruction` and its text in `input`, which is often empty.
     """
     for name in PROMPT_COLUMNS:
         text = raw_row.get(name)

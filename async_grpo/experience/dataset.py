@@ -34,14 +34,14 @@ def questions_of(
 ) -> list[Question]:
     """Check rows and tokenize their prompts (`PromptRenderer.prompt_tokens`).
 
-    Rows without a text in `input` get the prompt's text there.
+    A row without a text in its column `input` gets the prompt's text in that column.
 
     Args:
         rows: (file and line number as text, row) for each row.
         tokenizer: The model's tokenizer.
         max_prompt_tokens: Maximum length of a prompt, which leaves room for a completion.
         vocab_size: Size of the model's vocabulary.
-        renderer: Renders the prompts. By default with the model's own chat template.
+        renderer: Renders the prompts. The default uses the model's own chat template.
 
     Raises:
         ConfigurationError: A row cannot be trained on. The message names its file and line.
@@ -73,8 +73,8 @@ def questions_of(
 class PromptCursor:
     """Draws an endless sequence of prompts from the questions, in a new order in each epoch.
 
-    Retired questions are skipped. Once all questions are retired, all of them return. Questions that the curriculum
-    does not admit are also skipped.
+    Retired questions (see `--retire-solved-above`) are skipped. Once all questions are retired, all of them return.
+    Questions that the curriculum does not admit are also skipped.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ Each question gets n completions. A completion passes if its reward is at least 
     avg@n           share of completions that pass
     pass@k          chance that at least one of k completions passes, for k = 1, 2, 4 ... up to n (unbiased estimate,
                     Chen et al. 2021, eq. 1)
-    majority@n      share of questions whose most frequent answer passes. `stated_answer` reads the answers, as in
-                    rewards. If nothing else is stated, the last line counts. A completion without a readable answer
-                    has no vote.
+    majority@n      share of questions whose most frequent answer passes. `stated_answer` reads the answers, as it does
+                    for rewards. If a completion marks no answer, its last line is the answer. A completion without a
+                    readable answer has no vote.
 
 Intervals are computed over questions, because only questions are independent, not the completions of one question.
 """
@@ -61,7 +61,7 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
 
 
 def _means_by_question(groups: Sequence[Group], pass_reward: float) -> dict[str, list[float]]:
-    """Return for each metric its values of all questions that have a scored completion."""
+    """Return each metric's values, one for each question that has a scored completion."""
     num_drawn = max((len(group.samples) for group in groups), default=0)
     rewards: list[list[float]] = []
     passed: list[list[bool]] = []
@@ -111,7 +111,7 @@ def _majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> f
 
 
 def answer_of(text: str) -> str | None:
-    r"""Return the answer that a completion states, else its last line. Without a readable answer, return None.
+    r"""Return the answer that a completion marks, or else its last line. Without a readable answer, return None.
 
     >>> answer_of(r"so \boxed{12}."), answer_of("<answer> 3 + 4 </answer>"), answer_of("let me see\n 7 ")
     ('12', '3 + 4', '7')

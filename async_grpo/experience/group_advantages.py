@@ -1,8 +1,8 @@
 """Turn the verdicts of a group into advantages, and decide which tokens are trained on.
 
-A failed reward never becomes a zero silently. The option `--on-reward-failure` of the failed adapter decides. By
-default, its sample is masked. `group_mean` gives the sample the mean reward of its group. `refill` replaces the group
-by a group of another prompt. A constant is filled in elsewhere, when the rewards of a sample are combined.
+A failed reward never becomes a zero silently. `--on-reward-failure` sets for each adapter what happens. By default, the
+sample is left out of the training. `group_mean` gives the sample the mean reward of its group. `refill` replaces the
+group by a group of another prompt. `constant` takes effect elsewhere, when the rewards of a sample are combined.
 
 `RewardTensors` applies penalties and weights to the rewards, and lays them out for an estimator.
 """
@@ -24,8 +24,8 @@ from async_grpo.types import Group, RewardStatus, Sample, Verdict
 class GroupAdvantages:
     """Turns the verdicts of groups into advantages, according to the run's options.
 
-    A truncated completion that is left out of the loss still counts in the statistics of its group, such as the mean. A
-    group without signal that `--zero-variance filter` leaves out counts in no statistic and no denominator.
+    A truncated completion that is left out of the loss still counts in the statistics of its group, such as the mean.
+    If `--zero-variance filter` leaves out a group with equal rewards, it counts in no statistic and no denominator.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
@@ -46,7 +46,7 @@ class GroupAdvantages:
         return sum(rewards) / len(rewards)
 
     def wants_refill(self, group: Group) -> bool:
-        """Return whether a reward of the group failed whose `--on-reward-failure` is `refill`."""
+        """Return whether a reward with `--on-reward-failure refill` failed in the group."""
         verdicts = [sample.verdict for sample in group.samples]
         if group.baseline is not None:
             verdicts.append(group.baseline)
@@ -101,7 +101,7 @@ class GroupAdvantages:
         """Return the groups with advantages on all samples that `step` trains on. All other samples have None.
 
         Args:
-            groups: The groups of a minibatch. It may be a single group if the estimator compares within a group.
+            groups: The groups of a minibatch. A single group is enough if the estimator compares only within a group.
             step: The training step. Its number equals the policy version that it trains.
 
         Raises:

@@ -40,7 +40,7 @@ class RankLoad:
 
     samples: list[Sample] = field(default_factory=list)
     num_tokens: int = 0
-    cost: float = 0.0  # compute cost, as the number of short-sequence tokens that cost the same
+    cost: float = 0.0  # compute cost, in units of the cost of one token in a short sequence
 
 
 class Packer:

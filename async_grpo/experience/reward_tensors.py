@@ -33,7 +33,7 @@ class RewardTensors:
     completion, in contrast, are stored sequence by sequence. That is another order if the turns of several sequences
     alternated.
 
-    An estimator gets the property that its `rewards` names: TOTAL, COMPONENTS or SOURCES.
+    An estimator gets one of the properties TOTAL, COMPONENTS and SOURCES. Its field `rewards` says which.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], by_token: bool) -> None:
@@ -60,8 +60,8 @@ class RewardTensors:
     def _runs_of(self, row: int, sample: Sample) -> np.ndarray:
         """Return the number of tokens (K,) in each column of a sample.
 
-        A run of tokens ends at a reward of a step or at the end of the completion. By token, every run is a single
-        token.
+        A run of tokens ends at a step's reward or at the end of the completion. If there is a column for each token,
+        every run is a single token.
         """
         if self._by_token:
             # Every row has at least one column, which has 0 tokens if the sample has none
@@ -76,7 +76,7 @@ class RewardTensors:
     def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
         """Yield (T,) float32 for each sample: every token gets the value of its column of `columns` (B, K).
 
-        Tokens are in the order of the completion, which is not that of time.
+        Tokens are in the order of the completion, which may differ from their order in time.
         """
         rows = zip(columns.numpy().astype(np.float32), self._runs, self._times, strict=True)
         for values, runs, times in rows:

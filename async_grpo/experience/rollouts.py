@@ -58,7 +58,7 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RecomputedLogprobs:
-    """One kind of log-probs of another policy that the loss needs for every sample."""
+    """Log-probs of another policy, such as the reference policy, that the loss needs for every sample."""
 
     role: str  # kind of worker that computes the log-probs; timing spans also have this name
     source: Logprobs
@@ -220,7 +220,7 @@ class Rollouts:
         return Sample(prompt, completion, verdict)
 
     async def add_logprobs(self, group: Group) -> Group:
-        """Return the group with the log-probs of the reference and proximal policies, as far as the loss needs them."""
+        """Return the group with the log-probs of those other policies (reference, proximal) that the loss needs."""
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         if not sequences:
             return group
@@ -243,8 +243,8 @@ class Rollouts:
         """Answer held-out questions, without using slots of the staleness budget.
 
         Unless training pauses for it, an evaluation generates few samples at once (`eval_share`), so that training
-        keeps most of the engines. Samples of a question are requested in parts of at most a group, because every engine
-        accepts a whole group.
+        keeps most of the engines. The samples of a question are requested in parts that are no larger than a training
+        group, because every engine can accept a whole group.
 
         Returns:
             The numbers of `evaluation_stats`, the `seconds` that it took, and the `samples` as text.

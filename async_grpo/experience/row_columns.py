@@ -43,7 +43,7 @@ class ColumnMap:
 
         Args:
             row: A row of a file.
-            needs_prompt: Whether a row without a prompt is wrong.
+            needs_prompt: Whether a row without a prompt is an error.
 
         Raises:
             ConfigurationError: The row is not an object, has no such column, or has another kind of value there.

@@ -1,7 +1,7 @@
 """Read messages and tools as people write them, and bring them into the form that chat templates expect.
 
-`row_messages` and `row_tools` check the columns of a data row. `template_message` does not look at rows, so that it also
-serves requests to the endpoint, and environments.
+`row_messages` and `row_tools` check the columns of a data row. `template_message` needs no row, so that requests to the
+endpoint and environments can use it too.
 """
 
 import json
@@ -18,7 +18,7 @@ Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, to
 # Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
-# Names of roles in other formats, and of a message's fields in ShareGPT, and their names here
+# Names of roles in other formats and of message fields in ShareGPT, with the names that this library uses
 FOREIGN_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -35,7 +35,7 @@ MAX_SHOWN = 80  # characters of a value that an error message shows
 
 
 def prompt_of(row: Mapping[str, Any]) -> Any:
-    """Return the messages or the text of a row's prompt. None if it has neither.
+    """Return the messages or the text of a row's prompt, or None if the row has neither.
 
     A column that is null counts as missing. An empty `input` counts as missing if there is a `prompt`.
 
@@ -47,7 +47,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
         refuse(
             not isinstance(messages, list),
             f"messages is a {type(messages).__name__}: it must be a list of objects with role and content; a text "
-            "belongs into prompt",
+            "belongs in the column prompt",
         )
         return messages
     prompt = row.get("prompt")
@@ -98,8 +98,8 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
             raise ConfigurationError(f"message {number} of {len(messages)}: {error}") from error
     refuse(
         checked[-1]["role"] == "assistant",
-        "the last message is the assistant's, so the prompt would contain an answer: remove it. A beginning that the "
-        "completions shall continue is written as a text, with the whole prompt, into the column input",
+        "the last message is the assistant's, so the prompt would contain an answer: remove it. If completions should "
+        "continue a given beginning, write the whole prompt including it as a text into the column input",
     )
     return checked
 
@@ -137,7 +137,7 @@ def _nearest_role(role: Any, known_roles: Collection[str]) -> str:
 
 
 def share_gpt_question(messages: Sequence[Any]) -> list[Any]:
-    """Return a ShareGPT conversation as messages with `role` and `content`. A last message with the answer is left out.
+    """Return a ShareGPT conversation as messages with `role` and `content`, without an answer at its end.
 
     >>> share_gpt_question([{"from": "human", "value": "3 + 4?"}, {"from": "gpt", "value": "7"}])
     [{'role': 'user', 'content': '3 + 4?'}]
@@ -249,10 +249,10 @@ def with_json_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the JSON schemas of the tools in a row's column `tools`; None if it has none.
+    """Return the JSON schemas of the tools in a row's column `tools`, or None if it has none.
 
     Raises:
-        ConfigurationError: The column is not a list of JSON schemas, nor a JSON text of one.
+        ConfigurationError: The column is neither a list of JSON schemas nor the JSON text of such a list.
     """
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():

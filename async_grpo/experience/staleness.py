@@ -82,10 +82,10 @@ class StalenessBudget:
 
 
 class FirstStepPace:
-    """Lets no more completions than one step needs be generated at once, until the first step is trained.
+    """Limits the completions generated at once to the number that one step needs, until the first step is trained.
 
-    If an engine also computed completions of the second step at this time, those of the first step would take longer, on
-    a CPU twice as long. The trainer has nothing to do until they are finished.
+    If the engines also computed completions of the second step at this time, those of the first step would take longer,
+    on a CPU twice as long. The trainer has nothing to do until the first step's completions are finished.
 
     Args:
         samples_per_step: Number of completions that one optimizer step trains.

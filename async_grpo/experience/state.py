@@ -4,8 +4,8 @@ A group is alive from its admission until the weights trained on it are live. A 
 unfinished group is generated again from its beginning, with the same seeds. New seeds would favor short completions,
 because the unfinished ones are mostly long.
 
-If an older version of this library saved the turns of a finished group without their times, their time order is
-unknown, so that group is generated again, too.
+Older versions of this library saved the turns of a finished group without their times. If the order of these turns
+cannot be known, that group is generated again, too.
 """
 
 import json

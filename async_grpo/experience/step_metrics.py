@@ -233,7 +233,8 @@ class StepAlarms:
     def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
         """Return whether all rewards of a verifier so far are equal and below its best reward.
 
-        The answer is False until there are `ENOUGH_REWARDS` rewards in `ENOUGH_STEPS` steps. Each call counts a step.
+        The result is False until there are `ENOUGH_REWARDS` rewards in `ENOUGH_STEPS` steps. Each call counts as one
+        step.
         """
         only_reward = stats.get("only_reward_so_far")
         best_reward = self._best_rewards.get(name.removesuffix(" (evaluation)"), 1.0)

@@ -53,7 +53,7 @@ class TemplateExaminer:
         if combination in self._examined or len(self._examined) >= MAX_EXAMINED:
             return
         self._examined.add(combination)
-        # The template may refuse conversations that no row has
+        # The template may refuse the changed conversations, which need not be like those of any row
         with suppress(ConfigurationError):
             self.warn_about_generation_prompt(messages, tools, text, place)
         with suppress(ConfigurationError):
@@ -65,9 +65,10 @@ class TemplateExaminer:
     def warn_about_generation_prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, place: str
     ) -> None:
-        """Warn if an answer has a beginning that the template does not add to the prompt.
+        """Warn if the template begins answers with a header that it does not add to the prompt.
 
-        Templates of the form `[INST] ... [/INST]` add nothing either, but an answer follows their prompt directly.
+        A header is, for example, `<|im_start|>assistant`. Templates of the form `[INST] ... [/INST]` have none, because
+        an answer directly follows the prompt.
         """
         if self._apply(messages, tools, begins_turn=False) != text:
             return

@@ -1,4 +1,4 @@
-"""`WorkerRegistry`: knows which workers can work, and chooses the one that gets the next sequences.
+"""`WorkerRegistry` keeps track of the workers that can take work, and chooses the worker for the next sequences.
 
 A worker accepts up to `max_sequences` sequences at once. Each sequence is released when it ends.
 """
