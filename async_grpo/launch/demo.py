@@ -84,13 +84,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "num_warmup_steps": 0,
     },
 }
-# The results that the demo shows: their keys in the lines of the evaluations
+# The results that the demo shows, with their keys in the lines of the evaluation file
 RESULTS = {
     COUNTDOWN: {"accuracy": "eval_countdown/answer_reward", "mean reward": "eval_avg_reward"},
     GUESS: {"mean reward": "eval_avg_reward"},
     CAPITALS: {"accuracy": "eval_regex/reward"},
 }
-# Fewest steps whose curves are drawn smoothed; the mean over a window would hide what a shorter run learns
+# Minimum number of steps for which curves are smoothed. In a shorter run, smoothing would hide what the model learns
 SMOOTHED_STEPS = 40
 # A folder with a file of this name belongs to a demo, and the next demo may empty it
 MARK = ".async-grpo-demo"

@@ -92,7 +92,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
 
 
 def _may_start_warm(config: LocalConfig) -> bool:
-    """Return whether processes are forked from the warm servers. It has not been tried with GPUs."""
+    """Return whether processes are forked from the warm servers. Warm servers have not been tried with GPUs."""
     if config.ray_address:
         # Actors are started by a Ray node that may belong to another user, who cannot reach the servers
         return False

@@ -92,7 +92,7 @@ def train(
 
     The run is the same as that of `async-grpo run` with the same options. Ray, engines and trainer run as separate
     programs, so the caller may be a notebook, and needs no `if __name__ == "__main__"`. If `output_dir` already holds a
-    run, that run continues, unless you pass `resume="never"`. Ctrl-C, or the notebook's stop, ends the run in order.
+    run, that run continues, unless you pass `resume="never"`. Ctrl-C, or the notebook's stop, ends the run cleanly.
 
         def brevity(sample):
             return -len(sample["completion"]) / 1000
@@ -185,7 +185,7 @@ def _as_path(value: Any, name: str) -> str:
 
 
 def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, completed by the defaults of all options that are not given in any spelling."""
+    """Return the options, and the defaults of those options that are not given in any spelling."""
     fields = fields_in_order(LocalConfig)
     names = {field_name(spelling, fields) for spelling in options}
     missing = {name: value for name, value in defaults.items() if name not in names}

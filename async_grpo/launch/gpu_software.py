@@ -1,4 +1,4 @@
-"""Check that driver, CUDA, torch and vLLM fit each other. Two that do not fit fail late, with a misleading message."""
+"""Check that driver, CUDA, torch and vLLM fit together. If they do not, a run fails late with a misleading message."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ INSTALL = "pip install -r requirements_gpu.lock, in a new environment (docs/firs
 
 
 def compare_versions(engine_python: str = "") -> Iterator[Finding]:
-    """Compare driver, CUDA, torch and vLLM. With `--engine-python`, engines have a torch and a vLLM of their own."""
+    """Compare driver, CUDA, torch and vLLM. With `--engine-python`, the engines' torch and vLLM are other packages."""
     from torch.version import cuda  # None in a build for the CPU
 
     driver = driver_version()

@@ -87,7 +87,7 @@ def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
             yield from idle(config, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
         return
     if config.judge_urls:
-        yield "judge_urls", "stands beside --judge-model: leave one of the two out"
+        yield "judge_urls", "cannot be combined with --judge-model: leave one of the two out"
     if not Path(config.judge_model).is_dir():
         yield "judge_model", "is no folder here"
     # An invisible GPU is refused, because another user may work on it

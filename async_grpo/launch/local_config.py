@@ -88,12 +88,12 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         if self.weight_transport == "nccl":
             yield (
                 "colocate weight_transport",
-                "do not fit: NCCL needs a GPU for each process; use object_store",
+                "do not fit together: NCCL needs a GPU for each process; use object_store",
             )
         if self.ray_address:
             yield (
                 "colocate ray_address",
-                "do not fit: the engines of a cluster use its GPUs; leave one of them out",
+                "do not fit together: the engines of a cluster use its GPUs; leave out one of the two options",
             )
         if not self.trainer_gpu_share:
             yield (

@@ -37,7 +37,7 @@ FEW_FILES = 4096
 TOO_FEW_FILES = 256
 # Errors of `cards`, and ValueError, which is raised if nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
-# Memory on rank 0 of the tensors of one broadcast of the NCCL transport, and of their packed copy
+# Memory on rank 0 for the tensors that the NCCL transport broadcasts at once, and for their packed copy
 NCCL_BYTES = 2 * GIB
 TRAINER = "trainer rank"  # name of a kind of process
 NUM_PACE_STEPS = 20  # number of past steps whose median time is the expected time of a step
@@ -217,7 +217,7 @@ def roles(
     yield "engine", config.generation_workers, config.tensor_parallel_size, engine_bytes
     for name in config.logprob_roles:
         yield f"{name} worker", 1, 1, dtype_bytes * num_parameters + head_bytes
-    # Two packages of weights, a checkpoint that is being written, and the state that the ranks offload
+    # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
     main_memory_bytes = (2 * dtype_bytes + 12) * num_parameters + num_ranks * offloaded_bytes
     yield "rank 0's machine", 1, 0, main_memory_bytes
 
@@ -232,10 +232,10 @@ def _state_bytes(config: LocalConfig, num_parameters: int) -> float:
 
 
 def shared_gpu(config: LocalConfig, prepared: "Prepared", num_parameters: int, card_bytes: int) -> Finding:
-    """Check the shares of engine and trainer of a GPU with `--colocate`.
+    """Check the shares of a GPU's memory that the engine and the trainer get with `--colocate`.
 
-    It is an error if a share is smaller than what its program certainly needs: the engine its weights, and the trainer
-    its weights, gradients and moments.
+    It is an error if a share is smaller than what its program certainly needs: for the engine, the weights; for the
+    trainer, its weights, gradients and moments.
     """
     from async_grpo.modeling.load import torch_dtype
 
@@ -244,7 +244,7 @@ def shared_gpu(config: LocalConfig, prepared: "Prepared", num_parameters: int, c
     state_bytes = 0 if config.cpu_offload else int(_state_bytes(config, num_parameters))
     engine_bytes = int(config.gpu_memory_utilization * card_bytes)
     trainer_bytes = int(config.trainer_gpu_share * card_bytes)
-    # Lowest and highest `--gpu-memory-utilization` with which both programs fit, in hundredths
+    # Lowest and highest `--gpu-memory-utilization` with which both programs fit, rounded to hundredths
     least_share = math.ceil(100 * weight_bytes / card_bytes) / 100
     largest_share = math.floor(100 * (1 - CONTEXTS_SHARE - state_bytes / card_bytes)) / 100
     cure = f"--gpu-memory-utilization between {least_share} and {largest_share}"

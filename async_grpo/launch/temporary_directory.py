@@ -13,14 +13,15 @@ from async_grpo.launch.process_variables import LONGEST_SOCKET, MAX_SOCKET_BYTES
 from async_grpo.processes.private_folder import PREFIX, temporary_files_in
 
 SHORT_DIRECTORIES = (Path("/tmp"), Path("/var/tmp"))
-RANDOM_NAME = "12345678"  # `tempfile` gives folders names with as many random characters
+# Stands for the random part of a folder's name, which `tempfile` makes of this length
+RANDOM_NAME = "12345678"
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def short_temporary_directory() -> Iterator[None]:
-    """In the block, use a temporary directory with a short name if the directory of TMPDIR is too long for sockets.
+    """In the block, use a temporary directory with a short path if the path in TMPDIR is too long for sockets.
 
     Clusters often set TMPDIR to a folder of the job, such as `/scratch/slurm/job_12345678/tmp`.
 

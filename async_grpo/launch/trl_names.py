@@ -1,4 +1,4 @@
-"""Provide TRL's names, so that the first example of its README runs with only the import and class name changed.
+"""Provide TRL's names, so that the first example of TRL's README runs with only the import and class name changed.
 
 from async_grpo import AsyncGRPOTrainer, accuracy_reward
 
@@ -16,7 +16,7 @@ from async_grpo.launch.from_python import Rewards, TrainResult, train, with_defa
 
 # The only defaults that are taken from `GRPOConfig` of TRL 1.18. Schedule, AdamW's betas and seed differ from TRL's
 TRL_DEFAULTS = {
-    "batch_size": 1,  # number of questions; TRL counts completions instead: 8, those of one question
+    "batch_size": 1,  # number of questions. TRL counts completions; its default of 8 is one question's completions
     "samples_per_question": 8,
     "max_generation_tokens": 256,
     "learning_rate": 1e-6,

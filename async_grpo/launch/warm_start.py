@@ -88,14 +88,14 @@ def warm_pythons(scratch: Path, eager: bool, with_engines: bool) -> WarmPythons:
     """
     stages = []
     listeners = []
-    # Name of each stage -> its modules before the next stage is forked, and its modules afterwards
+    # For each stage, by name: the modules to import before the next stage is forked, and those to import afterwards
     modules_of_stages = {"torch": (SHARED_MODULES, TORCH_MODULES)}
     if with_engines:
         modules_of_stages["vllm"] = (VLLM_MODULES, [])
     for name, (modules, own_modules) in modules_of_stages.items():
         socket_path = scratch / f"warm-{name}.socket"
         executable = write_executable(scratch / f"warm-{name}", socket_path)
-        # vLLM sets variables for torch's compiler before it starts an engine
+        # vLLM sets these variables before it starts an engine, but without compilation nothing reads them
         ignored = ["TORCHINDUCTOR_"] if eager and name == "vllm" else []
         listener = listen(socket_path)
         listeners.append(listener)
