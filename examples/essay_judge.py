@@ -1,6 +1,6 @@
-"""How essays are judged: `--reward-fns examples/essay_judge.py:essay`, by the server of `--judge-model` or `--judge-urls`.
+"""A judge of essays, for `--reward-fns examples/essay_judge.py:essay` with `--judge-model` or `--judge-urls`.
 
-There is no right answer to compare with, so the judge is shown the task, the rubric and the essay, and nothing else.
+There is no right answer to compare with, so the judge is shown only the task, the rubric and the essay.
 """
 
 from async_grpo.rewards.judges import LLMJudge
@@ -22,5 +22,5 @@ Essay to judge:
 Say in two sentences what the essay does best and worst by the rubric. Its length is no merit. End with one line \
 `Score: x`, x from {low} (worst) to {high} (best)."""
 
-# The server of the run serves its model as "judge"
+# A judge server that the run starts serves its model under the name "judge"
 essay = LLMJudge(model="judge", rubric=RUBRIC, template=TEMPLATE, scale=(1, 10), max_tokens=256)

@@ -1,10 +1,11 @@
-"""A reward server to begin with: the protocol of `HTTPScorer`, with nothing but the standard library.
+"""A reward server to start from. It implements the protocol of `HTTPScorer` with only the standard library.
 
     python examples/http_scorer_server.py --port 8080
 
     HTTPScorer(url="http://127.0.0.1:8080")               in reward_registry.py
 
-Replace `score`. What it raises becomes the `error` of that sample, which is then left out of training.
+Replace the function `score` by your own. If it raises an exception, the reply has an `error` for that sample, which is
+then left out of training.
 """
 
 import argparse
@@ -17,7 +18,7 @@ MAX_BODY_BYTES = 16 * 2**20
 
 
 def score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
-    """Compute a reward of your own, and any further numbers; here, whether the completion ends with the answer.
+    """Return the reward, and any further numbers. This example checks whether the completion ends with the answer.
 
     >>> score({"prompt": "3+4?", "completion": "It is 7.", "answer": 7}, [])
     {'reward': 1.0, 'length': 8}
@@ -33,7 +34,7 @@ def reply_to(request: Any) -> dict[str, Any]:
     """Return the reply to one request, one score per sample.
 
     Raises:
-        ValueError: it is no request of this protocol.
+        ValueError: The request does not follow this protocol.
     """
     if not isinstance(request, dict) or request.get("protocol") != PROTOCOL:
         raise ValueError(f"this server speaks protocol {PROTOCOL}")
@@ -46,22 +47,22 @@ def reply_to(request: Any) -> dict[str, Any]:
     scores = [_score(sample, sample_images) for sample, sample_images in zip(samples, images, strict=True)]
     answer = {"protocol": PROTOCOL, "scores": scores}
     if "id" in request:
-        answer["id"] = request["id"]  # the client recognizes its reply by it
+        answer["id"] = request["id"]  # the client checks it, to recognize a reply to another request
     return answer
 
 
 def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
     try:
         return score(sample, images)
-    except Exception as error:  # whatever your code raises: the other samples are not its fault
+    except Exception as error:  # an error with one sample must not affect the other samples
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 class Handler(BaseHTTPRequestHandler):
     """POST /score."""
 
-    protocol_version = "HTTP/1.1"  # keeps connections, which the client reuses
-    timeout = 60  # s, for a client that goes silent: its thread must end
+    protocol_version = "HTTP/1.1"  # keeps connections open, so that the client can reuse them
+    timeout = 60  # seconds after which the thread of a silent client ends
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
@@ -85,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Silent: a line per request would be one per sample."""
+        """Log nothing, because there would be a line for every sample."""
 
 
 class Server(ThreadingHTTPServer):
@@ -96,9 +97,9 @@ class Server(ThreadingHTTPServer):
 def main() -> None:
     parser = argparse.ArgumentParser(description="A reward server for HTTPScorer.")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="there is no key: keep it on a network that you trust"
+        "--host", default="127.0.0.1", help="address to listen on; needs a trusted network: there is no key"
     )
-    parser.add_argument("--port", type=int, default=8080, help="0: a free one")
+    parser.add_argument("--port", type=int, default=8080, help="port to listen on; 0 chooses a free one")
     options = parser.parse_args()
     with Server((options.host, options.port), Handler) as server:
         print(f"scoring on http://{options.host}:{server.server_port}", flush=True)

@@ -1,22 +1,22 @@
-r"""GRPO in one file of torch and transformers, to be read before the library that does the same on many machines.
+r"""GRPO in one file of torch and transformers. Read it before the library, which does the same on many machines.
 
     python examples/plain_grpo.py --model sample-data/tiny-model --output plain_grpo.jsonl \
         --train sample-data/countdown_train.jsonl --heldout sample-data/countdown_heldout.jsonl
 
-A step, in the order of this file:
+A step consists of these functions, in the order of this file:
 
-    sample            n completions for each of P prompts from the policy, with the log-prob of every sampled token
-    score             a reward for each completion; here by rule: is the arithmetic right, is the format kept
-    group_advantages  the reward against the other completions of its own prompt: A = (r - mean) / std. No critic.
+    sample            generates n completions for each of P prompts, with the log-prob of every sampled token
+    score             returns a completion's reward by two rules: is the arithmetic right, and is the format right
+    group_advantages  compares a reward with those of the prompt's other completions: A = (r - mean) / std, no critic
     policy_loss       - min(ratio * A, clip(ratio) * A) on every token, with ratio = pi(token) / pi_when_sampled(token)
-    train_step        backward, clip the gradient's norm, AdamW
+    train_step        backward pass, clipping of the gradient's norm, AdamW
 
-What the library adds to it: engines that generate while the trainer trains (so tokens are a bounded number of steps
-old; this file imitates that with `--staleness`), rewards that are slow or fail, packing without padding, sharding,
-other estimators and losses.
+The library adds engines that generate while the trainer trains, rewards that may be slow or fail, packing without
+padding, sharding, and other estimators and losses. Because engines generate during training, the library trains on
+tokens that are a bounded number of steps old. This file imitates that with `--staleness`.
 
-It shares no code with the library, so that the same mistake cannot hide in both: `benchmarks/learning_curve.py` compares
-their learning curves.
+This file shares no code with the library, so that both cannot contain the same mistake. `benchmarks/learning_curve.py`
+compares their learning curves.
 """
 
 import ast
@@ -47,12 +47,12 @@ Row = dict[str, Any]
 
 @dataclass
 class Rollout:
-    """Completions of one batch, groups together; prompts are padded left, completions right."""
+    """The completions of one batch, grouped by prompt. Prompts are padded on the left, completions on the right."""
 
     token_ids: torch.Tensor  # (samples, prompt tokens + completion tokens)
-    attention: torch.Tensor  # as token_ids; 0 marks padding
-    mask: torch.Tensor  # (samples, completion tokens), bool; an end token counts, what follows it does not
-    logprobs: torch.Tensor  # (samples, completion tokens), as sampled
+    attention: torch.Tensor  # same shape as token_ids; 0 marks padding
+    mask: torch.Tensor  # (samples, completion tokens), bool: True up to and including the end token
+    logprobs: torch.Tensor  # (samples, completion tokens), under the policy that sampled the tokens
     texts: list[str]  # completions without their end token
 
 
@@ -60,7 +60,7 @@ class Rollout:
 
 
 def pad_left(prompts: list[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, both (prompts, tokens)."""
+    """Return token ids and attention mask, both (prompts, tokens)."""
     length = max(map(len, prompts))
     token_ids = torch.tensor([[pad_token_id] * (length - len(prompt)) + prompt for prompt in prompts])
     attention = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -73,7 +73,7 @@ def positions(attention: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> Rollout:
-    """One completion per row at temperature 1, generated together with one KV cache."""
+    """Generate one completion per row at temperature 1, all rows together, with one KV cache."""
     ends = torch.tensor(model.generation_config.eos_token_id)
     pad = tokenizer.pad_token_id
     token_ids, attention = pad_left([row["input_token_ids"] for row in rows], pad)
@@ -111,17 +111,17 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
     return Rollout(torch.cat([token_ids, completions], 1), attention, mask, torch.stack(logprobs, 1), texts)
 
 
-# 2. Score: the task is countdown, reach a target from three numbers with + - * --------------------------------
+# 2. Score: the task is countdown: reach a target from three numbers with + - * --------------------------------
 
 
 def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
-    """Value and integers of an expression over + - * and non-negative integers.
+    """Return the value and the integers of an expression that consists of + - * and non-negative integers.
 
     >>> evaluate_expression(ast.parse("(1+2)*3", mode="eval"))
     (9, [1, 2, 3])
 
     Raises:
-        ValueError: anything else occurs in it.
+        ValueError: The expression contains anything else.
     """
     match node:
         case ast.Expression(body=body):
@@ -163,13 +163,13 @@ def score(completion: str, row: Row) -> tuple[float, float]:
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(reward - group mean) / (group standard deviation + 1e-6), with ddof 1; (samples,) -> (samples,)."""
+    """Return (reward - group mean) / (group standard deviation + 1e-6), with ddof 1, for each sample."""
     groups = rewards.view(-1, group_size)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
 
 def policy_loss(model: Any, rollout: Rollout, advantages: torch.Tensor) -> torch.Tensor:
-    """Clipped PPO loss (Schulman et al. 2017, eq. 7), its mean over all completion tokens of the batch."""
+    """Return the clipped PPO loss (Schulman et al. 2017, eq. 7), averaged over all completion tokens of the batch."""
     length = rollout.mask.shape[1]
     logits = model(
         rollout.token_ids,
@@ -190,7 +190,7 @@ def policy_loss(model: Any, rollout: Rollout, advantages: torch.Tensor) -> torch
 def heldout_scores(
     model: Any, tokenizer: Any, rows: list[Row], repeats: int, max_new_tokens: int
 ) -> tuple[float, float]:
-    """Fractions (correct, well-formed) of `repeats` completions per row at temperature 1."""
+    """Generate `repeats` completions per row at temperature 1, and return the fractions (correct, well-formed)."""
     scores = []
     repeated_rows = rows * repeats
     for start in range(0, len(repeated_rows), EVAL_BATCH):
@@ -202,7 +202,7 @@ def heldout_scores(
 
 
 def prompt_batches(rows: list[Row], prompts_per_step: int, seed: int) -> Iterator[list[Row]]:
-    """Endless batches; every epoch is a new shuffle."""
+    """Yield batches without end, in a new order in each epoch."""
     rng = random.Random(seed)
     epochs = (rng.sample(rows, len(rows)) for _ in itertools.count())
     stream = itertools.chain.from_iterable(epochs)
@@ -277,7 +277,7 @@ def main(
             started = time.perf_counter()
             record: dict[str, float] = {"step": step}
             if step:  # step 0 only evaluates the initial policy
-                # After each step, `staleness` batches stay in the queue, and wait for as many steps
+                # After each step, `staleness` batches stay in the queue, so each batch waits for this number of steps
                 while len(pending) <= staleness:
                     sample_batch()
                 record |= train_step() | {"seconds": time.perf_counter() - started}

@@ -7,7 +7,7 @@ from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 
 
 def names_every_number(completions, nums, **columns):
-    """Reward a completion that uses every number, even if its result is wrong. The signature is TRL's."""
+    """Reward a completion that uses every number, even if its result is wrong. The function has TRL's signature."""
     rewards = []
     for text, row_nums in zip(completions, nums, strict=True):
         uses_all = all(str(number) in text for number in row_nums)

@@ -1,7 +1,8 @@
 #!/bin/bash
-# A run whose trainer needs several nodes: the first TRAINERS (2) of them train, on each GPU of the others is an engine.
+# A run whose trainer needs several nodes. The first TRAINERS nodes (by default 2) train. Each GPU of the others has an engine.
 #     sbatch --nodes=4 examples/slurm/many_trainers.sh RUN.toml
-# As run.sh in all else. RUN.toml needs --max-hours a little below --time: torchrun tells no exit code of a run's own.
+# Everything else is as in run.sh. RUN.toml needs max_hours a little below --time, because torchrun does not pass on the run's
+# own exit codes.
 #SBATCH --job-name=async-grpo
 #SBATCH --nodes=4
 #SBATCH --gpus-per-node=8
@@ -20,16 +21,17 @@ head=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
 
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_worker_niceness=0 RAY_ADDRESS=$head:6379
-export RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=3 # of a silent node: docs/clusters.md
+# These two say when a silent node counts as dead (docs/clusters.md)
+export RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=3
 ray start --head --node-ip-address="$head" --port=6379 --num-gpus=0 --disable-usage-stats
 rest=$((trainers - 1)) engines=$((${#nodes[@]} - trainers))
-if ((rest)); then # every rank joins Ray, which gets none of its GPUs
+if ((rest)); then # the other trainer nodes join Ray without GPUs, because their GPUs belong to the ranks
     srun --overlap --nodes="$rest" --ntasks="$rest" --nodelist="$training" --exclude="$SLURMD_NODENAME" \
         ray start --address="$head:6379" --num-gpus=0 --disable-usage-stats --block &
 fi
 srun --overlap --nodes="$engines" --ntasks="$engines" --nodelist="$generating" \
     ray start --address="$head:6379" --num-gpus="$gpus" --disable-usage-stats --block &
-for ((worker = 0; worker < engines * gpus; worker++)); do # Ray finds each a GPU
+for ((worker = 0; worker < engines * gpus; worker++)); do # Ray chooses a GPU for each worker
     async-grpo worker --config="$config" --mode=generation --node=gpu &
 done
 
@@ -40,7 +42,7 @@ srun --overlap --nodes="$trainers" --ntasks="$trainers" --nodelist="$training" \
 run=$! code=0
 trap 'told=yes; kill -TERM "$run"' TERM
 wait "$run" || code=$?
-if [ -n "$told" ]; then # srun hands the signal on; the ranks save, and end
+if [ -n "$told" ]; then # srun passes the signal on to the ranks, which save a checkpoint and end
     wait "$run" || true
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
