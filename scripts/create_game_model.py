@@ -1,10 +1,11 @@
-r"""Make a tiny chat model that knows how to play a game of async_grpo.environments, and plays it badly.
+r"""Make a tiny chat model that knows the rules of a game in async_grpo.environments, but plays it badly.
 
     python scripts/create_game_model.py --output sample-data/guess-model
     python scripts/create_game_model.py --game countdown_tools --output sample-data/tools-model --thoughtful 0.25 \
         --warmup-steps 1500 --hidden-size 96 --num-layers 4 --num-heads 3 --intermediate-size 288
 
-Like scripts/create_tiny_model.py, but the warm-up is on whole games, turn by turn: the right words, mostly bad moves.
+This is like scripts/create_tiny_model.py, but the model is warmed up on whole games, turn by turn. In these games, the
+messages have the right form, but most moves are bad.
 """
 
 import random
@@ -23,14 +24,14 @@ from transformers import PreTrainedTokenizerFast
 from async_grpo.environments.games.countdown_tools import calc
 from async_grpo.environments.games.guess import Guess
 
-# A call of the calculator, but for the expression: two tokens of this model
+# Text before and after the expression in a call of the calculator. Each is a single token of this model
 CALL = '<tool_call>{"name": "calc", "arguments": {"e": "', '"}}</tool_call>'
 
 
 def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
     """Yield games without end.
 
-    In the share `thoughtful` of the guesses, the number fits the answers so far. The other guesses are any number.
+    A share `thoughtful` of the guesses fits the answers so far. The other guesses are random numbers.
     """
     while True:
         game = Guess()
@@ -50,8 +51,8 @@ def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str
 def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
     """Yield countdown tasks without end.
 
-    In the share `thoughtful` of them the calculator is asked, up to four times, and an expression that it finds right is
-    the answer. The others are answered at once, with any expression.
+    In a share `thoughtful` of the tasks, the calculator is called up to four times, until an expression has the right
+    value, and the last expression is the answer. The other tasks are answered at once, with a random expression.
     """
     problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
     while True:
@@ -104,7 +105,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Write a Hugging Face folder with a tiny warmed-up model and its tokenizer."""
-    torch.set_num_threads(1)  # same seed, same machine, same bytes
+    torch.set_num_threads(1)  # on the same machine, the same seed must give the same bytes
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(max_positions)
@@ -119,7 +120,8 @@ def main(
         max_position_embeddings=max_positions,
     )
     rng = random.Random(seed)
-    # The calculator is learnt first; how seldom it is asked, at the end
+    # The model first learns to use the calculator, from games in which it is called often. In the end, it learns to
+    # call it only as often as `thoughtful` says
     first = GAMES[game](0.8 if game == "countdown_tools" else thoughtful, rng)
     last = GAMES[game](thoughtful, rng)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -134,7 +136,8 @@ def main(
             pad_sequence([torch.tensor(row[part]) for row in rows], batch_first=True, padding_value=padding)
             for part, padding in ((0, tokenizer.pad_token_id), (1, IGNORED_LABEL))
         )
-        loss = model(input_ids=ids, labels=labels).loss  # causal, padded on the right: no mask is needed
+        # The model is causal and the rows are padded on the right, so no attention mask is needed
+        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -4,8 +4,8 @@
     python scripts/create_real_model.py --output smollm2     # into a folder
     python scripts/create_real_model.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf   # without a download
 
-It is `async-grpo data model`, which also converts other GGUF files, for a checkout: `scripts/setup_extras` installs the
-package `gguf`, which reads them, apart from the other packages, and this script finds it there.
+This is `async-grpo data model` for a checkout. That command also converts other GGUF files. `scripts/setup_extras`
+installs the package `gguf`, which reads such files, apart from the other packages, and this script finds it there.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Make a tiny chat model that answers countdown problems in the right format and is seldom right.
+"""Make a tiny chat model that answers countdown problems in the right format, but seldom correctly.
 
     python scripts/create_tiny_model.py --output tiny-model --train sample-data/countdown_train.jsonl
 
-The model is a Qwen2 with tied embeddings and a byte-level tokenizer; reinforcement learning is shown to
-improve it within minutes on a CPU. The warm-up is supervised: in a fraction of the examples the answer is
-correct, in the others it is a random expression that uses each number once. With `--warmup-steps 0` no
-problems are needed and the weights stay random; the tokenizer is there to make the problems with.
+The model is a Qwen2 with tied embeddings and a byte-level tokenizer. Reinforcement learning improves it within minutes
+on a CPU. The warm-up is supervised: in a fraction of the examples the answer is correct, and in the others it is a
+random expression that uses each number once. With `--warmup-steps 0`, no problems are needed and the weights stay
+random. The tokenizer of that model is needed to make the problems.
 """
 
 import itertools
@@ -49,16 +49,17 @@ class Expression(NamedTuple):
 
 
 def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
-    """One token per byte, so any text survives encoding and decoding, plus those of the chat format.
+    """Return a tokenizer with one token per byte, and the tokens of the chat format.
 
-    The roles are single tokens because every token of a prompt is paid for in each of thousands of samples.
+    Any text survives encoding and decoding. The roles are single tokens, because every additional token of a prompt
+    must be computed in each of thousands of samples.
     """
     vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(CONTROL_TOKENS)
-    # Not special: decoding skips special tokens, and without its tags no response would look well-formed.
+    # These must not be special tokens, because decoding skips those, and a response without its tags is not well-formed
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in FORMAT_TOKENS + ROLE_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -74,7 +75,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2ForCau
     """Return a Qwen2 with random float32 weights, tied embeddings, and both end tokens in its generation config.
 
     Raises:
-        ValueError: a head size that vLLM's CPU attention refuses.
+        ValueError: vLLM's CPU attention refuses the size of a head, or the numbers of heads do not fit together.
     """
     width, heads, kv_heads = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -89,7 +90,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2ForCau
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         tie_word_embeddings=True,
-        initializer_range=0.06,  # the usual 0.02 suits wider networks; sqrt(1 / 128) is 0.09
+        initializer_range=0.06,  # the usual 0.02 is for wider networks; for a width of 128, sqrt(1 / 128) is 0.09
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -103,7 +104,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2ForCau
 
 
 def combine(operator: str, left: Expression, right: Expression) -> Expression:
-    """`left operator right`. Raises ZeroDivisionError."""
+    """Return the expression `left operator right`. Raise ZeroDivisionError if it divides by 0."""
     value = OPERATORS[operator](left.value, right.value)
     precedence = PRECEDENCE[operator]
     left_text = f"({left.text})" if left.precedence < precedence else left.text
@@ -114,7 +115,7 @@ def combine(operator: str, left: Expression, right: Expression) -> Expression:
 
 @cache
 def ordered_expressions(nums: tuple[int, ...], operators: str) -> tuple[Expression, ...]:
-    """Every expression over `nums` in this order."""
+    """Return every expression that uses all of `nums` once, in this order."""
     if len(nums) == 1:
         return (Expression(str(nums[0]), Fraction(nums[0]), 2),)
     expressions = []
@@ -129,16 +130,16 @@ def ordered_expressions(nums: tuple[int, ...], operators: str) -> tuple[Expressi
 
 @cache
 def all_expressions(sorted_nums: tuple[int, ...], operators: str) -> dict[str, Fraction]:
-    """Text -> value of every expression that uses each number exactly once."""
+    """Return the value of every expression that uses each number exactly once, by the expression's text."""
     orders = sorted(set(itertools.permutations(sorted_nums)))
     return {e.text: e.value for order in orders for e in ordered_expressions(order, operators)}
 
 
 def choose_expression(problem: Problem, operators: str, correct: bool, rng: random.Random) -> str:
-    """Return a random expression over the problem's numbers, or a random one among those that reach the target.
+    """Return a random expression over the problem's numbers. If `correct` is True, it reaches the target.
 
     Raises:
-        ValueError: a correct one is asked for, and these operators have none.
+        ValueError: `correct` is True, but no expression with these operators reaches the target.
     """
     expressions = all_expressions(tuple(sorted(problem.nums)), operators)
     choices = [text for text, value in expressions.items() if not correct or value == problem.target]
@@ -155,9 +156,9 @@ def warmup_examples(
     correct_fraction: float,
     rng: random.Random,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Endless (prompt ids, response ids) pairs; the numbers of each prompt come in a fresh order.
+    """Yield (prompt ids, response ids) without end. Each prompt has the problem's numbers in a new random order.
 
-    Correct answers use `operators`, guesses `guess_operators`.
+    Correct answers use `operators`, and random answers use `guess_operators`.
     """
     while True:
         nums, target = rng.choice(problems)
@@ -170,7 +171,10 @@ def warmup_examples(
 
 
 def collate(examples: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Right-padded `input_ids`, `attention_mask`, `labels` (batch, tokens); only responses are labelled."""
+    """Return `input_ids`, `attention_mask` and `labels` (batch, tokens), padded on the right.
+
+    Only the tokens of responses have labels.
+    """
 
     def padded(rows: list[list[int]], padding: int) -> torch.Tensor:
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
@@ -189,7 +193,7 @@ def warm_up(
     batch_size: int,
     lr: float,
 ) -> float:
-    """Supervised AdamW steps, the rate falling linearly to zero; returns the last loss in nats per token."""
+    """Train with AdamW on the examples, with a linear decay to zero, and return the last loss in nats per token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 1 - step / steps)
@@ -208,7 +212,7 @@ def warm_up(
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Return the `nums` and `target` of each JSONL row. Raises ValueError for a missing file."""
+    """Return the `nums` and `target` of each JSONL row. Raise ValueError if the file is missing."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; make it with create_count_down.py, or use --warmup-steps 0")
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
@@ -230,11 +234,11 @@ def main(
     num_kv_heads: int = 2,
     intermediate_size: int = 384,
     max_positions: int = 1024,
-    threads: Annotated[int, typer.Option(min=1, help="Another number may change the last bits.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; may change the weights' last bits.")] = 1,
     seed: int = 0,
 ) -> None:
     """Write a Hugging Face folder with a tiny warmed-up model and its tokenizer."""
-    # Same seed, same machine, same bytes: sums must not depend on how threads share them
+    # On the same machine, the same seed must give the same bytes, so sums must not depend on how threads divide them
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)

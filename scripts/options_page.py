@@ -1,4 +1,4 @@
-"""`docs/options.md`, made from the options themselves: `python scripts/options_page.py > docs/options.md`."""
+"""Print `docs/options.md`, made from the options themselves: `python scripts/options_page.py > docs/options.md`."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def page() -> str:
     return HEAD + "".join(_section(name) for name, command in COMMANDS.items() if command.config)
 
 
-# Commands that have all options of another command, which are listed there alone
+# Commands that have all options of another command. The page lists these options only under that other command
 BASE_COMMANDS = {"run": "train", "doctor": "run", "replay": "train"}
 
 
@@ -56,7 +56,7 @@ def _row(field: dataclasses.Field) -> str:
         default = f"`{field.default}`"
     names = [field.name.upper()]
     if not field.metadata["argument"]:
-        # The spelling of a flag is --name/--no-name
+        # The spelling of a flag is --name/--no-name, of which only the first part is shown
         names = [spelling.partition("/")[0] for spelling in spellings_of(field)]
     name = ", ".join(f"`{name}`" for name in names)
     help_text = help_of(field).replace("|", "\\|")
