@@ -105,10 +105,10 @@ class ExperienceBatcher:
         self._sequences = 0  # number of sequences that are requested and not completely generated
         self._first_step = FirstStepPace(config.samples_per_step)
         self._admitted = 0  # number of groups admitted since the start of the run
-        # Admitted groups for which the weights trained on them are not live yet, by sequence number. Checkpoints save
-        # them
+        # Admitted groups, by sequence number, until the engines use the weights that were trained on them. Checkpoints
+        # save these groups
         self._alive: dict[int, Group | UnfinishedGroup] = {}
-        # Sequence numbers of each step's groups, by step, until the weights trained on them are live
+        # Sequence numbers of each step's groups, by step, until the engines use the weights that the step trained
         self._trained_groups: dict[int, list[int]] = {}
         self._samples_done = 0  # number of samples of all steps that have ended
         self._prompts_set_aside: list[dict[str, Any]] = []  # prompts set aside since the end of the last step
@@ -150,7 +150,7 @@ class ExperienceBatcher:
             message_task.cancel()
 
     async def _next_message(self, rank: int) -> Message:
-        # While `_offer` holds the lock, it is filling the packer, and it feeds the queues itself afterwards
+        # While `_offer` holds the lock, only it may use the packer, and it feeds the queues itself afterwards
         if not self._offer_lock.locked():
             self._feed()
         message = await self._queues[rank].get()
@@ -225,7 +225,7 @@ class ExperienceBatcher:
         while True:
             admitted = self._alive[number]
             try:
-                # Not the version that `admit` returned: a group that is restored or replaced starts later than that
+                # This may be newer than the version that `admit` returned: a restored or replaced group starts later
                 start_version = self.budget.live_version
                 group = await self.rollouts.group(admitted.prompt, number, start_version)
             except PromptSetAside as error:
@@ -240,7 +240,7 @@ class ExperienceBatcher:
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
-        # `_offer` returns once the group is handed over, even if no step has a place for it yet
+        # `_offer` returns once it has stored the group, even if no step has a place for the group yet
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 
@@ -371,7 +371,8 @@ class ExperienceBatcher:
         """Add to the number of sequences that are being generated."""
         self._sequences += change
         if change < 0:
-            # Evaluations and replaced groups count here, too. Then more groups are admitted, which does no harm
+            # Completions of evaluations and of replaced groups count here, too, so that more groups than necessary are
+            # admitted. This does no harm
             self._first_step.generated(-change)
         self._note_utilization()
 

@@ -69,7 +69,7 @@ def is_missing(value: Any) -> bool:
 
 
 def parsed_text(text: str) -> Any:
-    """Return the object or list if the text is JSON of one, else the text itself."""
+    """If the text is the JSON of an object or a list, return that object or list. Otherwise, return the text."""
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:

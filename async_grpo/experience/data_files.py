@@ -40,7 +40,7 @@ Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
-BARE_RETURN = "new-line character"  # in the message of `csv` for a line that ends with CR alone
+BARE_RETURN = "new-line character"  # part of the message of `csv` about a line that ends with CR alone
 DELIMITERS = (";", "\t")  # delimiters of tables whose cells are not separated by commas
 
 
@@ -50,11 +50,11 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
     Args:
         path: The file. Its extension names its format; without a known one it is JSONL.
         columns: The columns of prompt and answer.
-        needs_prompt: Whether a row without a prompt is wrong.
+        needs_prompt: Whether a row without a prompt is an error.
 
     Raises:
-        ConfigurationError: The file does not exist, has no rows, or has another format, or a row is wrong: no object, too
-            long, not UTF-8, or without prompt or answer where `columns` looks for them.
+        ConfigurationError: The file does not exist, has no rows, or has another format. Or a row is not an object, is
+            too long, is not UTF-8, or has no prompt or answer where `columns` looks for them.
     """
     begin = time.monotonic()
     next_line_s = PROGRESS_S
@@ -173,7 +173,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Rows:
 
 
 def _is_jsonl(file: BinaryIO) -> bool:
-    """Return whether the first line is an object by itself, and other lines follow."""
+    """Return whether the first line is a JSON object by itself, and other lines follow."""
     lines = (line for line in bounded_lines(file, MAX_ROW_BYTES) if line is None or line.strip())
     first_line = next(lines, None)
     if first_line is None or next(lines, b"") == b"":
@@ -248,7 +248,7 @@ def _tsv_rows(path: Path, file: BinaryIO) -> Rows:
 
 
 def _table_problem(error: csv.Error) -> str:
-    """Return what is wrong with a row that `csv` refuses, with a way out where there is one."""
+    """Return what is wrong with a row that `csv` refuses, and what to do about it if this is known."""
     if BARE_RETURN not in str(error):
         return str(error)
     return (

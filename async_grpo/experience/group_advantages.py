@@ -110,7 +110,7 @@ class GroupAdvantages:
         samples = [sample for group in groups for sample in group.samples]
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
         valid = self._valid_samples(groups, batch)
-        # With a critic, the field `advantages` has the rewards of the tokens; `whole_step` replaces them by advantages
+        # With a critic, the field `advantages` has the rewards of the tokens, and the trainer computes the advantages
         advantages = batch.total if self.estimator.needs_critic else self._estimate(batch, valid)
         batch.refuse_beyond_float32(advantages, valid)
 

@@ -30,7 +30,7 @@ class RewardTensors:
     8,192 tokens would have 268 MB of mostly zeros.
 
     Columns are in time order, because a reward must not count for tokens that were sampled after it. The tokens of a
-    completion, in contrast, are stored sequence by sequence. That is another order if the turns of several sequences
+    completion, in contrast, are stored sequence by sequence. The two orders differ if the turns of several sequences
     alternated.
 
     An estimator gets one of the properties TOTAL, COMPONENTS and SOURCES. Its field `rewards` says which.

@@ -16,7 +16,7 @@ from async_grpo.options.fields import refuse
 # Beginning and end of a list of messages that was written as one text: as JSON, or as Python or numpy prints it
 SERIALIZED_BEGIN = re.compile(r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 SERIALIZED_ENDS = ("]", "])", "dtype=object)")
-# Values of `from` in ShareGPT messages that are not a question, and of those that are not an answer
+# Speakers (values of `from`) of ShareGPT messages that are not a question, and of messages that are not an answer
 NO_QUESTIONS = ("system", "gpt", "assistant", "chatgpt", "bard", "bing")
 NO_ANSWERS = ("system", "human", "user")
 SHOWN_CHARACTERS = 80  # number of characters of a value that a message shows
@@ -46,7 +46,8 @@ class ColumnMap:
             needs_prompt: Whether a row without a prompt is an error.
 
         Raises:
-            ConfigurationError: The row is not an object, has no such column, or has another kind of value there.
+            ConfigurationError: The row is not an object, lacks the prompt or the answer, or has another kind of value
+                there.
         """
         if not isinstance(row, dict):
             raise ConfigurationError(f"a row must be an object, not {type(row).__name__}")
@@ -88,9 +89,7 @@ class ColumnMap:
             return other_columns | {TOKENS: prompt}
         are_objects = isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt)
         is_bare_number = isinstance(prompt, int | float) and not isinstance(prompt, bool)
-        hint = (
-            "; a number that is a question is written as a text, in double quotes" if is_bare_number else ""
-        )
+        hint = "; if a number is the question, write it as a text, in double quotes" if is_bare_number else ""
         refuse(
             not prompt or not are_objects,
             f"{flag}: a prompt must be a text, a list of messages or a list of token ids, not {_shown(prompt)}{hint}",
@@ -134,7 +133,7 @@ def _refuse_speakers(
         row: The row.
         paths: Dotted paths. The first one at which the row has a value is used.
         flag: The option that names the paths.
-        is_no: The end of the error message: what a message from such a speaker is not, and what to do.
+        is_no: The end of the error message. It says what a message from such a speaker is not, and what to do.
     """
     path = next(path for path in paths if not is_missing(value_at(row, path)))
     message_path, _, field = path.rpartition(".")

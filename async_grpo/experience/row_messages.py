@@ -59,7 +59,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     refuse(
         text is not None and not isinstance(text, str),
         f"the prompt is a {type(text).__name__}, {text!r:.{MAX_SHOWN}}: a row needs input_token_ids, messages, or "
-        "prompt/input text; a number that is a question is written as a text, in double quotes",
+        "prompt/input text; if a number is the question, write it as a text, in double quotes",
     )
     return text
 

@@ -1,4 +1,4 @@
-"""Bound the age of all tokens: groups need permission before they are generated, and have a last step to be trained in.
+"""Bound the age of all tokens: a group needs permission before it is generated, and must be trained by a certain step.
 
 A group is alive from its admission until the weights trained on it are live in the engines (`StalenessBudget`). With P
 groups per optimizer step and at most S steps of staleness, at most `capacity` groups are alive, by default (S + 1) * P.

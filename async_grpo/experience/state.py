@@ -157,7 +157,7 @@ def _count(row: Mapping[str, Any], name: str) -> int:
     """
     value = row[name]
     if type(value) is not int or value < 0:
-        raise ValueError(f"{name} is {value!r:.50}, which is no count")
+        raise ValueError(f"{name} is {value!r:.50}, not a whole number of 0 or more")
     return value
 
 

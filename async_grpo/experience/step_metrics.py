@@ -246,7 +246,7 @@ class StepAlarms:
 
 
 class EngineUtilization:
-    """Measures how long the engines may work: while a budget slot is free or admitted sequences are unfinished."""
+    """Measures how long the engines may work: a slot of the budget is free, or admitted sequences are unfinished."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

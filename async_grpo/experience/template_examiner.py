@@ -53,7 +53,7 @@ class TemplateExaminer:
         if combination in self._examined or len(self._examined) >= MAX_EXAMINED:
             return
         self._examined.add(combination)
-        # The template may refuse the changed conversations, which need not be like those of any row
+        # The template may refuse a changed conversation, because no row may have such a conversation
         with suppress(ConfigurationError):
             self.warn_about_generation_prompt(messages, tools, text, place)
         with suppress(ConfigurationError):

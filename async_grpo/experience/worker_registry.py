@@ -116,7 +116,7 @@ class WorkerRegistry:
 
     def register(self, info: WorkerInfo) -> None:
         """Add a worker. It gets work only after `activate`."""
-        offer = f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
+        offer = f"{info.worker_id} takes {info.max_sequences} sequences and {info.max_tokens} tokens: too few"
         refuse(info.max_sequences < 1 or info.max_tokens < 1, offer)
         self.deregister(info.worker_id, "it registered again")
         self._members[info.worker_id] = Member(info)

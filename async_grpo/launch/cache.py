@@ -26,7 +26,7 @@ class CacheConfig(Section):
     """Options of `async-grpo cache`."""
 
     path: str = required(
-        "The cache: the file that was given to --verdict-cache of a run.", "Cache", argument=True
+        "The cache file: the file that a run was given as --verdict-cache.", "Cache", argument=True
     )
     prune_older_than_days: float | None = _cache(
         None, "Delete the entries that were last used more than this number of days ago.", range=NOT_NEGATIVE
@@ -36,7 +36,7 @@ class CacheConfig(Section):
     )
     max_mb: float | None = _cache(
         None,
-        "Largest size of the cache in MiB; beyond it, the least recently used entries are deleted. Default: no limit.",
+        "Maximum size of the cache in MiB. The least recently used entries are deleted first. Default: no limit.",
         range=NOT_NEGATIVE,
     )
 

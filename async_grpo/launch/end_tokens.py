@@ -16,7 +16,7 @@ MESSAGE_COLUMNS = ("messages", "prompt")  # columns of a row that may hold the m
 
 
 def end_tokens(tokenizer: Any, options: PromptOptions, stop_ids: Sequence[int]) -> Finding:
-    """Return a finding with the tokens that end completions. It is a warning if the chat template uses none of them."""
+    """Return a finding with the tokens that end completions: a warning if no answer of the template ends with one."""
     text = ", ".join(f"{stop} is {tokenizer.convert_ids_to_tokens(stop)}" for stop in stop_ids)
     renderer = PromptRenderer(tokenizer, options)
     cure = "add the template's end token to eos_token_id in generation_config.json"

@@ -30,7 +30,7 @@ def export(config: ExportConfig) -> Manifest:
 
     Raises:
         ConfigurationError: There is no complete checkpoint, or the output folder exists or cannot be made.
-        RunFailed: The model cannot be written, such as to a full disk.
+        RunFailed: The model cannot be written, for example because the disk is full.
         CheckpointBroken: The checkpoint's weights are not those that its manifest describes.
     """
     target = Path(config.output_dir)

@@ -19,7 +19,7 @@ INSTALL = "pip install -r requirements_gpu.lock, in a new environment (docs/firs
 
 
 def compare_versions(engine_python: str = "") -> Iterator[Finding]:
-    """Compare driver, CUDA, torch and vLLM. With `--engine-python`, the engines' torch and vLLM are other packages."""
+    """Compare the versions of driver, CUDA, torch and vLLM, including those in the environment of `--engine-python`."""
     from torch.version import cuda  # None in a build for the CPU
 
     driver = driver_version()

@@ -59,7 +59,7 @@ class LocalJudge(RewardConfig):
 
     @property
     def model_urls(self) -> tuple[str, ...]:
-        """The URLs of the judges' servers. The ports of servers that the run starts itself are not known yet."""
+        """The URLs of the judges' servers, or a placeholder if the run starts these servers itself later."""
         return ("http://127.0.0.1",) if self.judge_model else super().model_urls
 
     @property
@@ -93,7 +93,7 @@ def broken_judge(config: LocalJudge, visible_gpus: Sequence[str]) -> Broken:
     # An invisible GPU is refused, because another user may work on it
     invisible_gpus = [repr(gpu) for gpu in config.shared_gpus if gpu not in visible_gpus]
     if invisible_gpus:
-        explanation = "for there is none: leave it out, and the CPU serves"
+        explanation = "because there is none: leave it out, and the CPU serves"
         if visible_gpus:
             explanation = f"which are {', '.join(visible_gpus)}"
         names = ", ".join(invisible_gpus)

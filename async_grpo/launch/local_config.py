@@ -82,7 +82,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         return max(0.0, 1.0 - self.gpu_memory_utilization - CONTEXTS_SHARE)
 
     def _broken_colocation(self) -> Broken:
-        """Find options that do not fit `--colocate`."""
+        """Yield the options that cannot be combined with `--colocate`, each with the reason."""
         if not self.colocate:
             return
         if self.weight_transport == "nccl":

@@ -31,7 +31,8 @@ from async_grpo.processes.warm_client import DIES_WITH_STARTER
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RAY_START_S = 90.0
-TRAINER = "async_grpo.launch.trainer"  # in the command line of every rank
+# Part of every rank's command line, by which `request_look` finds the ranks
+TRAINER = "async_grpo.launch.trainer"
 SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer has ended
 # Matches torchrun's report of a rank that refused an option or an input
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")

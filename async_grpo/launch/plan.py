@@ -1,4 +1,4 @@
-"""Estimate a run's processes, memory, disk space and time within a second, and compare them with the machine."""
+"""Estimate a run's processes, memory, disk space and time within a second, and check whether the machine suffices."""
 
 import math
 import resource
@@ -108,9 +108,7 @@ def limits(package_bytes: int = 0) -> Iterator[Finding]:
     yield Finding("open files", level, f"at most {max_files} in a process", "ulimit -n 65536")
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     needed_bytes = MIN_SHARED_MEMORY_BYTES + 3 * package_bytes
-    text = (
-        f"{decimal(free_bytes)} free in {SHARED_MEMORY}, {decimal(needed_bytes)} wanted, or Ray uses the disk"
-    )
+    text = f"{decimal(free_bytes)} free in {SHARED_MEMORY}; with less than {decimal(needed_bytes)}, Ray uses the disk"
     level = WARNING if free_bytes < needed_bytes else OK
     yield Finding("shared memory", level, text, "docker run --shm-size=16g, or --ipc=host")
 

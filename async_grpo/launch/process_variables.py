@@ -88,7 +88,7 @@ def check_socket_names(scratch: Path) -> None:
 
 
 def torchrun_arguments(ranks: int, scratch: Path) -> list[str]:
-    """Return Python's arguments for torchrun with ranks on this machine, which find each other by files in `scratch`.
+    """Return Python's arguments to start torchrun on this machine. Ranks find each other through files in `scratch`.
 
     torchrun also needs the variables of `torchrun_environment`. With a network address instead of files, torchrun
     would listen on all interfaces, and anyone who reaches its store could read and change the ranks' addresses without

@@ -27,7 +27,7 @@ def folder_of_program(output_dir: Path) -> Path:
     separators = " and ".join(sorted(set(",=") & set(str(folder))))
     refuse(
         bool(separators),
-        f"--output-dir {output_dir}: no option can name a file there: choose a path without {separators}",
+        f"--output-dir {output_dir}: options cannot name files in this folder: choose a path without {separators}",
     )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

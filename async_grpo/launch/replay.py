@@ -1,10 +1,10 @@
 """`async-grpo replay RUN`: train again on the samples that `--record` stored, without engines or rewards.
 
 With the same options and the same number of ranks (`torchrun --nproc-per-node N -m async_grpo replay RUN`), a replay
-produces the same weights, bit for bit in float32. With other options, such as another loss, training is off-policy,
-because the samples come from the recorded run; the metrics then contain `off_policy`. The folder is untrusted, so only
-portable options of its run are taken over (`options/portable.py`). If the run used a loss from a file of code, pass it
-again.
+produces bit-identical weights in float32. With other options, such as another loss, training is off-policy, because the
+samples come from the recorded run; the metrics then contain `off_policy`. The recorded folder is untrusted, so a replay
+reads only the portable options in it (`options/portable.py`). If the run used a loss from a file of code, pass that
+option again.
 """
 
 import logging
@@ -59,7 +59,7 @@ class ReplayConfig(RunConfig):
     recorded: str = required("Folder of the recorded run.", "Replay", argument=True)
     from_step: int = option(
         0,
-        "Step to begin after: the step of a checkpoint, or 0 for the beginning.",
+        "Step after which the replay begins: the step of a checkpoint, or 0 for the start of the run.",
         "Replay",
         range=NOT_NEGATIVE,
     )
@@ -148,7 +148,7 @@ def _changed_options(config: ReplayConfig, recorded_options: Sequence[Mapping[st
 
     Args:
         config: The options of the replay.
-        recorded_options: The run's options in each of its sessions, because a run may continue with other options.
+        recorded_options: The run's options, once for each time that it was started or continued. They may differ.
     """
     options = as_options(config)
     changes = []

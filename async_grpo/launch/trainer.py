@@ -29,7 +29,7 @@ RETIRED = {
 
 
 def run(config: RunConfig) -> None:
-    """Train as one rank. Its number is in torchrun's environment variable RANK; without torchrun it is 0.
+    """Train as one rank. The rank's number is in torchrun's environment variable RANK; without torchrun it is 0.
 
     Raises:
         AsyncGrpoError: The run failed.

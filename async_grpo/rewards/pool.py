@@ -66,7 +66,7 @@ class VerifierPool:
         self._middleware = middleware
         unknown = ", ".join(sorted(set(self._fallbacks) - set(adapters)))
         if unknown:
-            raise ConfigurationError(f"a fallback is given for {unknown}, which is no adapter of the run")
+            raise ConfigurationError(f"a fallback is given for {unknown}, which is not an adapter of the run")
         self._combination = combination or Combination(tuple(adapters))
 
         adapters_and_fallbacks = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
@@ -155,7 +155,7 @@ class VerifierPool:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """Apply the group hooks of the adapters to the results of a group, and return the new verdicts.
+        """Apply the adapters' group hooks (`post_process_scores`) to a group's results, and return the new verdicts.
 
         Args:
             samples: All samples of one group.
@@ -256,7 +256,7 @@ def _worker_counts(adapters: Sequence[str], workers: Mapping[str, int] | int) ->
     by_name = dict.fromkeys(adapters, workers) if isinstance(workers, int) else workers
     unknown = ", ".join(sorted(set(by_name) - set(adapters)))
     if unknown:
-        raise ConfigurationError(f"workers asked for {unknown}, but the adapters are {list(adapters)}")
+        raise ConfigurationError(f"workers are named for {unknown}, but the adapters are {list(adapters)}")
     counts = {name: by_name.get(name, 1) for name in adapters}
     if min(counts.values()) < 1:
         raise ConfigurationError(f"every adapter needs at least one worker, not {counts}")

@@ -233,5 +233,5 @@ def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> No
     if unknown:
         raise ConfigurationError(
             f"no reward function of {', '.join(adapters)} takes the option {', '.join(unknown)}: "
-            f"name it as a keyword of the function, or leave it out"
+            f"add a parameter of this name to the function, or leave the option out"
         )

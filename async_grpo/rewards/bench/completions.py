@@ -130,7 +130,7 @@ async def score_rows(
     on_row: Callable[[CompletionRow, Sequence[Verdict]], None],
     repeat: int,
 ) -> None:
-    """Score every row `repeat` times in sequence, and apply the group hooks of the rewards to whole groups.
+    """Score every row `repeat` times in sequence, and apply the rewards' group hooks (`post_process_scores`) to groups.
 
     Args:
         pool: The rewards.

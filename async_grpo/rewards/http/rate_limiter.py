@@ -15,8 +15,8 @@ For the calls of one key, from all callers together, the limiter guarantees the 
   makes up for time that was lost to late timers or full concurrency.
 
 A call's number of tokens is an estimate until its permit is released. Tokens that it did not use are available at once.
-Tokens that it used beyond the estimate delay later calls. A call counts toward the rates only when there is also a free
-slot, one of `concurrency`. Otherwise, calls that wait for a slot could all start at once later. Within a phase
+Tokens that it used beyond the estimate delay later calls. There are `concurrency` slots, and a call counts toward the
+rates only when a slot is free. Otherwise, calls that wait for a slot could all start at once later. Within a phase
 (training or evaluation), calls start in order of arrival. The phases take turns. Neither aiolimiter nor pyrate-limiter
 can do all of this.
 """

@@ -42,7 +42,7 @@ class AdapterProcess:
         memory_limit_bytes: Limit of the process's address space (RLIMIT_AS).
     """
 
-    # Function that creates the `Host` in the process
+    # Function that prepares the `Host` in the process (see `hosted_reward`)
     host = "async_grpo.rewards.isolation.child:hosted_reward"
     max_processes = 128  # including processes that the reward starts; if there are more, all are ended
     max_message_bytes = 16 * 2**20  # size limit of one sample or one reply

@@ -128,7 +128,7 @@ class Template:
             names = _names_in(self.text)
         except ValueError as error:
             fault = f"the judge's template {self.text[:200]!r} cannot be read ({error})"
-            rule = "only columns such as {completion} stand in braces, and a brace itself is written twice"
+            rule = "only the name of a column may be in braces, such as {completion}; write a literal brace twice"
             raise ConfigurationError(f"{fault}: {rule}") from error
         object.__setattr__(self, "names", names)
 

@@ -110,7 +110,7 @@ def by_score_line(text: str, best: float) -> Vote:
 
 
 def by_pattern(text: str, pattern: str, budget: ReadingBudget | None = None) -> Vote:
-    """Return as the score the number in the capture group of the pattern's last match.
+    """Return the score: the number in the capture group of the pattern's last match.
 
     Args:
         text: The reply.

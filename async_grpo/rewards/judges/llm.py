@@ -182,7 +182,7 @@ class LLMJudge(ModelJudge):
         raise BadReply(reason)
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
-        """Estimate the (prompt, completion) tokens of a call, with replies of maximum length and no repeats."""
+        """Estimate the (prompt, completion) tokens of a call, with the longest replies and no repeated requests."""
         prompt_tokens, completion_tokens = self._tokens(self._body(sample, 1), self.votes)
         num_requests = 1 if self.one_request else self.votes
         return prompt_tokens * num_requests, completion_tokens

@@ -44,8 +44,7 @@ class JudgeAddresses(Section):
     )
     judge_model_id: str | None = _judge(
         None,
-        "Name of the model behind --judge-urls, by which the verdict cache recognizes it. By default the URLs "
-        "identify it.",
+        "Name by which the verdict cache identifies the model behind --judge-urls. By default the URLs identify it.",
     )
     judge_idle_sleep_s: float | None = _judge(
         None,

@@ -89,7 +89,7 @@ class JudgeServer:
         has_devices_for_each = devices is None or (not isinstance(devices, str) and len(devices) == replicas)
         require_all(
             ((Path(model) / "config.json").is_file(), f"{model!r} is no folder of a model: no config.json"),
-            (replicas >= 1 and self.restarts >= 0, f"{replicas=}, restarts={self.restarts}: too few"),
+            (replicas >= 1 and self.restarts >= 0, f"{replicas=}, restarts={self.restarts}: too low"),
             (
                 has_devices_for_each,
                 f"{devices=} must be a list with the GPUs of each of the {replicas} replicas",
