@@ -258,7 +258,7 @@ class EvaluationTask(DataConfig):
 
     @property
     def sampling(self) -> Sampling:
-        """Return the sampling settings that evaluations override."""
+        """Return the sampling settings of evaluations. A setting that is None keeps the run's value."""
         return Sampling(self.eval_temperature, self.eval_max_tokens)
 
 

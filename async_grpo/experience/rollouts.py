@@ -111,7 +111,7 @@ class Rollouts:
             start_version: Policy version of the engines at the beginning of the generation.
 
         Returns:
-            The group. If the estimator compares with a greedy completion, the group includes the verdict on one.
+            The group. If the estimator compares with a greedy completion, the group includes the verdict on that one.
         """
         if not self.config.estimator.compares_with_greedy:
             samples = await self._scored(prompt, self.config.samples_per_question)

@@ -210,7 +210,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def _template_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with the arguments as objects."""
+    """Return tool calls whose arguments are objects instead of JSON texts."""
     example = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
     refuse(not isinstance(calls, list | tuple), f"tool_calls must be a list, not {calls!r:.{MAX_SHOWN}}")
     template_calls = []

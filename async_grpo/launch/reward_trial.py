@@ -82,7 +82,7 @@ async def try_rewards(
 
 
 def _answers_of(questions: Sequence[Question]) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Yield samples with right and wrong answers to the questions, each with whether its answer is right."""
+    """Yield (whether the answer is right, sample) for right and wrong answers to the questions."""
     for question in questions:
         yield False, sample_of(question.row, "")
         try:

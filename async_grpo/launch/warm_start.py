@@ -15,13 +15,13 @@ from async_grpo.processes.warm_server import Stage, listen, write_executable
 SHARED_MODULES = """
     torch torch.distributed.tensor torch.distributed.fsdp transformers async_grpo.modeling.policy
 """.split()
-# Imported by trainer ranks, controller, workers and logprob workers, in addition
+# Imported by trainer ranks, controller, workers and logprob workers, in addition to SHARED_MODULES
 TORCH_MODULES = """
     torch.distributed.elastic.multiprocessing torch.distributed.launcher.api torch.optim.adamw
     async_grpo.cluster.make_trainer async_grpo.inference.logprob_worker async_grpo.config.preflight
     async_grpo.launch.plan
 """.split()
-# Imported by generation workers and engines, in addition
+# Imported by generation workers and engines, in addition to SHARED_MODULES
 VLLM_MODULES = """
     vllm.v1.engine.async_llm vllm.v1.engine.core vllm.v1.worker.cpu_worker
     async_grpo.inference.generation_worker async_grpo.inference.vllm_edges.worker_extension

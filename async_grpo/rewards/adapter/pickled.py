@@ -52,8 +52,8 @@ def pickled(reward: Any, name: str) -> str:
     for variable, secret in secrets().items():
         if secret.encode() in content:
             raise ConfigurationError(
-                f"the reward {name} holds the value of the environment variable {variable}, which would be saved: "
-                f'read os.environ["{variable}"] inside of the function, and give reward_env="{variable}"'
+                f"the reward {name} holds the value of the environment variable {variable}, which would be written to "
+                f'a file: read os.environ["{variable}"] inside of the function, and give reward_env="{variable}"'
             )
     return base64.b64encode(content).decode()
 

@@ -56,7 +56,7 @@ def read_completion_rows(
     with_columns: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     add_input: Callable[[dict[str, Any], str], None] | None = None,
 ) -> list[CompletionRow]:
-    """Return all rows of a file, checked.
+    """Check and return all rows of a file.
 
     Args:
         placed_rows: (file and line or row number as text, row) for each row of the file.

@@ -13,7 +13,7 @@ from async_grpo.rewards.bench.completions import LABEL, CompletionRow
 from async_grpo.types import AdapterResult
 
 DEFAULT_COLUMN = "kind"
-NO_KIND = "-"  # kind of rows without a value in the column
+NO_KIND = "-"  # kind of the rows that have no value in the column
 MAX_KINDS = 100  # maximum number of kinds to print
 MAX_KIND_CHARACTERS = 48
 

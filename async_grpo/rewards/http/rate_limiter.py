@@ -95,7 +95,8 @@ class _Queue:
     def __init__(self, resumed: bool) -> None:
         self._requests = Meter(resumed=resumed)
         self._tokens = Meter(resumed=resumed)
-        # For each phase, with the next phase first: each waiting call's tokens, and the time at which it began to wait
+        # The waiting calls of each phase, beginning with the phase whose turn is next. For each call: its tokens, and
+        # the time at which it began to wait
         self._phases: dict[str, dict[asyncio.Future[int], tuple[float, float]]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None

@@ -121,7 +121,7 @@ class AdapterProcess:
         return self._child is not None and not self._child.is_lost and not self._is_closed
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Return the result of one sample, even if it timed out or the reward raised an error (see `VerifierWorker`)."""
+        """Return the result of one sample. A time-out or an error of the reward is returned as a result, not raised."""
         started_at = time.monotonic()
         (answer,) = await self._exchange("sample", sample, 1, timeout_s)
         return AdapterResult(self.adapter, **fields_of(answer), latency_s=time.monotonic() - started_at)

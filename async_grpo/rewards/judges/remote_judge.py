@@ -125,7 +125,7 @@ class RemoteJudge:
         return addresses.model_urls
 
     def default_path(self) -> str:
-        """Return the path of requests for an empty `path`."""
+        """Return the path of requests that is used if `path` is empty."""
         raise NotImplementedError
 
     def endpoint(self) -> Endpoint:
