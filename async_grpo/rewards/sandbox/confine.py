@@ -17,6 +17,8 @@ LEVELS = ("uid", "namespaces", "landlock", "seccomp")
 # Each of these levels blocks the network access of the code
 NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})
 MAX_FILES = 64  # maximum number of open files
+# Size of the main thread's stack. Deep recursion needs more than the usual 8 MiB, and judges of contests allow this much
+STACK_BYTES = 256 * 2**20
 
 # linux/sched.h
 _CLONE_NEWUSER = 0x10000000
@@ -171,6 +173,11 @@ def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) ->
     if forbid_processes:
         # This also forbids threads, which the kernel counts as processes. It is no limit for root.
         limits[resource.RLIMIT_NPROC] = 0
+    stack_bytes, stack_ceiling = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack_bytes != resource.RLIM_INFINITY:
+        allowed_bytes = STACK_BYTES if stack_ceiling == resource.RLIM_INFINITY else stack_ceiling
+        new_stack_bytes = max(stack_bytes, min(STACK_BYTES, allowed_bytes))
+        resource.setrlimit(resource.RLIMIT_STACK, (new_stack_bytes, stack_ceiling))
     for name, limit in limits.items():
         ceiling = resource.getrlimit(name)[1]
         if ceiling == resource.RLIM_INFINITY or limit < ceiling:

@@ -20,19 +20,22 @@ import signal
 import site
 import socket
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
+from types import CoroutineType, ModuleType
 from typing import Any, NoReturn
 
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants, prctl
 from async_grpo.rewards.sandbox import unit_test_runner
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, confine
 from async_grpo.rewards.sandbox.rpc import RpcChannel, decode, encode
+from async_grpo.rewards.sandbox.tested_objects import builtin_exception
 
 # Kinds of sandboxed processes, which are also the names of the modules in which their code runs
 PROGRAM = "__main__"
 SOLUTION = "solution"
 TESTS = "tests"
+_FILE_NAME = "solution.py"  # name of a program's code in messages of Python
 MAX_DESCRIPTORS = 8  # maximum number of descriptors in one request
 # Maximum number of threads of a sandboxed process. (RLIMIT_NPROC would count all threads of the user.)
 MAX_THREADS = 64
@@ -49,7 +52,7 @@ def main(socket_fd: int) -> None:
         import_module(name)
     sys.path.remove(os.environ["PYTHONPATH"])
     os.environ.clear()
-    sys.argv[:] = ["solution.py"]
+    sys.argv[:] = [_FILE_NAME]
     # Programs may read and print integers of any length; their processor time is limited anyway
     sys.set_int_max_str_digits(0)
     # Forks inherit this: sandboxed processes of one user must not read each other's memory
@@ -131,10 +134,11 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
     sys.modules[kind] = module  # data classes look up their module in `sys.modules`
     if kind == SOLUTION:
         _answer(text, module, RpcChannel(*descriptors))
+    module.__file__ = _FILE_NAME  # the name that programs expect; no file has it
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    exec(compile(text, "solution.py", "exec"), module.__dict__)
+    exec(compile(text, _FILE_NAME, "exec"), module.__dict__)
 
 
 def _report(channel: int, **report: Any) -> None:
@@ -144,9 +148,14 @@ def _report(channel: int, **report: Any) -> None:
 def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
     """Execute the code as a module, then answer the tests' questions until the channel ends, with a WireError.
 
-    A question is [operation, [arguments], {keywords}]. The operation is "plain", or a function of `operator` or of
-    Python. The answer is ["value", value, {position: changed argument}] or ["raised", [names of exception classes],
-    message]. If the code raises anything, SystemExit included, every answer is that exception.
+    A question is [operation, [arguments], {keywords}]. The operation is a function of `operator` or of Python, or one of
+    `_function_of`. If the code raises anything, SystemExit included, every answer is that exception. An answer is one of
+
+        ["value", value, {position or keyword: changed argument}]
+        ["argument", position or keyword, {as above}]   the result is this argument, a list or another mutable value
+        ["class", number, lineage of an exception class]
+        ["coroutine", number]
+        ["raised", lineage of the exception's class, message, number of the exception, its arguments]
     """
     # Objects by id. The dict keeps them alive, so that no other object can get the same id.
     objects: dict[int, Any] = {0: module}
@@ -162,16 +171,11 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
     def value_of(operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         if failure is not None:
             raise failure
-        values = [decode(data, resolve) for data in args]
-        keywords = {name: decode(data, resolve) for name, data in kwargs.items()}
-        result = encode(_function_of(operation)(*values, **keywords), refer)
-        changed = {}
-        for position, (value, data_before) in enumerate(zip(values, args, strict=True)):
-            if type(value) in _MUTABLE:
-                data_after = encode(value, refer)
-                if data_after != data_before:
-                    changed[str(position)] = data_after
-        return ["value", result, changed]
+        data_before = {str(position): data for position, data in enumerate(args)} | kwargs
+        values = {name: decode(data, resolve) for name, data in data_before.items()}
+        keywords = {name: values[name] for name in kwargs}
+        result = _function_of(operation)(*list(values.values())[: len(args)], **keywords)
+        return _answer_of(result, values, data_before, refer)
 
     try:
         exec(compile(code, "<solution>", "exec"), module.__dict__)
@@ -183,17 +187,75 @@ def _answer(code: str, module: ModuleType, channel: RpcChannel) -> NoReturn:
             answer = value_of(*question)
         except BaseException as error:  # any exception of the tested code is an answer, too
             message = ""
+            arguments = []
             with contextlib.suppress(Exception):  # `__str__` of the tested code may raise in turn
                 message = str(error)[:MAX_MESSAGE_CHARACTERS]
-            answer = ["raised", [kind.__name__ for kind in type(error).__mro__], message]
+                if all(len(str(value)) <= MAX_MESSAGE_CHARACTERS for value in error.args):
+                    arguments = [encode(value, refer) for value in error.args]
+            answer = [
+                "raised",
+                _lineage(type(error)),
+                message,
+                refer(error.with_traceback(None)),
+                arguments,
+            ]
         channel.send(answer)
+
+
+def _answer_of(
+    result: Any, values: dict[str, Any], data_before: dict[str, Any], refer: Callable[[Any], int]
+) -> list[Any]:
+    """Return the answer with the result of an operation (see `_answer`).
+
+    Args:
+        result: What the operation has returned.
+        values: Its arguments, by position or keyword.
+        data_before: The arguments as they were sent.
+        refer: Returns the number of an object.
+    """
+    if isinstance(result, type) and issubclass(result, Exception):
+        return ["class", refer(result), _lineage(result)]
+    if isinstance(result, CoroutineType):
+        return ["coroutine", refer(result)]
+    mutable_values = {name: value for name, value in values.items() if type(value) in _MUTABLE}
+    changed = {}
+    for name, value in mutable_values.items():
+        data_after = encode(value, refer)
+        if data_after != data_before[name]:
+            changed[name] = data_after
+    for name, value in mutable_values.items():
+        if result is value:
+            return ["argument", name, changed]
+    return ["value", encode(result, refer), changed]
+
+
+def _lineage(kind: type) -> list[Any]:
+    """Return for a class, and each that it is derived from, its name and the names of its direct base classes."""
+    return [[base.__name__, [parent.__name__ for parent in base.__bases__]] for base in kind.__mro__]
 
 
 def _function_of(operation: str) -> Any:
     """Return the function that performs an operation."""
-    if operation == "plain":
-        return _plain
+    own_functions = {"plain": _plain, "enter": _enter, "exit": _exit, "run": _run}
+    if operation in own_functions:
+        return own_functions[operation]
     return getattr(operator, operation, None) or getattr(builtins, operation)
+
+
+def _enter(manager: Any) -> Any:
+    """Enter a `with` statement."""
+    return type(manager).__enter__(manager)
+
+
+def _exit(manager: Any, names: list[str], message: str) -> None:
+    """Leave a `with` statement because of an exception of the first built-in class in `names`, if there is any."""
+    error = builtin_exception(names, message, [message]) if names else None
+    type(manager).__exit__(manager, error and type(error), error, None)
+
+
+def _run(coroutine: Any) -> Any:
+    """Run a coroutine to its end."""
+    return import_module("asyncio").run(coroutine)
 
 
 def _plain(value: Any) -> Any:

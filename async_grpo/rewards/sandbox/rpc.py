@@ -7,7 +7,7 @@ for it. The bytes may come from hostile code, so decoding can only make values o
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from datetime import date, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -34,6 +34,13 @@ _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     defaultdict: (dict.items, lambda *pairs: dict(pairs)),  # its default factory cannot be sent
     Fraction: (lambda value: (value.numerator, value.denominator), Fraction),
     Decimal: (lambda value: (str(value),), Decimal),
+    type({}.keys()): (tuple, lambda *keys: dict.fromkeys(keys).keys()),
+    type({}.values()): (tuple, lambda *values: dict(enumerate(values)).values()),
+    type({}.items()): (tuple, lambda *pairs: dict(pairs).items()),
+    slice: (lambda value: (value.start, value.stop, value.step), slice),
+    datetime: (lambda value: (value.isoformat(),), datetime.fromisoformat),
+    time: (lambda value: (value.isoformat(),), time.fromisoformat),
+    timezone: (lambda value: (value.utcoffset(None),), timezone),
     date: (lambda value: (value.year, value.month, value.day), date),
     timedelta: (lambda value: (value.days, value.seconds, value.microseconds), timedelta),
 }

@@ -8,86 +8,21 @@ values.
 import ast
 import builtins
 import contextlib
-import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import CodeType, ModuleType
 from typing import Any
 
 from async_grpo.rewards.sandbox.rpc import RpcChannel, Unsendable, WireError, decode, encode
-
-
-class Proxy:
-    """An object of the tested code, as the tests see it. Each access is a question to its process.
-
-    The tested code cannot decide whether an object equals a plain value. Otherwise, an object that claims to equal
-    everything would pass every test. If the object's class is derived from a number, text or collection, such as a
-    named tuple, its plain value `_value` is compared. An immutable value is sent only once, so that `1 < x < 3` cannot
-    see two values. Operators on other objects may return objects, and may compare two objects of the tested code.
-    """
-
-    __slots__ = ("_ask", "_number", "_value")
-
-    def __init__(self, ask: Callable[..., Any], number: int) -> None:
-        object.__setattr__(self, "_ask", ask)  # (operation, *arguments, **keywords) -> the answer
-        object.__setattr__(self, "_number", number)  # number of the object in the other process
-        object.__setattr__(self, "_value", self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            # Python itself looks these names up, and the tested code must not influence the result
-            raise AttributeError(name)
-        return self._ask("getattr", self, name)
-
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Proxy) and self._ask("isinstance", instance, self) is True
-
-    def __hash__(self) -> int:
-        return hash(self._number)
-
-
-def _question(operation: str) -> Any:
-    return lambda self, *args, **kwargs: self._ask(operation, self, *args, **kwargs)
-
-
-def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
-    """Return a method of `Proxy` that implements an operator.
-
-    Args:
-        name: Name of the operator's function in the module `operator`.
-        gives_object: Whether the operator returns an object instead of a truth value.
-        reflected: Whether the proxy is the right operand.
-    """
-
-    def apply(self: Proxy, *other_operands: Any) -> Any:
-        operands = (*other_operands, self) if reflected else (self, *other_operands)
-        if not any(isinstance(operand, Proxy) for operand in other_operands):
-            value = self._value
-            if isinstance(value, Proxy | list | dict | set):  # not known yet, or it may have changed
-                value = self._ask("plain", self)
-                object.__setattr__(self, "_value", value)
-            if not isinstance(value, Proxy):
-                plain_operands = [value if operand is self else operand for operand in operands]
-                return getattr(operator, name)(*plain_operands)
-            if not gives_object:
-                return NotImplemented
-        result = self._ask(name, *operands)
-        if not gives_object:
-            return result is True
-        if not isinstance(result, Proxy):
-            raise TypeError(f"{name} of an object gives an object here, not a {type(result).__name__}")
-        return result
-
-    return apply
-
-
-for _name in "call setattr delattr iter next len str repr bool getitem setitem delitem".split():
-    setattr(Proxy, f"__{_name}__", _question(_name))
-for _name in "eq ne lt le gt ge".split():
-    setattr(Proxy, f"__{_name}__", _operator(_name, gives_object=False))
-for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and_ or_ xor".split():
-    setattr(Proxy, f"__{_name.strip('_')}__", _operator(_name, gives_object=True))
-    setattr(Proxy, f"__r{_name.strip('_')}__", _operator(_name, gives_object=True, reflected=True))
+from async_grpo.rewards.sandbox.tested_objects import (
+    ExceptionClass,
+    Proxy,
+    attribute_of_exception,
+    builtin_exception,
+    is_exception_class,
+    message_of_exception,
+)
 
 
 class Solution(dict[str, Any]):
@@ -97,6 +32,9 @@ class Solution(dict[str, Any]):
         super().__init__(vars(builtins))
         self.module = Proxy(self.ask, 0)
         self._channel = channel
+        # Kept, so that the same object is the same proxy, and an exception has the class that the tests name
+        self._proxies = {0: self.module}
+        self._exception_classes: dict[str, Any] = {}
         # Modules that the tests may use without an import, such as `math` in `math.isclose(...)`
         owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         owner_names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
@@ -112,11 +50,18 @@ class Solution(dict[str, Any]):
             return self.setdefault(name, import_module(name))
         self.has_used_solution = True
         try:
-            return self.setdefault(name, self.ask("getattr", self.module, name))
+            return self.setdefault(name, self.attribute(name))
         except AttributeError:
-            # Note it, because tests that expect an exception could pass through this NameError
-            self.has_missing_name = True
             raise KeyError(name) from None
+
+    def attribute(self, name: str) -> Any:
+        """Return what the tested code defines with this name, or raise AttributeError."""
+        try:
+            return self.ask("getattr", self.module, name)
+        except AttributeError:
+            # Note it, because tests that expect an exception could pass through this error
+            self.has_missing_name = True
+            raise
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """Ask the tested code's process to perform an operation (see `fork_server._answer`), and return the result.
@@ -128,6 +73,9 @@ class Solution(dict[str, Any]):
             Unsendable: An argument cannot be sent.
             WireError: The process has ended, or has sent something that is not an answer.
         """
+        if args[0] is not self.module:
+            self.has_used_solution = True
+        arguments_by_name = {str(position): value for position, value in enumerate(args)} | kwargs
         try:
             arguments = [encode(value, _reference_to) for value in args]
             keywords = {name: encode(value, _reference_to) for name, value in kwargs.items()}
@@ -135,11 +83,22 @@ class Solution(dict[str, Any]):
             answer = self._channel.receive()
             match answer:
                 case ["value", value, dict(changed)]:
-                    for position, data in changed.items():
-                        _overwrite(args, position, decode(data, self._object))
+                    self._overwrite_all(arguments_by_name, changed)
                     return decode(value, self._object)
-                case ["raised", list(names), str(message)]:
-                    error = _exception(names, message)
+                case ["argument", str(name), dict(changed)] if name in arguments_by_name:
+                    self._overwrite_all(arguments_by_name, changed)
+                    return arguments_by_name[name]
+                case ["class", number, list(lineage)]:
+                    exception_class = self._exception_class(_bases_by_name(lineage))
+                    if isinstance(exception_class, ExceptionClass):
+                        exception_class._proxy = self._object(number)
+                    return exception_class
+                case ["coroutine", number]:
+                    return self._awaited(self._object(number))
+                case ["raised", list(lineage), str(message), number, list(data)]:
+                    values = [decode(value, self._object) for value in data]
+                    error = self._exception(_bases_by_name(lineage), message, values)
+                    error.__dict__.update(_proxy=self._object(number), _message=message)
                     self.error = error
                 case _:
                     raise WireError(f"the tested process sent something else than an answer: {answer!r:.100}")
@@ -148,13 +107,76 @@ class Solution(dict[str, Any]):
             raise
         raise error
 
+    def _overwrite_all(self, arguments: dict[str, Any], changed: dict[str, Any]) -> None:
+        for name, data in changed.items():
+            _overwrite(arguments.get(name), decode(data, self._object))
+
     def _object(self, number: Any) -> Proxy:
-        # If this is not a number, `int` raises an error, which `decode` converts to a WireError
-        return Proxy(self.ask, int(number))
+        if not isinstance(number, int):
+            raise WireError(f"{number!r:.100} is not the number of an object")
+        return self._proxies.setdefault(number, Proxy(self.ask, number))
+
+    async def _awaited(self, coroutine: Proxy) -> Any:
+        return self.ask("run", coroutine)
+
+    def _exception_class(self, bases_by_name: Mapping[str, Sequence[str]], name: str | None = None) -> Any:
+        """Return the class that represents an exception class of the tested code: the built-in one of this name, if any.
+
+        Args:
+            bases_by_name: Names of the direct bases of the class and of each that it is derived from.
+            name: The class, by default the first one.
+        """
+        if name is None:
+            name = next(iter(bases_by_name), "Exception")
+        if name not in self._exception_classes:
+            builtin_class = getattr(builtins, name, None)
+            if is_exception_class(builtin_class):
+                self._exception_classes[name] = builtin_class
+            else:
+                bases = [self._exception_class(bases_by_name, base) for base in bases_by_name.get(name, ())]
+                methods = {"__getattr__": attribute_of_exception, "__str__": message_of_exception}
+                different_bases = tuple(dict.fromkeys(bases)) or (Exception,)
+                self._exception_classes[name] = ExceptionClass(name, different_bases, methods)
+        return self._exception_classes[name]
+
+    def _exception(
+        self, bases_by_name: Mapping[str, Sequence[str]], message: str, values: Sequence[Any]
+    ) -> Exception:
+        kind = self._exception_class(bases_by_name)
+        if isinstance(kind, ExceptionClass):
+            # Some exception classes need other arguments. Then a built-in class is taken.
+            with contextlib.suppress(TypeError):
+                error: Exception = type.__call__(kind, *values)
+                return error
+        return builtin_exception(list(bases_by_name), message, values)
+
+
+def _bases_by_name(lineage: Sequence[Any]) -> dict[str, list[str]]:
+    """Convert the lineage of an exception class (see `fork_server._lineage`), or raise WireError if it is malformed."""
+    try:
+        return {str(name): [str(base) for base in bases] for name, bases in lineage}
+    except (TypeError, ValueError) as error:
+        raise WireError(f"this is no lineage of an exception class: {error}") from error
+
+
+class SolutionModule(ModuleType):
+    """The module `solution`, from which tests may import what the tested code defines."""
+
+    def __init__(self, solution: Solution) -> None:
+        super().__init__("solution")
+        self.__dict__["_solution"] = solution
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the import system looks these names up
+            raise AttributeError(name)
+        return self.__dict__["_solution"].attribute(name)
 
 
 def run(tests: str, channel: RpcChannel) -> bool | str:
-    """Run the tests and return whether they pass. If the tests are invalid, return the reason as text."""
+    """Run the tests and return whether they pass. If the tests are invalid, return the reason as text.
+
+    Test functions and classes that the tests define in the way of pytest or unittest, and never use, are run, too.
+    """
     try:
         tree = ast.parse(tests)
         code = compile(tree, "<tests>", "exec")
@@ -165,12 +187,12 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
     try:
         # Raises if the tested code could not be loaded
         solution.ask("bool", solution.module)
-        exec(code, {"__builtins__": solution, "__name__": "tests"})
+        _execute(code, _unused_tests(tree), solution)
         if not solution.has_used_solution:
             return "the tests use nothing that the tested code could define"
         has_passed = not solution.has_missing_name
     except ImportError as error:
-        if error is not solution.error:
+        if error is not solution.error and not solution.has_missing_name:
             return str(error)
     except BaseException:  # an assertion, or any error of the tests that a wrong answer causes
         pass
@@ -179,40 +201,76 @@ def run(tests: str, channel: RpcChannel) -> bool | str:
     return has_passed and solution.failure is None
 
 
+def _unused_tests(tree: ast.Module) -> list[str]:
+    """Return the names of classes, and of functions "test..." without arguments, that the tests define and do not use."""
+    used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    unused_names = []
+    for statement in tree.body:
+        match statement:
+            case ast.FunctionDef(name=name, args=arguments) if name.startswith("test"):
+                is_test = len(arguments.args) == len(arguments.defaults)
+            case ast.ClassDef(name=name):
+                is_test = True
+            case _:
+                continue
+        if is_test and name not in used_names:
+            unused_names.append(name)
+    return unused_names
+
+
+def _execute(code: CodeType, unused_tests: Sequence[str], solution: Solution) -> None:
+    """Execute the tests, and raise any exception if they fail."""
+    module = ModuleType("tests")
+    sys.modules |= {"tests": module, "__main__": module, "solution": SolutionModule(solution)}
+    module.__dict__["__builtins__"] = solution
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as exit_of_tests:
+        if exit_of_tests.code:
+            raise
+        return  # such as `unittest.main()`, which has run all tests
+    for name in unused_tests:
+        test = module.__dict__[name]
+        if not isinstance(test, type):
+            test()
+        elif "unittest" in sys.modules and issubclass(test, sys.modules["unittest"].TestCase):
+            _run_test_case(test)
+        elif name.startswith("Test"):
+            for method_name in vars(test):
+                if method_name.startswith("test"):
+                    getattr(test(), method_name)()
+
+
+def _run_test_case(test_case: Any) -> None:
+    unittest = sys.modules["unittest"]
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(test_case).run(result)
+    if not result.wasSuccessful():
+        raise AssertionError(f"{test_case.__name__} failed")
+
+
 def _reference_to(value: Any) -> int | str:
     """Return the number of the other process's object, or the name of a built-in object.
 
     Raises:
         Unsendable: The value is neither.
     """
-    if isinstance(value, Proxy):
-        return value._number
+    proxy = value if isinstance(value, Proxy) else getattr(value, "_proxy", None)
+    if isinstance(proxy, Proxy):
+        return proxy._number
     name = getattr(value, "__name__", None)
     if isinstance(name, str) and getattr(builtins, name, None) is value:
         return name
     raise Unsendable(f"a {type(value).__name__} cannot be handed to the tested code, only plain values can")
 
 
-def _overwrite(args: tuple[Any, ...], position: str, new_value: Any) -> None:
+def _overwrite(value: Any, new_value: Any) -> None:
     """Replace the content of a mutable argument, or raise WireError if its type is not that of the new value."""
-    is_argument = position.isdigit() and int(position) < len(args)
-    value: Any = args[int(position)] if is_argument else None
     kinds = (list, bytearray, dict, set)
     if not any(isinstance(value, kind) and isinstance(new_value, kind) for kind in kinds):
         raise WireError(
-            f"argument {position} cannot get the content of a {type(new_value).__name__}: its type differs"
+            f"a {type(value).__name__} cannot get the content of a {type(new_value).__name__}: its type differs"
         )
     value.clear()
     fill = getattr(value, "extend", None) or value.update
     fill(new_value)
-
-
-def _exception(names: list[Any], message: str) -> Exception:
-    """Return an exception of the first built-in class in `names`, the class names of the original exception."""
-    for name in names:
-        kind = getattr(builtins, name, None) if isinstance(name, str) else None
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            # Some exception classes need more arguments. Then the next class is tried.
-            with contextlib.suppress(TypeError):
-                return kind(message)
-    return Exception(message)
