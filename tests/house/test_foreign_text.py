@@ -163,7 +163,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"""\\.|\"{3}|'{3}|["'#]""": "code_of",
     },
     "rewards/answer_reading/python_code.py": {
-        r"^[ \t]*(?:async[ \t]+def|def|class|print)\b": "code_of",
+        r"^[ \t]*(?:(?:async[ \t]+def|def|class)[ \t]+(\w+)|print\b)": "code_of",
     },
     "rewards/answer_reading/program_output.py": {
         r"((?<![\w.])[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w|\.\w))": "same_output",

@@ -7,8 +7,9 @@ indentation of its opening fence. Models often break these rules, so some things
 - A fence may be indented by any width, also outside of a list. The code may be indented less.
 - A fence inside a triple-quoted string of Python code does not end the block.
 - A fence that ends the block only by looser rules (inside such a string, or shorter, or indented much further than the
-  opening fence) ends it if no other fence does. So does a fence at the end of a line of code. A block without any end is
-  no block, because its text was cut off.
+  opening fence) ends it if no other fence does. So does a fence at the end of a line of code, or before a tag or mark, as
+  in ```</answer> or ```. with a full stop. A block without any end is no block, because its text was cut off.
+- Of two opening fences in a row, the second of which names Python and is not shorter, the first one is ignored.
 - In a text without any block, a fence that names Python may follow other words in its line.
 
 A Markdown library such as markdown-it-py reads by the strict rules only, so it would lose such blocks. All functions
@@ -23,6 +24,8 @@ TAB_COLUMNS = 4  # width of a tab stop in CommonMark
 # A fence that is indented by at least this many columns more than the opening fence ends the block only if no other does
 DEEPER_COLUMNS = 4
 MIN_FENCE = 3  # minimum number of characters of a fence
+# A fence that is followed by one of these marks in its line is no opening fence, so it may end a block
+TAIL_MARKS = ("<", "*", "(", "[", "#", "!", ",", ";", ". ")
 PYTHON = ("python", "python3", "python2", "py", "py3", "pypy", "pypy3")
 
 # The marks of block quotes and list items that hold the block, then the fence, then the language and its attributes.
@@ -57,6 +60,8 @@ def _blocks(lines: Sequence[str], opening_of: Callable[[str], "_Opening | None"]
         opening = opening_of(lines[index])
         index += 1
         if opening is None or opening.character in endless_characters:
+            continue
+        if index < len(lines) and opening.is_repeated_by(opening_of(lines[index])):
             continue
         end = _end_of(opening, lines, index, takes_loose_ends)
         if end is None:
@@ -101,6 +106,12 @@ class _Opening:
         columns = min(self.columns, _columns_of(first_line))
         return "".join(_dedented(line, columns) + "\n" for line in inner_lines)
 
+    def is_repeated_by(self, next_opening: "_Opening | None") -> bool:
+        """Return whether the fence in the next line opens a Python block instead of this fence."""
+        if next_opening is None or next_opening.language not in PYTHON:
+            return False
+        return next_opening.character == self.character and next_opening.length >= self.length
+
     def is_end(self, line: str) -> bool:
         """Return whether a line, as `inside` returns it, is a fence that may end the block."""
         fence = line.strip(" \t\r")
@@ -109,6 +120,13 @@ class _Opening:
     def is_glued_end(self, line: str) -> bool:
         """Return whether a line of the block, from `inside`, has code in front of a fence that may end the block."""
         return line.rstrip(" \t\r").endswith(self.character * self.length) and not self.is_end(line)
+
+    def is_tailed_end(self, line: str) -> bool:
+        """Return whether a line of the block, from `inside`, is a fence with a tag or mark behind it."""
+        fence = line.lstrip(" \t")
+        tail = fence.lstrip(self.character).strip()
+        is_fence = fence.startswith(self.character * self.length)
+        return is_fence and f"{tail} ".startswith(TAIL_MARKS)
 
     def is_proper_end(self, line: str) -> bool:
         """Return whether a fence for which `is_end` is true is long enough to end the block, and not indented too far."""
@@ -125,6 +143,7 @@ class _End:
     # whether the fence ends the block only by the looser rules (see the module's docstring)
     is_loose: bool = False
     is_glued: bool = False  # whether the last line of the content ends with the fence
+    stops_at_opening: bool = False  # whether the next opening fence shows that this end is right
 
 
 def _late_opening_of(line: str) -> _Opening | None:
@@ -165,11 +184,22 @@ def _end_of(opening: _Opening, lines: Sequence[str], start: int, takes_loose_end
                 return _End(first_line=index, next_line=index + 1)
             loose_end = loose_end or _End(first_line=index, next_line=index + 1, is_loose=True)
         elif opening.is_glued_end(line) and not open_string:
-            glued_end = _End(first_line=index + 1, next_line=index + 1, is_loose=True, is_glued=True)
+            glued_end = _End(
+                first_line=index + 1,
+                next_line=index + 1,
+                is_loose=True,
+                is_glued=True,
+                stops_at_opening=True,
+            )
             if takes_loose_ends:
                 return glued_end
             loose_end = loose_end or glued_end
-        elif loose_end is not None and loose_end.is_glued and _opening_of(line) is not None:
+        elif opening.is_tailed_end(line) and not open_string:
+            tailed_end = _End(first_line=index, next_line=index + 1, is_loose=True, stops_at_opening=True)
+            if takes_loose_ends:
+                return tailed_end
+            loose_end = loose_end or tailed_end
+        elif loose_end is not None and loose_end.stops_at_opening and _opening_of(line) is not None:
             # The next proper end is that of another block
             return loose_end
         if may_be_python:

@@ -9,6 +9,8 @@ import re
 import sys
 import textwrap
 import warnings
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from async_grpo.rewards.answer_reading.fences import PYTHON, fenced_blocks
@@ -18,48 +20,113 @@ _MARKDOWN = ("markdown", "md")
 _FENCES = ("```", "~~~")
 _PRINTING_NAMES = ("print", "pprint")
 _PRINTING_ATTRIBUTES = ("write", "writelines", "stdout")
-# The first word of a line that defines or prints, for code that cannot be parsed
-_DEFINES_OR_PRINTS = re.compile(r"^[ \t]*(?:async[ \t]+def|def|class|print)\b", re.MULTILINE)
+# The first word of a line that defines or prints, and the defined name, for code that cannot be parsed
+_DEFINES_OR_PRINTS = re.compile(r"^[ \t]*(?:(?:async[ \t]+def|def|class)[ \t]+(\w+)|print\b)", re.MULTILINE)
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTING = (ast.Import, ast.ImportFrom)
+_SETTING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Assert, ast.Pass)
 _PROMPT = ">>> "  # an interactive session shows this before a line of code
 
 
-def python_code_of(text: str, prelude: str = "") -> str:
+def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_program: bool = False) -> str:
     """Return the code that a completion without its thought answers with, or the whole text if it has no block.
 
     A block answers if it defines a function or a class, or prints, or redefines another block's function by a lambda or an
-    import. An example of use does not answer: it needs a name that only another block defines. Neither do sessions with
-    ">>>", shell commands and expected output. Of the blocks that answer, the last one counts, and blocks that are fenced
-    as Python precede those without a language. If no block answers, the last block counts.
+    import. If the tests are known, it must also define what they use, and run as a program if they run it. Where no block
+    does that, any block that defines or prints may answer.
+
+    An example of use does not answer: it needs a name that only another block defines. Neither do sessions with ">>>",
+    shell commands and expected output. Of the blocks that answer, the last one counts, and blocks that are fenced as Python
+    precede those without a language. If only blocks answer that need names of others, or none does, it is the last one,
+    after the blocks that define these names. Blocks in other languages count if the text has no others, and if they are
+    Python all the same.
 
     Args:
         text: The completion without its thought.
         prelude: Code that will be put before the result. It may define names that the answer needs, and the answer may
             continue a block of it.
+        calls: Tests that use the code.
+        is_program: Whether a test runs the code as a program.
     """
-    python_blocks = []
-    plain_blocks = []
-    for language, block in _blocks_of(text):
-        if language in PYTHON:
-            python_blocks.append(_unindented(block, prelude))
-        elif not language:
-            plain_blocks.append(_unindented(block, prelude))
-    blocks = plain_blocks + python_blocks
+    blocks = _candidates(text, prelude)
     if len(blocks) < 2:
         return blocks[0] if blocks else text
     contents = [_content_of(block) for block in blocks]
+    # The prelude may end with the head of a function, which has no body yet
+    is_complete = _parsed(prelude) is not None
+    prelude_content = _content_of(prelude if is_complete else f"{prelude}\n    pass")
+    tested_names = _names_used_by(calls) - prelude_content.definitions
     names_elsewhere: set[str] = set()
     functions: set[str] = set()
     for content in contents:
         names_elsewhere |= content.definitions
         functions |= content.functions
-    names_elsewhere -= _content_of(prelude).bound_names
-    for block, content in zip(reversed(blocks), reversed(contents), strict=True):
-        may_answer = content.may_answer or bool(content.new_bindings & functions)
-        if may_answer and not content.missing_names & names_elsewhere:
-            return block
-    return blocks[-1]
+    names_elsewhere -= prelude_content.definitions
+    answering = _fitting(contents, tested_names, is_program)
+    last = answering[-1] if answering else len(blocks) - 1
+    if not answering:
+        answering = _answering(contents, functions)
+    # Of the blocks that answer, the last one that is no example of use
+    complete = [position for position in answering if not contents[position].missing_names & names_elsewhere]
+    position = complete[-1] if complete else last
+    needed_names = contents[position].missing_names | (tested_names - contents[position].definitions)
+    return _joined(position, blocks, contents, needed_names & names_elsewhere)
+
+
+def _candidates(text: str, prelude: str) -> list[str]:
+    """Return the blocks that may hold the answer, in the order in which a later one is preferred."""
+    python_blocks = []
+    plain_blocks = []
+    other_blocks = []
+    for language, block in _blocks_of(text):
+        if language in PYTHON:
+            python_blocks.append(_unindented(block, prelude))
+        elif not language:
+            plain_blocks.append(_unindented(block, prelude))
+        elif _parsed(block) is not None and _content_of(block).may_answer:
+            other_blocks.append(block)
+    return plain_blocks + python_blocks or other_blocks
+
+
+def _fitting(contents: Sequence["_Content"], tested_names: set[str], is_program: bool) -> list[int]:
+    """Return the positions of the blocks that define a tested name, and run as a program if the tests demand that."""
+    if not tested_names and not is_program:
+        return []
+    positions = []
+    for position, content in enumerate(contents):
+        has_names = not tested_names or bool(tested_names & (content.functions | content.new_bindings))
+        if has_names and (content.runs or not is_program):
+            positions.append(position)
+    return positions
+
+
+def _answering(contents: Sequence["_Content"], functions: set[str]) -> list[int]:
+    """Return the positions of the blocks that define or print something, or redefine one of the functions."""
+    positions = []
+    for position, content in enumerate(contents):
+        if content.may_answer or content.new_bindings & functions:
+            positions.append(position)
+    return positions
+
+
+def _joined(
+    position: int, blocks: Sequence[str], contents: Sequence["_Content"], needed_names: AbstractSet[str]
+) -> str:
+    """Return a block after those other blocks that define the needed names."""
+    code = blocks[position]
+    for index in reversed(range(len(blocks))):
+        if index != position and contents[index].definitions & needed_names:
+            code = with_prelude(blocks[index], code)
+            needed_names = needed_names - contents[index].definitions | contents[index].missing_names
+    return code
+
+
+def _names_used_by(calls: Sequence[str]) -> set[str]:
+    """Return the names that tests use, and that neither they nor Python define."""
+    names: set[str] = set()
+    for call in calls:
+        names |= _content_of(call).missing_names
+    return names
 
 
 def with_prelude(prelude: str, code: str) -> str:
@@ -92,9 +159,18 @@ def _unindented(code: str, prelude: str) -> str:
     """
     code = code.removeprefix("\ufeff")
     is_indented = code.lstrip("\r\n")[:1] in (" ", "\t")
-    if not is_indented or (prelude.strip() and _parsed(f"{prelude}\n{code}") is not None):
+    if not is_indented or continues(prelude, code):
         return code
     return textwrap.dedent(code)
+
+
+def continues(prelude: str, code: str) -> bool:
+    r"""Return whether indented code is valid behind the prelude, as the body of its last function.
+
+    >>> continues("def f(x):", "    return x"), continues("import math", "    return x")
+    (True, False)
+    """
+    return bool(prelude.strip()) and _parsed(f"{prelude}\n{code}") is not None
 
 
 @dataclass(frozen=True)
@@ -102,61 +178,110 @@ class _Content:
     """The names in a block of code, and whether it defines or prints something.
 
     Attributes:
-        may_answer: Whether the block defines a function or a class, or prints.
-        definitions: Names that the block binds outside of functions and classes.
+        may_answer: Whether the block defines a function or a class, or prints. A stub, whose body is missing, is neither.
+        runs: Whether the block has a statement outside of functions that may print.
+        definitions: Names that the block binds outside of functions and classes, except stubs.
         functions: Those of them that are functions or classes by a `def` or `class`.
         new_bindings: Those of them that are bound to a lambda, or imported from the standard library.
-        bound_names: Names that the block binds anywhere.
         missing_names: Names that the block uses, and that neither it nor Python defines.
     """
 
     may_answer: bool
+    runs: bool = False
     definitions: frozenset[str] = frozenset()
     functions: frozenset[str] = frozenset()
     new_bindings: frozenset[str] = frozenset()
-    bound_names: frozenset[str] = frozenset()
     missing_names: frozenset[str] = frozenset()
 
 
 def _content_of(code: str) -> _Content:
     tree = _parsed(code)
     if tree is None:
-        is_session = code.lstrip().startswith(_PROMPT)
-        return _Content(may_answer=not is_session and _DEFINES_OR_PRINTS.search(code) is not None)
+        return _content_of_broken(code)
     used_names: set[str] = set()
     bound_names: set[str] = set()
+    foreign_modules: set[str] = set()
+    attributes: list[ast.Attribute] = []
     may_answer = False
     has_star = False
     for node in ast.walk(tree):
         bound_names |= _names_bound_by(node)
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                may_answer = True
+                may_answer = may_answer or not _is_stub(node)
             case ast.Name(id=name):
                 used_names.add(name)
                 may_answer = may_answer or name in _PRINTING_NAMES
             case ast.Attribute(attr=name):
+                attributes.append(node)
                 may_answer = may_answer or name in _PRINTING_ATTRIBUTES
             case ast.ImportFrom(names=names) if _is_of_library(node):
                 has_star = has_star or names[0].name == "*"
             case ast.ImportFrom(names=names):
                 # Another block may be what the module is supposed to contain
                 used_names |= {alias.name for alias in names}
+            case ast.Import():
+                foreign_modules |= _names_bound_by(node) - sys.stdlib_module_names
+    used_names |= {node.attr for node in attributes if _is_name_of(node.value, foreign_modules)}
     missing_names = set() if has_star else used_names - bound_names - set(dir(builtins))
     return _Content(
         may_answer=may_answer,
+        runs=any(_may_print(statement) for statement in tree.body),
         definitions=frozenset(_definitions_of(tree)),
         functions=frozenset(_names_bound_by_any(tree, _DEFINING)),
         new_bindings=frozenset(_names_bound_by_any(tree, _IMPORTING) | _names_of_lambdas(tree)),
-        bound_names=frozenset(bound_names),
         missing_names=frozenset(missing_names),
     )
+
+
+def _content_of_broken(code: str) -> _Content:
+    """Return what lines of code that cannot be parsed, as of a broken answer, seem to contain."""
+    if code.lstrip().startswith(_PROMPT):
+        return _Content(may_answer=False)
+    matches = list(_DEFINES_OR_PRINTS.finditer(code))
+    names = frozenset(match[1] for match in matches if match[1])
+    return _Content(bool(matches), runs=bool(matches), definitions=names, functions=names)
+
+
+def _is_name_of(node: ast.expr, names: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_stub(node: ast.AST) -> bool:
+    """Return whether a function has no body but a docstring, `...`, `pass` or NotImplementedError, or a class only such."""
+    match node:
+        case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body):
+            return all(_says_nothing(statement) for statement in body)
+        case ast.ClassDef(body=body):
+            methods = [statement for statement in body if not _says_nothing(statement)]
+            return bool(methods) and all(_is_stub(method) for method in methods)
+    return False
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Raise(exc=ast.Name(id="NotImplementedError")):
+            return True
+        case ast.Raise(exc=ast.Call(func=ast.Name(id="NotImplementedError"))):
+            return True
+    return False
+
+
+def _may_print(statement: ast.stmt) -> bool:
+    """Return whether a statement of a module may print something, other than by an assignment."""
+    if isinstance(statement, ast.Expr):
+        return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return not isinstance(statement, (*_DEFINING, *_IMPORTING, *_SETTING))
 
 
 def _definitions_of(tree: ast.Module) -> set[str]:
     """Return the names that a module defines: functions, classes, and variables with a simple assignment."""
     names: set[str] = set()
     for statement in tree.body:
+        if _is_stub(statement):
+            continue
         names |= _names_bound_by(statement)
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             for node in ast.iter_child_nodes(statement):
@@ -165,10 +290,10 @@ def _definitions_of(tree: ast.Module) -> set[str]:
 
 
 def _names_bound_by_any(tree: ast.Module, kinds: tuple[type[ast.stmt], ...]) -> set[str]:
-    """Return the names that a module's statements of these kinds bind."""
+    """Return the names that a module's statements of these kinds bind, except stubs."""
     names: set[str] = set()
     for statement in tree.body:
-        if isinstance(statement, kinds):
+        if isinstance(statement, kinds) and not _is_stub(statement):
             names |= _names_bound_by(statement)
     return names
 

@@ -24,6 +24,23 @@ def completion_text(sample: dict[str, Any]) -> str:
     return text.removesuffix(end_token).rstrip() if end_token else text
 
 
+def answering_part(text: str) -> str:
+    r"""Return the part of a completion without its thought that holds the answer, if the answer is a document or code.
+
+    This is the text of the only <answer> block, if nothing follows the block, and if it contains fenced blocks or the text
+    before it does not. Otherwise, it is the whole text.
+
+    >>> answering_part("So: <answer>{}</answer>"), answering_part("```\n{}\n```\n<answer>above</answer>")
+    ('{}', '```\n{}\n```\n<answer>above</answer>')
+    """
+    answer = answer_block(text)
+    is_last = text.rstrip().endswith("</answer>")
+    if answer is None or not is_last or not answer.strip():
+        return text
+    has_blocks_before = bool(fenced_blocks(text)) and not fenced_blocks(answer)
+    return text if has_blocks_before else answer
+
+
 def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     r"""Return the gold answer of a row, as text.
 

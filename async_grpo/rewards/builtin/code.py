@@ -1,17 +1,20 @@
 """Runs unit tests on generated Python code, in a sandbox without network access (`async_grpo.rewards.sandbox`).
 
-The code is the last block after the thought that is fenced as Python and defines or prints something, but is no example
-of use of another block (`async_grpo.rewards.answer_reading.python_code`). Without a block that is fenced as Python, it is
-such a block without a language, or else all text after the thought. The row has these columns:
+The code is the last block after the thought that is fenced as Python and does what the tests need: it defines a function
+or class that they use, or runs as a program, and is no example of use of another block. Without such a block, it is one
+that defines or prints something. If it needs names that only other blocks define, these blocks are put before it. Without
+a block that is fenced as Python, it is such a block without a language, or else the text of the only <answer>, or all text
+after the thought (`async_grpo.rewards.answer_reading.python_code`). The row has these columns:
 
     tests     a list of tests, each of one of two kinds:
-              {"input": text, "output": text} runs the code as a program with this standard input. Its standard output
-              must be the expected one, except for blanks at the ends of lines and empty lines at the end, and its exit
-              status must be 0. With the option `relative_tolerance` or `absolute_tolerance`, numbers with a decimal
-              point or an exponent need only be close.
+              {"input": text, "output": text} runs the code as a program with this standard input, whose lines end with
+              a line feed. Its standard output must be the expected one, except for blanks at the ends of lines and
+              empty lines at the end, and its exit status must be 0. With the option `relative_tolerance` or
+              `absolute_tolerance`, numbers with a decimal point or an exponent need only be close.
               {"assert": text} runs Python statements against the code: "assert f(1) == 2", several lines, or a function
-              `check(candidate)` and a call of it. The statements and the code can exchange plain values and objects,
-              but not functions that the statements define.
+              `check(candidate)` and a call of it. Test functions and classes as for pytest and unittest are run, and
+              may import from the module `solution`. The statements and the code can exchange plain values and
+              objects, but not functions that the statements define.
     prelude   optional: text to insert before the code, for imports or classes that the prompt promised; statements
               `from __future__` of the code are moved before it
 
@@ -20,23 +23,27 @@ separate run. The process that runs the code never receives the expected output.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
-from async_grpo.rewards.answer_reading.python_code import python_code_of, with_prelude
-from async_grpo.rewards.builtin.answers import completion_text
+from async_grpo.rewards.answer_reading.python_code import continues, python_code_of, with_prelude
+from async_grpo.rewards.builtin.answers import answering_part, completion_text
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
 from async_grpo.rewards.sandbox.run import Sandbox, SandboxRun
 
 MAX_CHARACTERS = 100_000  # maximum length of the code; longer code passes no test
 MIN_REMAINING_S = 0.01  # a test is not started if less time remains
+
 _TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
 
 
-def code_of(text: str, prelude: str = "") -> str:
+def code_of(text: str, prelude: str = "", tests: Sequence[dict[str, str]] = ()) -> str:
     """Return the code in a completion, as described above."""
-    return python_code_of(text.rpartition("</think>")[2], prelude)
+    calls = [test["assert"] for test in tests if "assert" in test]
+    is_program = any("input" in test for test in tests)
+    return python_code_of(answering_part(text.rpartition("</think>")[2]), prelude, calls, is_program)
 
 
 def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
@@ -90,7 +97,7 @@ def score(
     """
     tests = tests_of(sample)
     tolerance = Tolerance(relative_tolerance, absolute_tolerance)
-    code = _code_with_prelude(sample)
+    code = _code_with_prelude(sample, tests)
     results = _Results()
     deadline = time.monotonic() + total_seconds
     for position, test in enumerate(tests):
@@ -137,9 +144,16 @@ class _Results:
         }
 
 
-def _code_with_prelude(sample: dict[str, Any]) -> str:
+def _code_with_prelude(sample: dict[str, Any], tests: Sequence[dict[str, str]]) -> str:
     prelude = str(sample.get("prelude") or "")
-    return with_prelude(prelude, code_of(completion_text(sample), prelude))
+    text = completion_text(sample)
+    # A completion without a block may be the body of a function that the prelude begins
+    completion = str(sample["completion"])
+    white_space = completion[: len(completion) - len(completion.lstrip())]
+    indentation = white_space.rpartition("\n")[2]
+    if indentation and continues(prelude, indentation + text):
+        return f"{prelude}\n{indentation}{text}"
+    return with_prelude(prelude, code_of(text, prelude, tests))
 
 
 def _run_test(
@@ -149,6 +163,11 @@ def _run_test(
     if "assert" in test:
         run = sandbox.run_tests(code, test["assert"])
         return run, run.ended_well
-    run = sandbox.run_program(code, test["input"])
-    output = run.output.decode(errors="replace")
+    # A program that prints the expected output must not be killed because of the length of its output
+    output_bytes = sandbox.output_bytes + len(test["output"].encode(errors="surrogatepass"))
+    sandbox = replace(sandbox, output_bytes=output_bytes)
+    # Data that was written on Windows has carriage returns, which programs there do not see
+    run = sandbox.run_program(code, test["input"].replace("\r\n", "\n"))
+    # Bytes that are no UTF-8 must not equal any expected text
+    output = run.output.decode(errors="surrogateescape")
     return run, run.ended_well and same_output(output, test["output"], tolerance)

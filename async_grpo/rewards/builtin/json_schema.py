@@ -1,8 +1,9 @@
 """Checks whether a completion is JSON that satisfies a schema, which is the row's `schema` or else the option `schema`.
 
-The JSON value is the last block fenced as ```json or without a language, after the thought. Without such a block, it is
-all text after the thought. It is read strictly: NaN, Infinity, numbers beyond the range of a float, duplicate names in an
-object, and any other text around the value are errors.
+The JSON value is the last block fenced as ```json, after the thought, or else the last block without a language. Without
+such a block, it is the text of the only <answer> block at the end, or else all text after the thought. It is read strictly:
+NaN, Infinity, numbers beyond the range of a float, duplicate names in an object, and any other text around the value are
+errors.
 """
 
 import json
@@ -18,7 +19,7 @@ from referencing.exceptions import Unresolvable
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.adapter.result import finite, unique_names
-from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
+from async_grpo.rewards.builtin.answers import answering_part, completion_text, fenced_blocks
 
 MAX_CHARACTERS = 200_000  # maximum length of the JSON text; a longer text gets the reward 0
 SECONDS = 2.0  # maximum time of one validation
@@ -59,10 +60,12 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     if schema is None:
         raise ValueError("`json_schema` needs a column or an option `schema`")
     validator = validator_of(schema if isinstance(schema, str) else json.dumps(schema))
-    text = completion_text(sample).rpartition("</think>")[2]
-    json_blocks = [content for language, content in fenced_blocks(text) if language in ("json", "")]
-    if json_blocks:
-        text = json_blocks[-1]
+    text = answering_part(completion_text(sample).rpartition("</think>")[2])
+    blocks = fenced_blocks(text)
+    json_blocks = [content for language, content in blocks if language == "json"]
+    plain_blocks = [content for language, content in blocks if not language]
+    if json_blocks or plain_blocks:
+        text = (json_blocks or plain_blocks)[-1]
     if len(text) > MAX_CHARACTERS:
         return {"reward": 0.0, "parsed": 0.0}
     try:
