@@ -6,7 +6,7 @@ that defines or prints something. If it needs names that only other blocks defin
 a block that is fenced as Python, it is such a block without a language, or else the text of the only <answer>, or all text
 after the thought (`async_grpo.rewards.answer_reading.python_code`). The row has these columns:
 
-    tests     a list of tests, each of one of two kinds:
+    tests     a list of tests, or another form that `async_grpo.rewards.builtin.code_tests` reads, of two kinds:
               {"input": text, "output": text} runs the code as a program with this standard input, whose lines end with
               a line feed. Its standard output must be the expected one, except for blanks at the ends of lines and
               empty lines at the end, and its exit status must be 0. With the option `relative_tolerance` or
@@ -30,13 +30,12 @@ from typing import Any
 from async_grpo.rewards.answer_reading.program_output import Tolerance, same_output
 from async_grpo.rewards.answer_reading.python_code import continues, python_code_of, with_prelude
 from async_grpo.rewards.builtin.answers import answering_part, completion_text
+from async_grpo.rewards.builtin.code_tests import tests_of
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
 from async_grpo.rewards.sandbox.run import Sandbox, SandboxRun
 
 MAX_CHARACTERS = 100_000  # maximum length of the code; longer code passes no test
 MIN_REMAINING_S = 0.01  # a test is not started if less time remains
-
-_TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
 
 
 def code_of(text: str, prelude: str = "", tests: Sequence[dict[str, str]] = ()) -> str:
@@ -44,23 +43,6 @@ def code_of(text: str, prelude: str = "", tests: Sequence[dict[str, str]] = ()) 
     calls = [test["assert"] for test in tests if "assert" in test]
     is_program = any("input" in test for test in tests)
     return python_code_of(answering_part(text.rpartition("</think>")[2]), prelude, calls, is_program)
-
-
-def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the tests of a row.
-
-    Raises:
-        ValueError: The row has no list of tests, or a test has neither the keys "input" and "output" nor the key
-            "assert", each with a text.
-    """
-    tests = sample.get("tests")
-    if not isinstance(tests, list) or not tests:
-        raise ValueError(f"a row for `code` needs a list `tests`, not {tests!r:.200}")
-    for test in tests:
-        keys = test.keys() if isinstance(test, dict) else ()
-        if keys not in _TEST_KEYS or not all(isinstance(text, str) for text in test.values()):
-            raise ValueError(f"a test must have texts as input and output, or as assert, not {test!r:.200}")
-    return tests
 
 
 def score(

@@ -63,7 +63,7 @@ def check_exact_row(row: Row) -> None:
 
 def check_code_row(row: Row) -> None:
     """Raise ValueError if the row has no usable `tests`."""
-    from async_grpo.rewards.builtin.code import tests_of
+    from async_grpo.rewards.builtin.code_tests import tests_of
 
     tests_of(row)
 

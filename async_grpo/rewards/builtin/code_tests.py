@@ -1,0 +1,83 @@
+"""Reads the tests of a row for the `code` reward, which may have the form of public data sets.
+
+    a list of tests         each is {"input": text, "output": text}, {"assert": text}, or the text of an assertion, as in
+                            MBPP's `test_list`; "testtype": "stdin" of LiveCodeBench is ignored
+    {"inputs": [...], "outputs": [...]}     as in APPS, TACO and verl's rows
+    {"input": [...], "output": [...]}       as in CodeContests
+    JSON text               of any of these
+
+Tests that call a function by its name (`fn_name`, "testtype": "functional") must be rewritten as assertions.
+"""
+
+import json
+from typing import Any
+
+_TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
+_COLUMNS_OF_SETS = (
+    ("inputs", "outputs"),
+    ("input", "output"),
+)  # keys of two lists that hold inputs and outputs
+_REWRITE = 'write them as {"assert": "assert NAME(ARGUMENTS) == RESULT"}'
+
+
+def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the tests of a row.
+
+    Raises:
+        ValueError: The row has no tests, or some that are in none of the forms above.
+    """
+    value = sample.get("tests")
+    tests = _decoded(value)
+    if isinstance(tests, dict):
+        tests = _tests_of_set(tests)
+    if not isinstance(tests, list) or not tests:
+        raise ValueError(f"a row for `code` needs a list `tests`, not {value!r:.200}")
+    return [_test_of(test) for test in tests]
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value of JSON text, and any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _tests_of_set(tests: dict[str, Any]) -> list[Any]:
+    """Return the tests of an object that holds lists of inputs and outputs.
+
+    Raises:
+        ValueError: The object does not hold two such lists of the same length, or the tests call a function.
+    """
+    if tests.get("fn_name"):
+        raise ValueError(f"tests call the function {tests['fn_name']!r} by its name: {_REWRITE}")
+    for columns in _COLUMNS_OF_SETS:
+        inputs, outputs = (tests.get(column) for column in columns)
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
+            pairs = zip(inputs, outputs, strict=True)
+            return [{"input": _joined(stdin), "output": _joined(output)} for stdin, output in pairs]
+    raise ValueError(f"tests must be lists of inputs and outputs of the same length, not {tests!r:.200}")
+
+
+def _joined(lines: Any) -> Any:
+    """Return a text that is given as a list of its lines, as some rows of TACO have it, and any other value as it is."""
+    is_list_of_lines = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    return "\n".join(lines) if is_list_of_lines else lines
+
+
+def _test_of(test: Any) -> dict[str, str]:
+    """Return a test with the keys of the `code` reward, or raise ValueError if it has none of the known forms."""
+    if isinstance(test, str) and "assert" in test:
+        return {"assert": test}
+    if isinstance(test, dict) and "testtype" in test:
+        if test["testtype"] != "stdin":
+            raise ValueError(
+                f"tests of the type {test['testtype']!r} call a function by its name: {_REWRITE}"
+            )
+        test = {key: value for key, value in test.items() if key != "testtype"}
+    keys = test.keys() if isinstance(test, dict) else ()
+    if keys not in _TEST_KEYS or not all(isinstance(text, str) for text in test.values()):
+        raise ValueError(f"a test must have texts as input and output, or as assert, not {test!r:.200}")
+    return {str(key): str(text) for key, text in test.items()}
