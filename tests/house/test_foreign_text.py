@@ -317,6 +317,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/builtin/text.py": {
         r".*?</think>\n<answer>.*?</answer>": "format",
+        r"<[a-zA-Z/!][^<>]*>|\\boxed\s?\{\s*\}|[`$]": "format of an answer",
         "pattern": LIMITED,
     },
     "rewards/judges/judge_prompts.py": {
@@ -462,6 +463,7 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "mathd in a box": in_box(mathd.score, mathd.MAX_CHARACTERS),
     "parts of sympy": lambda element: [sympy.split_elements(element), sympy.exact_form(element)],
     "format": scored(text.format),
+    "format of an answer": lambda answer: text.well_formedness(f"</think>\n<answer>{answer}</answer>"),
     "exact": scored(text.exact),
     "json_schema": scored(json_schema.score, schema=True),
     "code_of": code.code_of,

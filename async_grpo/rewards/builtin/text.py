@@ -6,6 +6,7 @@ so that tag is not part of the completion.
 
 import math
 import re
+import unicodedata
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -31,6 +32,12 @@ RIGHT = (2.0, 1.0)
 WRONG = (-10.0, 0.0)
 EXCEEDED = -10.0
 
+# Tags, comments, empty boxes, and the marks around formulas and code: without other text, they are no answer
+_MARKS = re.compile(r"<[a-zA-Z/!][^<>]*>|\\boxed\s?\{\s*\}|[`$]")
+_MARKDOWN_MARKS = ("**", "`")
+_STRAIGHT_QUOTES = str.maketrans("‘’“”", "''\"\"")
+_BLANK_CATEGORIES = ("Z", "C")  # Unicode's separators, and its control, format and unassigned characters
+
 _WELL_FORMED = re.compile(r".*?</think>\n<answer>.*?</answer>", re.DOTALL)
 
 
@@ -40,8 +47,9 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     Use this reward for multiple choice, names and short texts. The answer is the content of the last \boxed{}, or else
     the content of the only <answer> after the thought, or else all text after the thought (`stated_answer`). The
     accepted answers are the entries of the row's list `answers`, or else its `answer`. Texts are compared in the
-    Unicode form NFKC, and without a font command around the whole answer, as in \text{C}. A single letter may stand in
-    parentheses or before a full stop.
+    Unicode form NFKC, with straight quotation marks, and without a font command around the whole answer, as in \text{C}.
+    A single letter may stand in parentheses. Unless `strip` is false, the completion's answer may also end with a full
+    stop, and stand between the marks ** or ` of Markdown.
 
     Args:
         sample: The completion and its row.
@@ -63,19 +71,38 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
         # With its layout, because the content of a box may not be LaTeX: in `\boxed{~/bin}`, "~" is part of a path
         answers.stated_answer(completion, ("written box", "block", "rest")),
     ]
-    for gold, reading in product(texts, readings):
-        if reading is None:
-            continue
+    stated = [reading for reading in readings if reading is not None]
+    if strip:
+        stated += [_without_marks(reading) for reading in stated]
+    for gold, reading in product(texts, stated):
         pairs = compared_parts(gold, reading)
         if all(_normalised(part, strip, case) == _normalised(text, strip, case) for part, text in pairs):
             return {"reward": 1.0}
     return {"reward": 0.0}
 
 
+def _without_marks(answer: str) -> str:
+    """Return an answer without a full stop at its end, and without the Markdown marks of bold or code around all of it.
+
+    >>> _without_marks("**Paris.**"), _without_marks("`x = 1`."), _without_marks("**a** or **b**"), _without_marks("a...")
+    ('Paris', 'x = 1', '**a** or **b**', 'a...')
+    """
+    text = _without_full_stop(answer.strip())
+    for mark in _MARKDOWN_MARKS:
+        content = text.removeprefix(mark).removesuffix(mark)
+        if len(text) == len(content) + 2 * len(mark) and mark not in content:
+            text = content.strip()
+    return _without_full_stop(text)
+
+
+def _without_full_stop(text: str) -> str:
+    return text if text.endswith("..") else text.removesuffix(".")
+
+
 def _normalised(text: str, strip: bool, case: bool) -> str:
     """Return the normal form of an answer. Two answers are equal if their normal forms are."""
     text = words_of(answers.without_delimiters(text))
-    text = compatible(plain_characters(text))
+    text = compatible(plain_characters(text)).translate(_STRAIGHT_QUOTES)
     text = plain_choice(text) or text
     if strip:
         text = " ".join(text.split())
@@ -97,13 +124,25 @@ def well_formedness(completion: str) -> float:
         <think> ... </think>
         <answer> ... </answer>
 
-    Answer tags inside the thought are ignored.
+    Answer tags inside the thought are ignored. An answer that contains nothing but white space, tags and empty marks is
+    no answer.
     """
     has_thought = "</think>" in completion
-    has_answer = answers.answer_block(completion) is not None
+    answer = answers.answer_block(completion)
+    has_answer = answer is not None and _says_something(answer)
     if has_answer and completion.count("</think>") == 1 and _WELL_FORMED.fullmatch(completion):
         return 1.0
     return (CLOSED_THOUGHT_REWARD if has_thought else 0.0) + (ONE_ANSWER_REWARD if has_answer else 0.0)
+
+
+def _says_something(answer: str) -> bool:
+    r"""Return whether an answer contains more than white space, tags and empty marks.
+
+    >>> _says_something("0"), _says_something(" \n"), _says_something("<b></b>"), _says_something("<b>7</b>")
+    (True, False, False, True)
+    """
+    text = _MARKS.sub("", answer)
+    return any(unicodedata.category(character)[0] not in _BLANK_CATEGORIES for character in text)
 
 
 def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = False) -> dict[str, float]:
