@@ -7,8 +7,8 @@ indentation of its opening fence. Models often break these rules, so some things
 - A fence may be indented by any width, also outside of a list. The code may be indented less.
 - A fence inside a triple-quoted string of Python code does not end the block.
 - A fence that ends the block only by looser rules (inside such a string, or shorter, or indented much further than the
-  opening fence) ends it if no other fence does. So does a fence at the end of a line of code, or before a tag or mark, as
-  in ```</answer> or ```. with a full stop. A block without any end is no block, because its text was cut off.
+  opening fence) ends it if no other fence does. So does a fence at the end of a line of code, or before a tag, a mark
+  or a sentence, as in ```</answer> or ``` Done now. A block without any end is no block, because its text was cut off.
 - Of two opening fences in a row, the second of which names Python and is not shorter, the first one is ignored.
 - In a text without any block, a fence that names Python may follow other words in its line.
 
@@ -122,11 +122,13 @@ class _Opening:
         return line.rstrip(" \t\r").endswith(self.character * self.length) and not self.is_end(line)
 
     def is_tailed_end(self, line: str) -> bool:
-        """Return whether a line of the block, from `inside`, is a fence with a tag or mark behind it."""
+        """Return whether a line of the block, from `inside`, is a fence with a tag, a mark or a sentence behind it."""
         fence = line.lstrip(" \t")
         tail = fence.lstrip(self.character).strip()
-        is_fence = fence.startswith(self.character * self.length)
-        return is_fence and f"{tail} ".startswith(TAIL_MARKS)
+        first_word, blank, _ = tail.partition(" ")
+        is_sentence = bool(blank) and first_word[0].isupper() and first_word.lower() not in PYTHON
+        is_tail = is_sentence or f"{tail} ".startswith(TAIL_MARKS)
+        return is_tail and fence.startswith(self.character * self.length)
 
     def is_proper_end(self, line: str) -> bool:
         """Return whether a fence for which `is_end` is true is long enough to end the block, and not indented too far."""

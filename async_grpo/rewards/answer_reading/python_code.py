@@ -49,6 +49,8 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
         is_program: Whether a test runs the code as a program.
     """
     blocks = _candidates(text, prelude)
+    if blocks and _parsed(text) is not None:
+        return text  # the fences stand in strings of code that is not fenced
     if len(blocks) < 2:
         return blocks[0] if blocks else text
     contents = [_content_of(block) for block in blocks]
@@ -90,14 +92,15 @@ def _candidates(text: str, prelude: str) -> list[str]:
 
 def _fitting(contents: Sequence["_Content"], tested_names: set[str], is_program: bool) -> list[int]:
     """Return the positions of the blocks that define a tested name, and run as a program if the tests demand that."""
-    if not tested_names and not is_program:
-        return []
+    running = [position for position, content in enumerate(contents) if content.runs or not is_program]
+    if not tested_names:
+        return running if is_program else []
+    # A variable of this name, as in `f = g`, only counts if no block defines a function
     positions = []
-    for position, content in enumerate(contents):
-        has_names = not tested_names or bool(tested_names & (content.functions | content.new_bindings))
-        if has_names and (content.runs or not is_program):
+    for position in running:
+        if tested_names & (contents[position].functions | contents[position].new_bindings):
             positions.append(position)
-    return positions
+    return positions or [position for position in running if tested_names & contents[position].definitions]
 
 
 def _answering(contents: Sequence["_Content"], functions: set[str]) -> list[int]:
@@ -113,12 +116,12 @@ def _joined(
     position: int, blocks: Sequence[str], contents: Sequence["_Content"], needed_names: AbstractSet[str]
 ) -> str:
     """Return a block after those other blocks that define the needed names."""
-    code = blocks[position]
+    parts = [blocks[position]]
     for index in reversed(range(len(blocks))):
         if index != position and contents[index].definitions & needed_names:
-            code = with_prelude(blocks[index], code)
+            parts.append(blocks[index])
             needed_names = needed_names - contents[index].definitions | contents[index].missing_names
-    return code
+    return _concatenated(parts[::-1])
 
 
 def _names_used_by(calls: Sequence[str]) -> set[str]:
@@ -137,9 +140,20 @@ def with_prelude(prelude: str, code: str) -> str:
     """
     if "__future__" not in code or not prelude.strip():
         return f"{prelude}\n{code}"
-    prelude_statements, other_prelude = _without_future(prelude)
-    code_statements, other_code = _without_future(code)
-    return "\n".join([*prelude_statements, *code_statements, other_prelude, other_code])
+    return _concatenated([prelude, code])
+
+
+def _concatenated(parts: Sequence[str]) -> str:
+    """Return parts of code one after another, with the `from __future__` statements of all at the beginning."""
+    if len(parts) == 1:
+        return parts[0]
+    all_statements = []
+    all_code = []
+    for part in parts:
+        statements, code = _without_future(part) if "__future__" in part else ([], part)
+        all_statements += statements
+        all_code.append(code)
+    return "\n".join([*all_statements, *all_code])
 
 
 def _blocks_of(text: str) -> list[tuple[str, str]]:
@@ -202,11 +216,15 @@ def _content_of(code: str) -> _Content:
     bound_names: set[str] = set()
     foreign_modules: set[str] = set()
     attributes: list[ast.Attribute] = []
+    changed_nodes: set[int] = set()
     may_answer = False
     has_star = False
     for node in ast.walk(tree):
-        bound_names |= _names_bound_by(node)
+        if id(node) not in changed_nodes:
+            bound_names |= _names_bound_by(node)
         match node:
+            case ast.AugAssign(target=target):
+                changed_nodes.add(id(target))  # this uses a name, but does not define it
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 may_answer = may_answer or not _is_stub(node)
             case ast.Name(id=name):

@@ -1,5 +1,7 @@
 """Which blocks of a completion are its code, if the tests are known, and ends of blocks that break CommonMark's rules."""
 
+import time
+
 import pytest
 from sandboxes import needs_network_off
 
@@ -54,7 +56,11 @@ BY_TESTS = [
     (["x = 1\n", "import math\n", FLOOR], CALL, f"import math\n\n{FLOOR}"),
     ([A, B], [{"assert": "assert A().f() + B().f() == 3"}], f"{A}\n{B}"),
     ([A + B, B], [{"assert": "assert A().f() + B().f() == 3"}], f"{A + B}\n{B}"),
+    ([G, "f = g\n"], CALL, f"{G}\nf = g\n"),
+    (["x = 0\nfor n in [7]:\n    x += n\nprint(x)\n", "for n in [7]:\n    x += n\n"], RUN, None),
     # Neighbours: the last one counts
+    ([F, "f = f(1)\n"], CALL, F),
+    ([F, "x = 0\nx += 7\nprint(x)\n"], RUN, "x = 0\nx += 7\nprint(x)\n"),
     ([G, F], CALL, F),
     ([F.replace("1", "0"), F], CALL, F),
     ([F, F.replace("1", "0")], CALL, F.replace("1", "0")),
@@ -73,12 +79,37 @@ BY_TESTS = [
 
 @pytest.mark.parametrize(("blocks", "tests", "code"), BY_TESTS)
 def test_the_code_is_the_last_block_that_does_what_the_tests_need(blocks, tests, code):
-    assert code_of(python(*blocks), tests=tests) == code
+    assert code_of(python(*blocks), tests=tests) == (blocks[0] if code is None else code)
 
 
 def test_statements_about_the_future_come_first_when_blocks_are_joined():
     answer = python(f"from __future__ import annotations\n{F}", f"from __future__ import division\n{MAIN}")
     compile(code_of(answer, tests=RUN), "solution.py", "exec")
+
+
+HOSTILE_SECONDS = 4.0  # of processor time; texts that are read in quadratic time take minutes
+CHAIN = [f"from __future__ import annotations\ndef f{i}(x): return f{i - 1}(x)\n" for i in range(5_000)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        python(*CHAIN),
+        python(*CHAIN[::-1]),
+        python(*["def f(x): return g(x)\n", "def g(x): return f(x)\n"] * 5_000),
+        python(*[STUB] * 10_000),
+        "```python\n" * 25_000,
+        "```\n```python\n" * 20_000,
+        "```python\na\n```<b>\n" * 10_000,
+        "```python\n" + "```<b>\n" * 20_000,
+        "<answer>```python\n" * 10_000 + "</answer>",
+    ],
+)
+def test_hostile_texts_are_read_in_linear_time(text):
+    started_s = time.process_time()
+    code_of(text, tests=[{"assert": "assert f4999(1) == f(1)"}])
+    code_of(text, tests=RUN)
+    assert time.process_time() - started_s < HOSTILE_SECONDS
 
 
 def test_names_of_the_prelude_are_not_what_the_answer_must_define():
@@ -102,6 +133,8 @@ def test_names_of_the_prelude_are_not_what_the_answer_must_define():
         ("~~~python\na\n~~~<|eot_id|>", [("python", "a\n")]),
         ("```python\na\n```.\nTest:\n```python\nb\n```", [("python", "a\n"), ("python", "b\n")]),
         ("    ```python\n    a\n    ```, so", [("python", "a\n")]),
+        ("```python\na\n``` This is it.", [("python", "a\n")]),
+        ("```python\na\n```Explanation: so\n```text\nb\n```", [("python", "a\n"), ("text", "b\n")]),
         # Two opening fences
         ("```python\n```python\na\n```\n```", [("python", "a\n")]),
         ("```\n```python\na\n```\n```", [("python", "a\n")]),
@@ -114,6 +147,9 @@ def test_names_of_the_prelude_are_not_what_the_answer_must_define():
         ("````python\na\n```<b>\nb\n````", [("python", "a\n```<b>\nb\n")]),
         ("```python\nx = '''\n```<b>\n'''\n```", [("python", "x = '''\n```<b>\n'''\n")]),
         ("````python\na\n```<b>", []),
+        ("```python\na\n``` Python title", []),
+        ("```python\na\n``` this is it", []),
+        ("```python\na\n```Explanation", []),
         ("````\n```python\na\n```\n````", [("", "```python\na\n```\n")]),
         ("```python\n~~~python\na\n~~~\n```", [("python", "~~~python\na\n~~~\n")]),
         ("```\n```\na\n```", [("", "")]),
@@ -122,6 +158,15 @@ def test_names_of_the_prelude_are_not_what_the_answer_must_define():
 )
 def test_a_fence_before_a_mark_may_end_a_block_and_a_second_opening_fence_counts(text, blocks):
     assert fenced_blocks(text) == blocks
+
+
+DOC = 'def f(x):\n    """Add one.\n\n    ```\n    f(1)\n    ```\n    """\n    return x + 1\n'
+
+
+def test_fences_in_strings_of_code_without_fences_are_no_blocks():
+    assert code_of(DOC) == DOC
+    assert code_of(f"So:\n{DOC}") == "f(1)\n"
+    assert code_of(f"```\n{DOC}```") == DOC
 
 
 @pytest.mark.parametrize(
