@@ -352,3 +352,36 @@ def test_deep_recursion_has_a_stack():
         """
     assert program(code).output == b"50000\n"
     assert not program("import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)").ended_well
+
+
+FORGED = [
+    ["class", 0, [["AssertionError", ["Exception"]]]],
+    ["class", 5, [["X", ["X"]]]],
+    ["class", 1, [["E", ["KeyError", "OSError"]]]],
+    ["class", 1, [1, 2]],
+    ["class", "a", []],
+    ["coroutine", 0],
+    ["coroutine", None],
+    ["argument", "0", {}],
+    ["argument", "9", {}],
+    ["argument", "1", {"0": ["list"]}],
+    ["raised", [["SystemExit", ["BaseException"]]], "", 0, []],
+    ["raised", [["SkipTest", ["Exception"]]], "", 0, [0]],
+    ["raised", [["A\0", ["Exception"]]], "", 1, []],
+    ["raised", [], "", "x", []],
+    ["value", ["timezone", ["timedelta", 9999, 0, 0]], {}],
+    ["value", True, {"x": 1}],
+]
+FORGE = """
+import json, os
+def f(x):
+    for descriptor in range(3, 64):
+        try: os.write(descriptor, json.dumps({!r}).encode() + b"\\n")
+        except OSError: pass
+"""
+
+
+@pytest.mark.parametrize("answer", FORGED, ids=str)
+def test_forged_answers_pass_nothing(answer):
+    for tests in ("assert f(1) == 731946", CASE.format("", "").replace("2", "731946")):
+        assert not passes(FORGE.format(answer), tests, IMPATIENT)
