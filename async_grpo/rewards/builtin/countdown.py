@@ -99,9 +99,13 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
         *numbers, exact_target = [Fraction(text) for text in texts]
         if any(number.denominator != 1 for number in numbers):
             raise ValueError("a fraction among the numbers")
+        # An answer can only contain "-3" as the number 3 and a minus sign, so no answer would be right
+        if any(number < 0 for number in numbers):
+            raise ValueError("a negative number among the numbers")
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(
-            f"`nums` must be a list of whole numbers, `target` (or `answer`) a number, not {nums!r}, {target!r}"
+            f"`nums` must be a list of whole numbers of at least 0, `target` (or `answer`) a number, not {nums!r}, "
+            f"{target!r}: {error}"
         ) from error
     return [int(number) for number in numbers], exact_target
 

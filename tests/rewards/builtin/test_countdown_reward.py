@@ -117,7 +117,15 @@ def test_the_row_may_hold_numbers_or_text(row, expected):
 
 
 @pytest.mark.parametrize(
-    "row", [{"target": 7}, {"nums": [], "target": 7}, {"nums": [7]}, {"nums": ["x"], "target": 7}]
+    "row",
+    [
+        {"target": 7},
+        {"nums": [], "target": 7},
+        {"nums": [7]},
+        {"nums": ["x"], "target": 7},
+        {"nums": [-3, 10], "target": 7},  # "-3 + 10" uses the number 3
+        {"nums": ["-7"], "target": -7},
+    ],
 )
 def test_a_row_without_a_task_raises_so_that_the_sample_fails(row):
     with pytest.raises(ValueError):
