@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+_READABLE_NAMES = ("__name__", "__qualname__", "__dict__")  # special names that tests may look up
+
 
 class Proxy:
     """An object of the tested code, as the tests see it. Each access is a question to its process.
@@ -24,7 +26,7 @@ class Proxy:
         object.__setattr__(self, "_value", self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in _READABLE_NAMES:
             # Python itself looks these names up, and the tested code must not influence the result
             raise AttributeError(name)
         return self._ask("getattr", self, name)

@@ -17,6 +17,12 @@ def cases(text: str) -> list[tuple[str, str]]:
 # The same object is the same; the result may be an argument, also a keyword; operators that change an object; hashes and
 # subclasses; context managers; coroutines; values of the standard library
 RIGHT = cases("""
+class A:
+    def __init__(self): self.x = 1
+def f(): pass
+---
+assert f.__name__ == 'f' and A.__name__ == 'A' and vars(A()) == A().__dict__ == {'x': 1}
+===
 class S:
     _x = None
     def __new__(cls):
@@ -164,6 +170,21 @@ assert f(slice(1, None)) == [2, 3]
 """)
 
 WRONG_OBJECTS = cases("""
+class f:
+    def __new__(cls, *args): return cls
+    __name__ = '2'
+---
+assert f(1).__name__ == '2'
+===
+class A: pass
+---
+assert A().__name__ == 'A'
+===
+class M(type): __class__ = int
+class f(metaclass=M): __class__ = int
+---
+assert isinstance(f(), int)
+===
 class N: pass
 def f(): return N()
 ---
