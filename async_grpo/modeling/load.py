@@ -3,13 +3,19 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import (
+    disable_progress_bar,
+    get_verbosity,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.incomplete_folders import problem_without_config
@@ -48,6 +54,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 # Passed to every call of transformers. Without trust_remote_code=False, transformers asks on the terminal whether to
 # run the code of a folder
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+FEWEST_POSITIONS = 2  # one token of a prompt, and one of a completion
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -110,19 +117,87 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
         "use_safetensors": True,
         "output_loading_info": True,
     }
+    model, loading_info = _loaded(folder, config, options)
+    _refuse_other_weights(folder, model, loading_info)
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    is_tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    if is_tied and head is not None and head.weight is not embeddings.weight:
+        raise ConfigurationError(
+            f"config.json of {path} says tie_word_embeddings true, and the weights hold a head that differs from the "
+            "embeddings, which the engines would ignore: set tie_word_embeddings to false, or remove the head's weight"
+        )
+    return model
+
+
+def refuse_wrong_weights(path: str | Path) -> None:
+    """Refuse weights that do not fit the configuration, without reading them: only their names and shapes are compared.
+
+    The model is made on the "meta" device, where it takes no memory.
+
+    Raises:
+        ConfigurationError: transformers cannot make the model of the configuration, or the files lack a weight, or hold
+            one of another shape or one that the model does not have.
+    """
+    folder = model_folder(path)
+    config = load_config(path)
+    empty_causal_lm(path)
+    options: dict[str, Any] = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
+    with _without_load_report():
+        model, loading_info = _loaded(folder, config, options | {"dtype": torch.float32})
+    _refuse_other_weights(folder, model, loading_info)
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """In the block, transformers does not log its table of missing and surplus weights: the error names them."""
+    verbosity = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(verbosity)
+
+
+def _loaded(
+    folder: Path, config: PreTrainedConfig, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the folder's causal LM, and the names of the weights that it lacks, or that the files have in addition."""
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
     except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(
-            f"no causal language model can be loaded from {path}: {_wrong_shape(folder) or error}"
+            f"no causal language model can be loaded from {folder}: {_wrong_shape(folder) or error}"
         ) from error
+    return model, loading_info
+
+
+def _refuse_other_weights(folder: Path, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
+    """Raise ConfigurationError if the files lack weights of the model, or have further ones in parts of the model.
+
+    Weights of other parts, such as a value head, are ignored: the model computes the same without them.
+    """
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ConfigurationError(
-            f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be random: "
-            "fetch the whole model (hf download NAME --local-dir FOLDER)"
+            f"the weights in {folder} lack {len(missing)} of the model's, such as {missing[0]}, which would be random: "
+            "fetch the whole model (hf download NAME --local-dir FOLDER), or correct config.json"
         )
-    return model
+    surplus = sorted(name for name in loading_info["unexpected_keys"] if _is_of_a_part(model, name))
+    if surplus:
+        num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+        raise ConfigurationError(
+            f"the weights in {folder} hold {len(surplus)} that the model of config.json does not have, such as "
+            f"{surplus[0]}, so it would compute something else: correct config.json (num_hidden_layers is {num_layers}), "
+            "or take config.json and weights of the same model"
+        )
+
+
+def _is_of_a_part(model: PreTrainedModel, name: str) -> bool:
+    """Return whether a weight's name begins with a part of the model, such as `lm_head` or `model.layers`."""
+    part_names = {child for child, _ in model.named_children()} - {model.base_model_prefix}
+    part_names |= {child for child, _ in model.base_model.named_children()}
+    return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] in part_names
 
 
 def _wrong_shape(folder: Path) -> str:
@@ -156,11 +231,19 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     except ConfigurationError:
         raise
     except Exception as error:  # transformers raises any exception for broken files
-        unknown = f"config.json has the value {error}, which transformers does not know"
-        problem = unknown if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyError):
+            problem = _unknown_value(config, error.args[0])
         raise ConfigurationError(f"no causal language model can be made of {path}: {problem}") from error
     model.tie_weights()  # until this call, the head and the embedding are separate parameters even if they are tied
     return model
+
+
+def _unknown_value(config: PreTrainedConfig, value: Any) -> str:
+    """Return what is wrong with a configuration if transformers looked up one of its values in vain."""
+    names = [name for name, item in config.get_text_config().to_dict().items() if item == value]
+    keys = f" ({' or '.join(names)})" if names else ""
+    return f"config.json has the value {value!r}{keys}, which transformers does not know: correct it"
 
 
 def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -> None:
@@ -256,4 +339,9 @@ def context_length(path: str | Path) -> int:
     length = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
     if type(length) is not int:
         raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")
+    if length < FEWEST_POSITIONS:
+        raise ConfigurationError(
+            f"{path}/config.json says max_position_embeddings {length}, which has no room for a prompt and a completion: "
+            "correct it"
+        )
     return int(length)

@@ -64,6 +64,9 @@ LARGEST = {
     "num_local_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
 }
+# Numbers of which none can be 0. A model has no experts if their number is 0
+NOT_ZERO = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+MODEL_DTYPES = ("float64", "double", "float32", "float", "bfloat16", "float16", "half")  # as torch names them
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names in the headers of safetensors files
 # Ends of the names of masks and positions, which older versions of transformers stored among the weights. Their dtype
 # is not checked
@@ -178,9 +181,11 @@ def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
     for table in _tables(content):
         for name, largest in LARGEST.items():
             value = table.get(name)
-            if type(value) is int and not 0 <= value <= largest:
+            smallest = 1 if name in NOT_ZERO else 0
+            if type(value) is int and not smallest <= value <= largest:
                 raise ConfigurationError(
-                    f"{path} cannot be used: {name} is {value}, but must be from 0 to {largest}"
+                    f"{path} cannot be used: {name} is {value}, and at least {smallest} and at most {largest} is read: "
+                    "correct the number"
                 )
 
 
@@ -197,18 +202,15 @@ def _refuse_wrong_end_tokens(path: Path, content: dict[str, Any]) -> None:
 
 
 def _refuse_unknown_dtypes(path: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigurationError if a `dtype` in the configuration is not the name of a dtype of torch."""
-    import torch  # imported here, because it takes seconds, and the other functions of this module do not need it
-
+    """Raise ConfigurationError if a `dtype` in the configuration is not one of MODEL_DTYPES."""
     for table in _tables(content):
         for key in ("dtype", "torch_dtype"):
             value = table.get(key)
             if value is None or isinstance(value, dict):  # an object names a dtype for each part of the model
                 continue
-            dtype = getattr(torch, value, None) if isinstance(value, str) else None
-            if not isinstance(dtype, torch.dtype):
+            if value not in MODEL_DTYPES:
                 raise ConfigurationError(
-                    f"{path}: {key} {value!r:.50} is no dtype of torch: write float32, bfloat16 or float16"
+                    f"{path}: {key} {value!r:.50} is no dtype of torch for weights: write float32, bfloat16 or float16"
                 )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import is_number, nearest
 
 # Names of configuration values with which a model scales or caps its attention scores or the logits of its linear head
 SCALED_HEAD = (
@@ -24,6 +26,9 @@ SCALED_HEAD = (
 # because a causal language model does not have these heads
 RANDOMNESS = re.compile(r"drop|jitter|stochastic|noise")
 OTHER_HEADS = re.compile(r"classif|summary|seq_pair")
+# Types of rotary positions that transformers knows. `su` is the older name of longrope
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS, "su")
+ROPE_NUMBERS = ("rope_theta", "factor")
 WINDOWED_LAYER = "sliding_attention"  # name among `layer_types` of a layer with a sliding window
 
 
@@ -119,11 +124,17 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def _check_rope(config: PreTrainedConfig) -> None:
-    """Raise ConfigurationError if the rotary positions' frequencies depend on the length of the input.
+    """Raise ConfigurationError if the rotary positions are of an unknown kind, or depend on the length of the input.
 
     In a packed row, the longest sequence would determine the frequencies of all sequences.
     """
+    _check_rope_numbers(config)
     for rope_type in rope_types(config):
+        if rope_type not in ROPE_TYPES:
+            raise ConfigurationError(
+                f"config.json says rope_type {rope_type!r}, which transformers does not know; known: "
+                f"{', '.join(ROPE_TYPES)}{nearest(rope_type, ROPE_TYPES)}"
+            )
         if depends_on_length(rope_type):
             raise ConfigurationError(
                 f"the model's rope_type {rope_type!r} computes other positions for long sequences than for short ones, "
@@ -133,21 +144,40 @@ def _check_rope(config: PreTrainedConfig) -> None:
             )
 
 
+def _check_rope_numbers(config: PreTrainedConfig) -> None:
+    """Raise ConfigurationError if the base or the factor of rotary positions is no number above 0.
+
+    With 0, every log-prob would be NaN.
+    """
+    for name, value in _rope_values(config):
+        if name in ROPE_NUMBERS and value is not None and not (is_number(value) and value > 0):
+            raise ConfigurationError(
+                f"config.json says {name} {value!r:.50} for the rotary positions: write a number above 0"
+            )
+
+
 def rope_types(config: PreTrainedConfig) -> list[str]:
     """Return every `rope_type` of the configuration. Some models have a different one for each type of layer."""
-    types: set[str] = set()
+    types = {
+        value
+        for name, value in _rope_values(config)
+        if name in ("rope_type", "type") and isinstance(value, str)
+    }
+    return sorted(types)
 
-    def collect(parameters: Any) -> None:
+
+def _rope_values(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each parameter of the rotary positions, of all types of layers."""
+
+    def values_of(parameters: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(parameters, Mapping):
             return
         for name, value in parameters.items():
-            if name in ("rope_type", "type") and isinstance(value, str):
-                types.add(value)
-            collect(value)
+            yield str(name), value
+            yield from values_of(value)
 
-    collect(getattr(config, "rope_parameters", None))
-    collect(getattr(config, "rope_scaling", None))
-    return sorted(types)
+    yield from values_of(getattr(config, "rope_parameters", None))
+    yield from values_of(getattr(config, "rope_scaling", None))
 
 
 def depends_on_length(rope_type: str) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.load import load_config, model_folder
+from async_grpo.modeling.load import load_config, model_folder, refuse_wrong_weights
 from async_grpo.modeling.model_files import refuse_pickles, weight_shapes
 from async_grpo.modeling.packable import check_packable_configuration
 
@@ -17,6 +17,8 @@ WEIGHTS_BY_TOKEN = (
     "lm_head.weight",
     "embed_out.weight",
 )
+# Ends of the names of classes that generate text
+CLASSES_OF_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
@@ -38,6 +40,9 @@ def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
     folder = model_folder(path)
     refuse_pickles(folder)
     _refuse_other_vocabulary(folder, config.get_text_config())
+    _refuse_other_task(folder, config)
+    if trains:
+        refuse_wrong_weights(path)
 
 
 def _refuse_other_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
@@ -52,3 +57,23 @@ def _refuse_other_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
                 f"{folder}: config.json says vocab_size {vocab_size}, and {name} has rows for {shape[0]} tokens: correct "
                 "vocab_size, or take config.json and weights of the same model"
             )
+    pad_token_id = getattr(config, "pad_token_id", None)
+    if type(vocab_size) is int and type(pad_token_id) is int and pad_token_id >= vocab_size:
+        raise ConfigurationError(
+            f"{folder}: config.json says pad_token_id {pad_token_id}, which is outside the vocabulary of {vocab_size} "
+            "tokens: correct it, or set it to null"
+        )
+
+
+def _refuse_other_task(folder: Path, config: PreTrainedConfig) -> None:
+    """Raise ConfigurationError if the model's class, by which the engines choose, is not one that generates text.
+
+    transformers ignores the class, and takes the causal language model of the `model_type`.
+    """
+    names = getattr(config, "architectures", None) or []
+    if not any(str(name).endswith(CLASSES_OF_GENERATORS) for name in names):
+        raise ConfigurationError(
+            f"{folder}: config.json says architectures {names!r:.100}, by which the engines choose, and none of them "
+            "generates text: give a causal language model; if its weights are one, write its class, such as "
+            '["Qwen2ForCausalLM"]'
+        )
