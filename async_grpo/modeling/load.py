@@ -20,6 +20,7 @@ from transformers.utils.logging import (
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.incomplete_folders import problem_without_config
 from async_grpo.modeling.model_files import (
+    BUFFER_NAMES,
     TOKENIZER_CONFIG_FILE,
     check_model_folder,
     refuse_more_parameters,
@@ -148,6 +149,14 @@ def refuse_wrong_weights(path: str | Path) -> None:
     _refuse_other_weights(folder, model, loading_info)
 
 
+def _is_of_a_further_layer(config: PreTrainedConfig, name: str) -> bool:
+    """Return whether a weight belongs to a layer behind the model's own that predicts further tokens, as DeepSeek's."""
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    num_further_layers = getattr(config, "num_nextn_predict_layers", None) or 0
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return bool(numbers) and num_layers <= numbers[0] < num_layers + num_further_layers
+
+
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """In the block, transformers does not log its table of missing and surplus weights: the error names them."""
@@ -194,7 +203,12 @@ def _refuse_other_weights(folder: Path, model: PreTrainedModel, loading_info: di
 
 
 def _is_of_a_part(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a weight's name begins with a part of the model, such as `lm_head` or `model.layers`."""
+    """Return whether a weight's name begins with a part of the model, such as `lm_head` or `model.layers`.
+
+    Masks and positions do not count, which older files hold, nor layers that only predict further tokens.
+    """
+    if name.endswith(BUFFER_NAMES) or _is_of_a_further_layer(model.config.get_text_config(), name):
+        return False
     part_names = {child for child, _ in model.named_children()} - {model.base_model_prefix}
     part_names |= {child for child, _ in model.base_model.named_children()}
     return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] in part_names

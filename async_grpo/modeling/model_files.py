@@ -70,7 +70,7 @@ MODEL_DTYPES = ("float64", "double", "float32", "float", "bfloat16", "float16", 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names in the headers of safetensors files
 # Ends of the names of masks and positions, which older versions of transformers stored among the weights. Their dtype
 # is not checked
-BUFFER_NAMES = ("attn.bias", "attention.bias", "position_ids")
+BUFFER_NAMES = ("attn.bias", "attention.bias", "masked_bias", "inv_freq", "position_ids")
 UNQUANTISED = "train the unquantised model, from which this one was made"
 MOST_PARAMETERS_PER_BYTE = 8  # plausible maximum for the weights' files: at least one bit per parameter
 FETCH = "fetch the whole model (hf download NAME --local-dir FOLDER)"

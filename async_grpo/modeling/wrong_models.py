@@ -35,12 +35,12 @@ def refuse_wrong_model(path: str | Path, *, trains: bool) -> None:
         ConfigurationError: The folder holds no complete model, or the trainer would not compute it as the engines do.
     """
     config = load_config(path)
+    folder = model_folder(path)
+    _refuse_other_task(folder, config)
     if trains:
         check_packable_configuration(config)
-    folder = model_folder(path)
     refuse_pickles(folder)
     _refuse_other_vocabulary(folder, config.get_text_config())
-    _refuse_other_task(folder, config)
     if trains:
         refuse_wrong_weights(path)
 

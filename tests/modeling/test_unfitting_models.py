@@ -87,6 +87,10 @@ WRONG = {
         "architectures .'Qwen2ForSequenceClassification'.*none of them generates text",
     ),
     "a model without a head": (config(architectures=["Qwen2Model"]), "architectures .'Qwen2Model'."),
+    "a model that sees what follows": (
+        config(model_type="bert", architectures=["BertForMaskedLM"]),
+        "architectures .'BertForMaskedLM'.*none of them generates text",
+    ),
     "no class": (config(architectures=None), "architectures .., by which the engines choose"),
     "a pad token of another model": (config(pad_token_id=9999), "pad_token_id 9999, which is outside"),
 }
@@ -96,6 +100,13 @@ RIGHT = {
     "a value head": added("v_head.weight", 1, 128),
     "a classifier's head": added("score.weight", 2, 128),
     "parts that see": added("model.visual.patch_embed.weight", 4, 4),
+    "positions of an older file": added("model.layers.0.self_attn.rotary_emb.inv_freq", 16),
+    "masks of an older file": added("model.layers.0.attn.masked_bias", 1),
+    "a layer that predicts further tokens": lambda folder: (
+        config(num_nextn_predict_layers=1)(folder),
+        added("model.layers.4.eh_proj.weight", 4, 4)(folder),
+    ),
+    "such a layer under a name of its own": added("mtp.layers.0.mlp.up_proj.weight", 4, 4),
     "names without the first part": weights(
         lambda tensors: [tensors.update({name[6:]: tensors.pop(name)}) for name in list(tensors)]
     ),
