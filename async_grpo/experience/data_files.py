@@ -19,14 +19,23 @@ from async_grpo.experience.row_schemas import (
     joined_texts,
     names_of,
     proposal,
+    refuse_placeholders,
     unread_columns,
+    unread_parts,
 )
-from async_grpo.experience.text_lines import decoded, json_problem, refuse_other_contents, text_lines
+from async_grpo.experience.text_lines import (
+    decoded,
+    json_problem,
+    refuse_other_contents,
+    refuse_other_texts,
+    text_lines,
+)
 from async_grpo.options.fields import refuse
 from async_grpo.processes.hub import is_hub_name
 from async_grpo.processes.untrusted_files import (
     BYTE_ORDER_MARK,
     MAX_ROW_BYTES,
+    RepeatedKey,
     bounded_lines,
     is_regular,
     open_regular,
@@ -40,8 +49,12 @@ Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
-BARE_RETURN = "new-line character"  # part of the message of `csv` about a line that ends with CR alone
-DELIMITERS = (";", "\t")  # delimiters of tables whose cells are not separated by commas
+LINES_OF_CR = (
+    "Its lines end with CR alone, as old Macintosh programs write: convert the file by tr '\\r' '\\n'"
+)
+BARE_RETURN = "new-line character"  # in the message of `csv` for a line that ends with CR alone
+# Delimiters of tables, and their names in messages. Excel writes semicolons in many languages
+DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
 
 def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:
@@ -63,6 +76,7 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
     for place, raw_row in raw_rows(Path(path)):
         try:
             row = columns.apply(raw_row, needs_prompt=needs_prompt)
+            refuse_placeholders(row)
         except ConfigurationError as error:
             raise ConfigurationError(f"{place}: {error}") from error
         if num_rows == 0 and needs_prompt:
@@ -94,6 +108,7 @@ def raw_rows(path: Path) -> Rows:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
     with file:
+        refuse_other_texts(file, path)
         yield from read(path, file)
 
 
@@ -107,7 +122,7 @@ def _rows_of_no_file(path: Path) -> Rows:
 
     refuse(path.exists() and not path.is_dir(), f"{path}: there is no such file (it is not a regular file)")
     refuse(not names_data_set(path), f"{path}: there is no such file")
-    return dataset_rows(str(path))
+    return dataset_rows(str(path), raw_rows)
 
 
 def names_data_set(path: Path) -> bool:
@@ -139,9 +154,13 @@ def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
         if not line.strip():
             continue
         try:
-            row = parse_json(line.rstrip())
+            row = parse_json(line.rstrip(), unique_keys=True)
+        except RepeatedKey as error:
+            raise ConfigurationError(f"{place}: {error}") from error
         except ValueError as error:  # not JSON, or brackets nested too deeply
             hint = f". {NAME_IT_JSON}" if line.lstrip().startswith("[") else ""
+            if "\r" in line.rstrip():
+                hint = f". {LINES_OF_CR}"
             raise ConfigurationError(f"{place}: not JSON ({json_problem(error)}){hint}") from error
         refuse(isinstance(row, list), f"{place}: a row must be an object, not list. {NAME_IT_JSON}")
         yield place, row
@@ -164,10 +183,14 @@ def _json_rows(path: Path, file: BinaryIO) -> Rows:
             f"{path}: {error.strerror} of a JSON file: write it as JSONL, one row per line (jq -c '.[]' FILE)"
         ) from error
     refuse_other_contents(content, str(path))
+    refuse(not content.strip(), f"{path}: not JSON, because it is empty: copy the file again")
     try:
-        value = parse_json(decoded(content, str(path)).removeprefix(BYTE_ORDER_MARK))
+        value = parse_json(decoded(content, str(path)).removeprefix(BYTE_ORDER_MARK), unique_keys=True)
+    except RepeatedKey as error:
+        raise ConfigurationError(f"{path}: {error}") from error
     except ValueError as error:
-        raise ConfigurationError(f"{path}: not JSON ({error})") from error
+        problem = str(error) if isinstance(error, json.JSONDecodeError) else json_problem(error)
+        raise ConfigurationError(f"{path}: not JSON ({problem})") from error
     for number, row in enumerate(_listed_rows(path, value), start=1):
         yield f"{path}, row {number}", row
 
@@ -231,7 +254,7 @@ def _csv_rows(path: Path, file: BinaryIO, delimiter: str = ",") -> Rows:
         if not any(cells):  # an empty line. Excel writes commas for rows that were cleared
             continue
         if not header:
-            header = _checked_header(place, cells)
+            header = _checked_header(place, cells, delimiter)
             continue
         refuse(
             len(cells) != len(header),
@@ -257,13 +280,13 @@ def _table_problem(error: csv.Error) -> str:
     )
 
 
-def _checked_header(place: str, cells: list[str]) -> list[str]:
+def _checked_header(place: str, cells: list[str], delimiter: str) -> list[str]:
     header = [cell.strip() for cell in cells]
-    other_delimiters = [sign for sign in DELIMITERS if sign in header[0]]
+    other_delimiters = [name for sign, name in DELIMITERS.items() if sign != delimiter and sign in header[0]]
     refuse(
         len(header) == 1 and bool(other_delimiters),
-        f"{place}: the table has only one column, {header[0]!r}, probably because semicolons (as Excel writes in many "
-        "languages) or tabs separate its cells: save it with commas as .csv, or with tabs as .tsv",
+        f"{place}: the table has only one column, {header[0]!r}, probably because {' or '.join(other_delimiters)} separate "
+        "its cells: save it with commas as .csv, or with tabs as .tsv",
     )
     # Excel writes columns without a name for cells that were cleared
     twice = [name for name in header if name and header.count(name) > 1]
@@ -280,6 +303,12 @@ def _warn_of_unread_columns(
             "%s: the column %s is not part of the prompt, though it may be the question: --prompt-column %s reads it",
             path,
             name,
+            name,
+        )
+    for name in unread_parts(row):
+        log.warning(
+            "%s: the column %s is not part of the prompt: if it belongs to the question, write its text into a message",
+            path,
             name,
         )
     if not columns.answer and is_missing(raw_row.get("answer")):

@@ -10,6 +10,7 @@ import numpy as np
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.experience.row_schemas import names_like_prompts
 from async_grpo.options.fields import refuse
 from async_grpo.types import Prompt
 
@@ -51,8 +52,9 @@ def questions_of(
     for place, row in rows:
         try:
             token_ids = renderer.prompt_tokens(row, max_prompt_tokens, place)
+            refuse(not len(token_ids), _without_tokens(row))
             refuse(
-                not 0 < len(token_ids) <= max_prompt_tokens,
+                len(token_ids) > max_prompt_tokens,
                 f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
                 "--max-generation-tokens. Shorten or drop the row",
             )
@@ -68,6 +70,13 @@ def questions_of(
             row["input"] = tokenizer.decode(token_ids)
         questions.append(Question(np.asarray(token_ids, np.int32), row, place))
     return questions
+
+
+def _without_tokens(row: Mapping[str, Any]) -> str:
+    """Return the message for a row whose prompt is empty. It names the columns that may hold the question."""
+    names = [name for name in names_like_prompts(row) if row[name]]
+    hint = f"; if {names[0]} is the question: --prompt-column {names[0]}" if names else ""
+    return f"a prompt of 0 tokens, because it is empty: write the question, or drop the row{hint}"
 
 
 class PromptCursor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import TABLE, Section, option, parse_assignments, refuse
-from async_grpo.processes.untrusted_files import all_is_text, is_text, parse_json, read_text
+from async_grpo.processes.untrusted_files import RepeatedKey, all_is_text, is_text, parse_json, read_text
 
 MAX_TEMPLATE_BYTES = 1 << 20
 # Arguments of `apply_chat_template` that this library sets itself, or that are not variables of a template
@@ -73,7 +73,9 @@ class PromptOptions(Section):
         if not text.startswith("{"):
             return parse_assignments(text, "chat-template-kwargs")
         try:
-            variables = parse_json(text)
+            variables = parse_json(text, unique_keys=True)
+        except RepeatedKey as error:
+            raise ConfigurationError(f"--chat-template-kwargs: {error}") from error
         except ValueError as error:
             raise ConfigurationError(
                 f"--chat-template-kwargs {text!r:.80} begins like a JSON object, but is not valid JSON: {error}"
@@ -92,8 +94,12 @@ class PromptOptions(Section):
         try:
             text = read_text(Path(self.chat_template), MAX_TEMPLATE_BYTES, follow_links=True)
         except (OSError, ValueError) as error:
+            is_text_of_template = "{%" in self.chat_template or "{{" in self.chat_template
+            hint = (
+                "; it must be the name of a file: write the template into one" if is_text_of_template else ""
+            )
             raise ConfigurationError(
-                f"--chat-template {self.chat_template} cannot be read: {error}"
+                f"--chat-template {self.chat_template} cannot be read: {error}{hint}"
             ) from error
         # Some editors write a byte order mark at the beginning of a file, which would become part of each prompt
         text = text.removeprefix("\ufeff")

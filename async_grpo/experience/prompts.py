@@ -160,6 +160,8 @@ class PromptRenderer:
                     "unused", f"{place}: the column tools is not used, because the prompt is a text"
                 )
             return self.beginning_tokens(prompt) + self._tokenizer.encode(prompt, add_special_tokens=False)
+        if not self._has_rendered_rows:
+            self._warn_about_control_tokens(prompt, place)
         self._has_rendered_rows = True
         text = self._rendered_row(self._with_system_prompt(prompt), row_tools(row), place)
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -187,6 +189,18 @@ class PromptRenderer:
             f"--system-prompt: the prompt is a text with the control token {spelled_token}, so it is in the form of a chat "
             "already; write messages instead, or leave the option out",
         )
+
+    def _warn_about_control_tokens(self, messages: Sequence[Message], place: str) -> None:
+        """Warn if a message spells control tokens, probably because a chat template was already applied to its text."""
+        text = "\n".join(message["content"] or "" for message in messages)
+        spellings = control_token_spellings(self._tokenizer)
+        spelled_token = next((spelling for spelling in spellings if spelling in text), None)
+        if spelled_token is not None:
+            self._examiner.warn(
+                "control tokens",
+                f"{place}: a message spells the control token {spelled_token}, which the template does not escape: if the "
+                "text is a whole prompt already, give it as the column input, or with --prompt-as text",
+            )
 
     def beginning_tokens(self, text: str) -> list[int]:
         """Return the special tokens that the tokenizer puts in front of a text that begins a sequence.
@@ -288,10 +302,12 @@ class PromptRenderer:
                 "--chat-template FILE"
             ) from error
         except Exception as error:
-            # Most templates expect the arguments of tool calls as objects, and DeepSeek's as JSON texts
+            # Most templates expect the arguments of tool calls as objects, and DeepSeek's as JSON texts. Some count the
+            # letters of a content that they compare with none before
             if any(message.get("tool_calls") for message in messages):
-                with suppress(Exception):
-                    return self._tokenizer.apply_chat_template(with_json_arguments(messages), **settings)
+                for other_form in (with_json_arguments(messages), _with_texts(messages)):
+                    with suppress(Exception):
+                        return self._tokenizer.apply_chat_template(other_form, **settings)
             words = str(error) or type(error).__name__
             is_added = messages[0]["content"] == self._options.system_prompt
             hint = " (the first message is that of --system-prompt)" if is_added else ""

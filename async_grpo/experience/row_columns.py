@@ -36,6 +36,14 @@ class ColumnMap:
     answer: tuple[str, ...] = ()
     text_is_message: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse a column that is the prompt and the answer, because the prompt would hold the answer."""
+        for path in self.prompt:
+            refuse(
+                path in self.answer,
+                f"--prompt-column and --answer-column both name {path}: the prompt would be the answer; name another",
+            )
+
     def apply(self, row: Any, *, needs_prompt: bool = True) -> dict[str, Any]:
         """Return the row with its prompt and its answer in the columns that this library reads.
 
@@ -180,6 +188,16 @@ def _messages_in_text(text: str, place: str) -> Any:
         ConfigurationError: The text is a list of messages as Python prints it, which cannot be read back.
     """
     stripped = text.strip()
+    if stripped.startswith("{"):
+        value = parsed_text(text)
+        is_conversation = isinstance(value, dict) and (
+            "messages" in value or {"role", "content"} <= value.keys()
+        )
+        refuse(
+            is_conversation,
+            f"{place}: the text is a JSON object with messages, {_shown(text)}: write the list of messages alone",
+        )
+        return text
     if not (SERIALIZED_BEGIN.match(stripped) and stripped.endswith(SERIALIZED_ENDS)):
         return text
     messages = parsed_text(text)

@@ -31,6 +31,7 @@ FOREIGN_ROLES = {
 }
 FOREIGN_FIELDS = {"from": "role", "value": "content"}
 JSON_NULLS = ("default", "const")  # fields of a JSON schema whose value may be null
+CALL_EXAMPLE = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
 MAX_SHOWN = 80  # characters of a value that an error message shows
 
 
@@ -84,12 +85,14 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
             the prompt would contain the answer.
     """
     refuse(not messages, "messages must be a list of objects with role and content, and it is empty")
+    are_token_ids = all(type(message) is int for message in messages)
+    hint = "; token ids belong into the column input_token_ids" if are_token_ids else ""
     checked = []
     for number, message in enumerate(messages, start=1):
         refuse(
             not isinstance(message, dict),
             f"messages must be a list of objects with role and content, and message {number} is "
-            f"{message!r:.{MAX_SHOWN}}",
+            f"{message!r:.{MAX_SHOWN}}{hint}",
         )
         try:
             _check_fields(message, known_roles)
@@ -163,6 +166,11 @@ def template_message(message: Message) -> dict[str, Any]:
         ConfigurationError: The content is not text, or the tool calls are not a list of calls.
     """
     fields = {name: value for name, value in message.items() if value is not None}
+    refuse(
+        "function_call" in fields,
+        "it has a function_call, the older form of a tool call, which chat templates leave out: write tool_calls, a list "
+        f"of {CALL_EXAMPLE}",
+    )
     if fields.get("tool_calls"):
         fields["tool_calls"] = _template_calls(fields["tool_calls"])
         fields["content"] = None
@@ -210,20 +218,23 @@ def _text_of_part(part: Any) -> str:
 
 
 def _template_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls whose arguments are objects instead of JSON texts."""
-    example = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+    """Return tool calls with the arguments as objects."""
     refuse(not isinstance(calls, list | tuple), f"tool_calls must be a list, not {calls!r:.{MAX_SHOWN}}")
     template_calls = []
     for call in calls:
-        refuse(not isinstance(call, Mapping), f"tool_calls has {call!r:.{MAX_SHOWN}}: a call is {example}")
+        refuse(
+            not isinstance(call, Mapping), f"tool_calls has {call!r:.{MAX_SHOWN}}: a call is {CALL_EXAMPLE}"
+        )
         # Some data sets leave out the object `function` around name and arguments
         is_bare = call.get("function") is None and "name" in call
         called = call if is_bare else call.get("function")
-        if not isinstance(called, Mapping):
-            raise ConfigurationError(f"tool_calls has {call!r:.{MAX_SHOWN}}: a call is {example}")
+        if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
+            raise ConfigurationError(f"tool_calls has {call!r:.{MAX_SHOWN}}: a call is {CALL_EXAMPLE}")
         function = dict(called)
         arguments = function.get("arguments")
-        if isinstance(arguments, str | bytes):
+        if arguments is None or arguments == "":  # a function without parameters
+            function["arguments"] = {}
+        elif isinstance(arguments, str | bytes):
             # A text that is not JSON, or is nested too deeply, stays a text
             with suppress(ValueError):
                 function["arguments"] = parse_json(arguments)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.experience.column_paths import MISSING, is_missing, value_at
+from async_grpo.options.fields import refuse
 
 TOKENS = "input_token_ids"
 # Columns that hold a prompt if no option names another. docs/your-data.md says which one is used if a row has several
@@ -21,6 +22,27 @@ PROMPT_LIKE = (
     "problem_statement",
     "question_content",
 )
+# Columns that may belong to the question, but that no option reads together with it
+PARTS_OF_PROMPTS = (
+    "system",
+    "system_prompt",
+    "context",
+    "passage",
+    "choices",
+    "options",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+)
+# Texts that stand in a prompt for what a column holds, which a model of texts does not see
+PLACEHOLDERS = {
+    "<image>": ("image", "images"),
+    "<video>": ("video", "videos"),
+    "<audio>": ("audio", "audios"),
+}
 NEEDS_PROMPT = "a row needs input_token_ids, messages, or prompt/input text"
 SHOWN_NAMES = 12  # number of columns that a message lists
 
@@ -65,6 +87,8 @@ SCHEMAS = (
     Schema("OpenRLHF's or slime's", ("prompt", "label"), "prompt", "label"),
     Schema("TRL's", ("prompt", "ground_truth"), "prompt", "ground_truth"),
     Schema("TRL's", ("prompt", "solution"), "prompt", "solution"),
+    Schema("Tulu's", ("messages", "ground_truth"), "messages", "ground_truth"),
+    Schema("TRL's", ("prompt", "answer"), "prompt", "answer"),
     Schema("Alpaca's", ("instruction", "output"), "instruction", "output"),
     Schema("ShareGPT's", ("conversations.1.value",), "conversations", "conversations.-1.value"),
 )
@@ -76,14 +100,24 @@ def proposal(row: Mapping[str, Any]) -> str:
     >>> proposal({"question": "3 + 4?", "answer": "7"})
     "these look like GSM8K's rows: --prompt-column question"
     """
+    names = {str(name).lower(): str(name) for name in row}
+    lower_row = {name.lower(): row[name] for name in names.values() if name in row}
+
+    def path_here(path: str) -> str:
+        """Return a path of a schema with the name that the row has for its first part."""
+        name, dot, rest = path.partition(".")
+        return f"{names.get(name, name)}{dot}{rest}"
+
     for schema in SCHEMAS:
-        if any(is_missing(value_at(row, path)) for path in schema.columns):
+        if any(is_missing(value_at(lower_row, path)) for path in schema.columns):
             continue
         options = []
-        if schema.prompt not in PROMPT_COLUMNS:
-            options.append(f"--prompt-column {schema.prompt}")
-        if schema.answer not in ("", "answer") and is_missing(row.get("answer", MISSING)):
-            options.append(f"--answer-column {schema.answer}")
+        prompt = path_here(schema.prompt)
+        answer = path_here(schema.answer)
+        if prompt not in PROMPT_COLUMNS:
+            options.append(f"--prompt-column {prompt}")
+        if answer not in ("", "answer") and is_missing(row.get("answer", MISSING)):
+            options.append(f"--answer-column {answer}")
         if options:
             return f"these look like {schema.name} rows: {' '.join(options)}"
     return ""
@@ -96,13 +130,49 @@ def unread_columns(row: Mapping[str, Any]) -> list[str]:
     """
     if TOKENS in row:
         return []
-    prompt = joined_texts([row[name] for name in PROMPT_COLUMNS if name in row])
+    prompt = _prompt_text(row)
     unread = []
-    for name in PROMPT_LIKE:
+    for name in names_like_prompts(row):
         texts = [joined_texts(text) for text in _texts(row.get(name)) if text.strip()]
         if texts and not any(text in prompt for text in texts):
             unread.append(name)
     return unread
+
+
+def names_like_prompts(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the row's columns that look like a prompt's, in the order of PROMPT_LIKE, whatever their case."""
+    likely = (*PROMPT_LIKE, *PROMPT_COLUMNS)
+    names = [name for name in row if isinstance(name, str) and name.lower() in likely]
+    unread_names = [name for name in names if name not in PROMPT_COLUMNS]
+    return sorted(unread_names, key=lambda name: likely.index(name.lower()))
+
+
+def unread_parts(row: Mapping[str, Any]) -> list[str]:
+    """Return the columns of PARTS_OF_PROMPTS with a text that is not part of the row's prompt; see `unread_columns`."""
+    if TOKENS in row:
+        return []
+    prompt = _prompt_text(row)
+    unread = []
+    for name in PARTS_OF_PROMPTS:
+        texts = [joined_texts(text) for text in _texts(row.get(name)) if text.strip()]
+        if any(text not in prompt for text in texts):
+            unread.append(name)
+    return unread
+
+
+def refuse_placeholders(row: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if a prompt says where an image, a video or a sound belongs, and a column holds it."""
+    for placeholder, columns in PLACEHOLDERS.items():
+        name = next((column for column in columns if row.get(column)), None)
+        refuse(
+            name is not None and placeholder in _prompt_text(row),
+            f"the prompt has {placeholder} for what the column {name} holds, and only texts are given to the model: drop "
+            "the row, or remove the column and the placeholder",
+        )
+
+
+def _prompt_text(row: Mapping[str, Any]) -> str:
+    return joined_texts([row[name] for name in PROMPT_COLUMNS if name in row])
 
 
 def joined_texts(value: Any) -> str:
@@ -113,11 +183,13 @@ def joined_texts(value: Any) -> str:
 def without_prompt(row: Mapping[str, Any]) -> str:
     """Return the message for a row without a prompt. It names the row's columns, and the options that read them."""
     message = f"{NEEDS_PROMPT}; its columns are {names_of(row)}"
-    candidates = [name for name in PROMPT_LIKE if not is_missing(row.get(name))]
+    candidates = [name for name in names_like_prompts(row) if not is_missing(row.get(name))]
     proposed = proposal(row)
     if not proposed and candidates:
         proposed = f"if {candidates[0]} is the question: --prompt-column {candidates[0]}"
-    return f"{message}. {proposed[0].upper()}{proposed[1:]}" if proposed else message
+    if not proposed:
+        proposed = "if another column is the question: --prompt-column with its name"
+    return f"{message}. {proposed[0].upper()}{proposed[1:]}"
 
 
 def names_of(row: Mapping[str, Any]) -> str:

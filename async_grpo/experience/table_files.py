@@ -1,22 +1,28 @@
 """Read rows from Parquet files, and from folders and data sets of the hub by the library `datasets`.
 
-CSV, TSV and JSON are read without `datasets`: it chooses one type for each column, so an answer 007 would become 7, NA
-would become a null, and a column with numbers and texts would be refused. Parquet files have types of their own.
+CSV, TSV and JSON are read without `datasets`, in folders, too: it chooses one type for each column, so an answer 007 would
+become 7, NA would become a null, and texts in a column with numbers would become JSON. Parquet files have types of their
+own.
 """
 
 import importlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.plain_values import plain_row
 from async_grpo.processes.hub import offline_variable, reach_hub, way_out
+from async_grpo.processes.untrusted_files import parse_json
 
+ReadFile = Callable[[Path], Iterator[tuple[str, Any]]]
 ROWS_AT_ONCE = 256  # number of rows that are decoded at the same time
 # Files in a folder that `save_to_disk` of `datasets` wrote
 SAVED_FILES = ("dataset_dict.json", "state.json")
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+# Files with these endings that describe a data set, and hold none of its rows
+INFORMATION_FILES = (*SAVED_FILES, "dataset_info.json", "dataset_infos.json")
 log = logging.getLogger(__name__)
 
 
@@ -44,11 +50,12 @@ def parquet_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
-def dataset_rows(path: str) -> Iterator[tuple[str, Any]]:
+def dataset_rows(path: str, read_file: ReadFile) -> Iterator[tuple[str, Any]]:
     """Yield (name and row number as text, row) for each row of a folder, or of a data set of the hub.
 
     Args:
         path: FOLDER or OWNER/NAME, followed by `:SPLIT` or `:CONFIGURATION:SPLIT` if there are several.
+        read_file: Yields (file and line number as text, row) for each row of a file of text in the folder.
 
     Raises:
         ConfigurationError: The package is missing, there is no such data set, it has several splits, or a row holds
@@ -67,8 +74,15 @@ def dataset_rows(path: str) -> Iterator[tuple[str, Any]]:
         log.info("%s: there is no such file or folder here, so the hub is asked", name)
         reach_hub(name, "dataset")
     try:
-        dataset = _loaded(datasets, name, selection)
-        yield from _placed_rows(path, dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE))
+        if any((Path(name) / file).is_file() for file in SAVED_FILES):
+            yield from _rows_of_dataset(path, _saved(datasets, name, selection))
+            return
+        configuration, split = _chosen_parts(datasets, name, selection)
+        text_files = _text_files(datasets, name, configuration, split) if is_folder else []
+        for file in text_files:
+            yield from read_file(file)
+        if not text_files:
+            yield from _rows_of_dataset(path, datasets.load_dataset(name, configuration, split=split))
     except ConfigurationError:
         raise
     except Exception as error:  # `datasets` raises exceptions of many kinds
@@ -87,6 +101,25 @@ def _refuse_names_given_twice(path: Path, names: Sequence[str]) -> None:
             raise ConfigurationError(f"{path}: two columns have the name {name!r}: rename or remove one")
 
 
+def _rows_of_dataset(path: str, dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path and row number as text, row) for each row of a data set of `datasets`."""
+    batches = dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
+    for place, row in _placed_rows(path, batches):
+        yield place, {name: _with_json(value, dataset.features.get(name)) for name, value in row.items()}
+
+
+def _with_json(value: Any, feature: Any) -> Any:
+    """Return the value with each JSON text of a feature `Json` parsed, as `datasets` stores values of several types."""
+    if type(feature).__name__ == "Json":
+        return parse_json(value) if isinstance(value, str) else value
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _with_json(item, feature.get(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        item_feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_with_json(item, item_feature) for item in value]
+    return value
+
+
 def _placed_rows(path: str, batches: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield (path and row number as text, row) for each row of Arrow's batches."""
     number = 0
@@ -97,18 +130,25 @@ def _placed_rows(path: str, batches: Iterable[Any]) -> Iterator[tuple[str, Any]]
             yield place, plain_row(row, place)
 
 
-def _loaded(datasets: Any, name: str, selection: list[str]) -> Any:
-    """Return the data set of one split.
+def _saved(datasets: Any, name: str, selection: list[str]) -> Any:
+    """Return the data set of one split in a folder that `save_to_disk` wrote.
 
     Raises:
         ConfigurationError: The selection names a split that does not exist, or does not say which of several is meant.
     """
-    if any((Path(name) / file).is_file() for file in SAVED_FILES):
-        dataset = datasets.load_from_disk(name)
-        if not isinstance(dataset, datasets.DatasetDict):
-            _refuse_unless_empty(name, selection)
-            return dataset
-        return dataset[_chosen("split", name, selection, list(dataset))]
+    dataset = datasets.load_from_disk(name)
+    if not isinstance(dataset, datasets.DatasetDict):
+        _refuse_unless_empty(name, selection)
+        return dataset
+    return dataset[_chosen("split", name, selection, list(dataset))]
+
+
+def _chosen_parts(datasets: Any, name: str, selection: list[str]) -> tuple[str, str]:
+    """Return the names of configuration and split.
+
+    Raises:
+        ConfigurationError: The selection names one that does not exist, or does not say which of several is meant.
+    """
     configurations = datasets.get_dataset_config_names(name)
     if len(selection) == 2 or (selection and len(configurations) > 1 and selection[0] in configurations):
         configuration, *selection = selection
@@ -116,8 +156,29 @@ def _loaded(datasets: Any, name: str, selection: list[str]) -> Any:
     else:
         configuration = _chosen("configuration", name, [], configurations)
     splits = datasets.get_dataset_split_names(name, configuration)
-    split = _chosen("split", name, selection, splits)
-    return datasets.load_dataset(name, configuration, split=split)
+    return configuration, _chosen("split", name, selection, splits)
+
+
+def _text_files(datasets: Any, name: str, configuration: str, split: str) -> list[Path]:
+    """Return the files of a folder's split if this library reads all of them as texts, else [].
+
+    A file of rows that `datasets` would leave out, because other files have another format, is named by a warning.
+    """
+    files_by_split = datasets.load_dataset_builder(name, configuration).config.data_files or {}
+    split_by_file = {Path(str(file)): str(key) for key, files in files_by_split.items() for file in files}
+    is_only_configuration = len(datasets.get_dataset_config_names(name)) == 1
+    for file in sorted(Path(name).resolve().rglob("*")):
+        is_of_rows = (
+            file.suffix.lower() in (*TEXT_SUFFIXES, ".parquet") and file.name not in INFORMATION_FILES
+        )
+        if is_only_configuration and is_of_rows and file not in split_by_file:
+            log.warning(
+                "%s is not read, because other files of the folder have another format: give it alone, as a file",
+                file,
+            )
+    files = [file for file, key in split_by_file.items() if key == split]
+    are_texts = all(file.suffix.lower() in TEXT_SUFFIXES and file.is_file() for file in files)
+    return files if are_texts else []
 
 
 def _chosen(kind: str, name: str, selection: list[str], choices: list[str]) -> str:

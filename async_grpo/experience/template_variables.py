@@ -70,6 +70,10 @@ def check_variables(variables: Mapping[str, Any], templates: list[str], template
             f"{option}: {template_name} has no variable {name!r}, so it would change nothing"
             f"{nearest(name, sorted(names))}",
         )
+        refuse(
+            value == "null" and not any(value in _texts(tree) for tree in trees),
+            f"{option}: {template_name} would take it for the text 'null': write {name}=none",
+        )
         boolean = _intended_boolean(value, name, trees)
         refuse(
             boolean is not None,

@@ -18,9 +18,18 @@ BEGINNINGS = {
     b"PAR1": "a Parquet file: give it a name that ends in .parquet",
     b"\x1f\x8b": "packed by gzip: unpack it first, by gunzip",
     b"\x28\xb5\x2f\xfd": "packed by zstd: unpack it first, by zstd -d",
+    b"\xfd7zXZ\0": "packed by xz: unpack it first, by unxz",
+    b"BZh91AY&SY": "packed by bzip2: unpack it first, by bunzip2",
     b"PK\x03\x04": "a zip file: unpack it first; a table of Excel is saved as CSV UTF-8",
     b"\x93NUMPY": "an array of numpy: write the rows as JSONL",
 }
+# Beginnings of texts that are no rows, in lower case, and what to do with them
+TEXT_BEGINNINGS = {
+    b"version https://git-lfs.github.com/spec/": "a pointer of git-lfs: fetch its content, by `git lfs pull` in its folder",
+    b"<!doctype html": "a page of the web, such as an error message: download the file itself",
+    b"<html": "a page of the web, such as an error message: download the file itself",
+}
+TOO_LONG_NUMBER = "integer string conversion"  # in Python's message for a number of thousands of digits
 SHOWN_CHARACTERS = 40  # number of characters of a wrong line that a message shows
 
 
@@ -61,6 +70,14 @@ def refuse_other_contents(beginning: bytes, place: str) -> None:
     )
 
 
+def refuse_other_texts(file: BinaryIO, path: Path) -> None:
+    """Raise ConfigurationError if an open file, whatever its name, begins as one of TEXT_BEGINNINGS."""
+    beginning = file.read(max(map(len, TEXT_BEGINNINGS))).lower()
+    file.seek(0)
+    for signature, content in TEXT_BEGINNINGS.items():
+        refuse(beginning.startswith(signature), f"{path}: no rows, but {content}")
+
+
 def decoded(content: bytes, place: str) -> str:
     """Return the text of bytes.
 
@@ -84,6 +101,8 @@ def json_problem(error: ValueError) -> str:
 
     The decoder's own message counts lines within the row, which looks like another line of the file.
     """
+    if TOO_LONG_NUMBER in str(error):
+        return "a whole number has thousands of digits: write it as a text, in double quotes"
     if not isinstance(error, json.JSONDecodeError):  # brackets nested too deeply
         return str(error)
     begin = error.pos if error.pos < len(error.doc.rstrip()) else max(0, len(error.doc) - SHOWN_CHARACTERS)

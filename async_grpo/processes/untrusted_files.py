@@ -24,7 +24,12 @@ BYTE_ORDER_MARK = "\ufeff"
 CHUNK_BYTES = 1 << 18  # number of bytes to read at a time when skipping a long line
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+SHOWN_CHARACTERS = 60  # number of characters of a value that a message shows
 log = logging.getLogger(__name__)
+
+
+class RepeatedKey(ValueError):
+    """An object of a JSON text has the same key twice."""
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
@@ -153,10 +158,15 @@ def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: bool
     return parse_json(read_bytes(path, max_bytes, follow_links=follow_links))
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     """Return the value of a JSON text.
 
+    Args:
+        text: The JSON text.
+        unique_keys: Whether an object that has a key twice is wrong. If not, its last value counts.
+
     Raises:
+        RepeatedKey: An object has a key twice.
         ValueError: The text is not UTF-8, is not JSON, begins with a byte order mark, or is nested deeper than
             MAX_JSON_DEPTH.
     """
@@ -168,13 +178,26 @@ def parse_json(text: str | bytes) -> Any:
         )
     too_deep = f"brackets are nested deeper than {MAX_JSON_DEPTH}"
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object_of if unique_keys else None)
     except RecursionError as error:
         raise ValueError(too_deep) from error
     may_be_deep = text.count("[") + text.count("{") > MAX_JSON_DEPTH
     if may_be_deep and _is_deeper(value, MAX_JSON_DEPTH):
         raise ValueError(too_deep)
     return value
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these keys and values, or raise RepeatedKey."""
+    fields = dict(pairs)
+    if len(fields) == len(pairs):
+        return fields
+    keys = [key for key, _ in pairs]
+    repeated_key = next(key for key in keys if keys.count(key) > 1)
+    values = [repr(value)[:SHOWN_CHARACTERS] for key, value in pairs if key == repeated_key]
+    raise RepeatedKey(
+        f"the key {repeated_key!r} is there {len(values)} times, with {' and '.join(values)}: keep one of them"
+    )
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

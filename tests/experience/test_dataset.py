@@ -54,7 +54,7 @@ def test_a_prompt_comes_from_token_ids_or_messages_or_text_in_this_order(tmp_pat
         ("[1, 2]", "line 2: a row must be an object, not list"),
         ({"answer": 1}, "line 2: a row needs input_token_ids, messages, or prompt/input text"),
         ({"input_token_ids": ["a"]}, "line 2: input_token_ids must be a list of integers"),
-        ({"input_token_ids": []}, "line 2: a prompt of 0 tokens; between 1 and 8"),
+        ({"input_token_ids": []}, "line 2: a prompt of 0 tokens, because it is empty: write the question"),
         ({"input": "abcdefghi"}, "line 2: a prompt of 9 tokens; between 1 and 8"),
         ({"input_token_ids": [26]}, "line 2: token id 26 is outside the model's vocabulary of 26"),
         ({"input_token_ids": [-1]}, "line 2: token id"),

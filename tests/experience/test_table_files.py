@@ -18,6 +18,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience import data_files
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import digest_of_rows, read_rows
+from async_grpo.experience.table_files import _with_json
 from async_grpo.launch.python_rows import row_file
 
 pytestmark = pytest.mark.skipif(not are_there(), reason="datasets is not there: scripts/setup_extras")
@@ -257,3 +258,74 @@ def test_offline_the_hub_is_not_asked_and_the_error_says_so(monkeypatch):
 def test_a_name_of_the_hub_is_told_from_that_of_a_file(path, is_data_set):
 
     assert data_files.names_data_set(Path(path)) == is_data_set
+
+
+# Name of a file in a folder -> its content, and the prompts and answers as they stand in it
+TEXTS = {
+    "train.csv": ("prompt,answer\na,007\nb,NA\nc,1e5\n", [("a", "007"), ("b", "NA"), ("c", "1e5")]),
+    "train.tsv": ("prompt\tanswer\na\t007\n", [("a", "007")]),
+    "train.jsonl": ('{"prompt": "a", "answer": 7}\n{"prompt": "b", "answer": "8"}\n', [("a", 7), ("b", "8")]),
+    "train.json": ('[{"prompt": "a", "answer": "1.0"}]', [("a", "1.0")]),
+    "data.jsonl": ('{"prompt": "a", "answer": [1]}\n{"prompt": "b", "answer": 2}\n', [("a", [1]), ("b", 2)]),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_in_a_folder_are_read_as_they_stand_there(tmp_path, name):
+    """`datasets` alone would make 7 of 007, null of NA, and '"8"' of a text in a column with numbers."""
+    content, expected = TEXTS[name]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).write_text(content)
+    rows = list(read_rows(tmp_path / "folder"))
+    assert [(row["prompt"], row["answer"]) for _, row in rows] == expected
+    assert name in rows[0][0]
+
+
+def test_a_wrong_text_in_a_folder_is_refused_with_its_file_and_line(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n')
+    with pytest.raises(ConfigurationError, match="train.jsonl, line 2: the key 'prompt' is there 2 times"):
+        list(read_rows(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"), [("b.csv", True), ("notes.md", False), ("dataset_info.json", False)]
+)
+def test_a_file_of_rows_that_is_left_out_is_named(tmp_path, caplog, name, is_named):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "folder" / name).write_text("prompt\nb\n" if is_named else "{}")
+    assert [row["prompt"] for _, row in read_rows(tmp_path / "folder")] == ["a"]
+    assert (f"{name} is not read" in caplog.text) == is_named
+
+
+class Json:
+    """Stands for the feature of `datasets` with this name."""
+
+
+class List:
+    def __init__(self, feature):
+        self.feature = feature
+
+
+@pytest.mark.parametrize(
+    ("value", "feature", "expected"),
+    [
+        ('"a"', Json(), "a"),
+        ("3", Json(), 3),
+        (None, Json(), None),
+        (['{"x": 1}'], List(Json()), [{"x": 1}]),
+        (
+            {"content": '"a"', "role": '"b"'},
+            {"content": Json(), "role": "string"},
+            {"content": "a", "role": '"b"'},
+        ),
+        ([{"content": '["a"]'}], [{"content": Json()}], [{"content": ["a"]}]),
+        ('"a"', "string", '"a"'),
+        (["3"], List("string"), ["3"]),
+        ({"a": "3"}, None, {"a": "3"}),
+        (3, Json(), 3),
+    ],
+)
+def test_values_of_several_types_are_read_from_their_json(value, feature, expected):
+    assert _with_json(value, feature) == expected
