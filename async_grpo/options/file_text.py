@@ -7,6 +7,7 @@ without quotes.
 import codecs
 import re
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ FLAG = re.compile(r"\s*--(?P<key>[A-Za-z][\w-]*)(?:[ =]\s*(?P<value>.*))?")
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>[^#]*)")
 PLACE = re.compile(r"\(at line (?P<number>\d+),")
 TOML_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
-NUMBER = re.compile(r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
+NULLS = ("None", "null", "nil", "~")
 GIVEN_TWICE = ("Cannot overwrite a value", "Cannot declare ")  # words in messages of `tomllib`
 SHOWN_CHARACTERS = 80
 
@@ -40,7 +41,7 @@ def parse_options_file(path: Path) -> Any:
         raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
     try:
         if path.suffix == ".json":
-            return parse_json(text)
+            return parse_json(text, unique_keys=True)
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
@@ -89,6 +90,8 @@ def _rewritten(match: re.Match[str] | None) -> str:
     """Return the line that a key and its value would have in TOML."""
     key = match["key"].replace("-", "_") if match else "batch_size"
     value = (match["value"] or "").strip() if match else "16"
+    if value in NULLS:
+        return ": leave the option out"
     if not value:
         return f": write {key} = VALUE, and texts in quotes"
     return f": write {key} = {_toml_value(value)}, and texts in quotes"
@@ -97,11 +100,13 @@ def _rewritten(match: re.Match[str] | None) -> str:
 def _toml_value(text: str) -> str:
     """Return a value in the spelling of TOML.
 
-    >>> _toml_value("1e-6"), _toml_value("True"), _toml_value("runs/a"), _toml_value('"x"')
-    ('1e-6', 'true', '"runs/a"', '"x"')
+    >>> _toml_value("1e-6"), _toml_value("True"), _toml_value("runs/a"), _toml_value('"x"'), _toml_value("4,")
+    ('1e-6', 'true', '"runs/a"', '"x"', '4')
     """
-    if text in TOML_WORDS:
-        return TOML_WORDS[text]
-    if text in ("true", "false") or NUMBER.fullmatch(text) or text[0] in "[{\"'":
-        return text
-    return f'"{text}"'
+    value = text.rstrip(",;")
+    inner = value.strip("\"'")
+    for spelling in (TOML_WORDS.get(value, value), f'"{value}"', f"'{inner}'"):
+        with suppress(tomllib.TOMLDecodeError):
+            tomllib.loads(f"key = {spelling}")
+            return spelling
+    return f'"{inner}"'

@@ -242,7 +242,6 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"drop|jitter|stochastic|noise": PLAIN,
     },
     "options/file_text.py": {
-        r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?": PLAIN,
         r"\(at line (?P<number>\d+),": PLAIN,
         r"\s*(?P<key>[A-Za-z_][\w-]*)\s*:(?:\s+(?P<value>[^#]*)|$)": PLAIN,
         r"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>[^#]*)": PLAIN,
