@@ -9,10 +9,11 @@ from typer.core import TyperGroup
 
 from async_grpo.launch.commands import COMMANDS, typer_command
 from async_grpo.options.command_line import run_app
+from async_grpo.options.plain_flags import FlagsWithoutType
 from async_grpo.options.version import VERSION
 
 
-class Commands(TyperGroup):
+class Commands(FlagsWithoutType, TyperGroup):
     """All commands. A command's module is imported only when the command is called, because that may take seconds."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -220,7 +220,8 @@ class EvaluationTask(DataConfig):
 
     eval_data_path: str | None = _evaluation(
         None,
-        "JSONL file of held-out questions, or several files as NAME=FILE,NAME=FILE. By default nothing is evaluated.",
+        "JSONL file of held-out questions, or another format that --data-path takes, or several files as "
+        "NAME=FILE,NAME=FILE. By default nothing is evaluated.",
         everyday=True,
         form=TABLE,
     )

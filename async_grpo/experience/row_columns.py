@@ -65,7 +65,7 @@ class ColumnMap:
             _refuse_speakers(
                 NO_ANSWERS, row, self.answer, "--answer-column", "answer: name the message of gpt"
             )
-        refuse_infinite_answers(mapped_row)
+        _refuse_infinite_answers(mapped_row)
         if self.prompt:
             prompt = _value(row, self.prompt, "--prompt-column")
             _refuse_speakers(
@@ -220,7 +220,7 @@ def _read_serialized(row: dict[str, Any], name: str) -> None:
             row["messages"] = messages
 
 
-def refuse_infinite_answers(row: Mapping[str, Any]) -> None:
+def _refuse_infinite_answers(row: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an answer that is infinite or NaN, because no completion can state it."""
     for name in ("answer", "answers"):
         for number in _numbers(row.get(name)):

@@ -70,7 +70,7 @@ class DoctorConfig(LocalConfig):
     """Options of `async-grpo doctor`: those of `run`. Without a model and data, only the machine is checked."""
 
     model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
-    data_path: str = option("", "JSONL file of questions, as for `run`.", everyday=True)
+    data_path: str = option("", "File of questions, in any format that `run` takes.", everyday=True)
     json: bool = option(False, "Print the findings as JSON.", "Doctor")
 
     def __post_init__(self) -> None:

@@ -84,7 +84,8 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
     )
     eval_data_path: str | None = option(
         None,
-        "JSONL file of questions, or several files as NAME=FILE,NAME=FILE.",
+        "File of questions: JSONL, .json, .csv, .tsv or .parquet, a folder, or a data set of the hub as NAME:SPLIT. "
+        "Several are given as NAME=FILE,NAME=FILE.",
         everyday=True,
         aliases=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS

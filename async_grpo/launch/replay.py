@@ -64,7 +64,7 @@ class ReplayConfig(RunConfig):
         range=NOT_NEGATIVE,
     )
     model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
-    data_path: str = option("", "JSONL file of questions.", everyday=True)
+    data_path: str = option("", "File of questions, in any format that `run` takes.", everyday=True)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], explicit_names: Collection[str]) -> Self:

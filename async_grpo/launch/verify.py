@@ -24,7 +24,7 @@ from async_grpo.experience.column_paths import parse_paths
 from async_grpo.experience.data_files import raw_rows
 from async_grpo.experience.prompt_options import PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
-from async_grpo.experience.row_columns import ColumnMap, refuse_infinite_answers
+from async_grpo.experience.row_columns import ColumnMap
 from async_grpo.options.fields import (
     LIST,
     POSITIVE,
@@ -130,6 +130,11 @@ class VerifyConfig(PromptOptions):
     prompt_column: str | None = _bench(
         None, "Column of the prompt, as for `async-grpo run`. Rewards get its text as `input`."
     )
+    prompt_as: str = _bench(
+        "message",
+        "What a text in --prompt-column is where --model-name-or-path is given, as for `async-grpo run`: message, or text.",
+        choices=("message", "text"),
+    )
     answer_column: str | None = _bench(
         None, "Column of the answer that rewards get as `answer`, as for `async-grpo run`."
     )
@@ -157,7 +162,8 @@ class VerifyConfig(PromptOptions):
         return ColumnMap(
             prompt=parse_paths(self.prompt_column, "--prompt-column"),
             answer=parse_paths(self.answer_column, "--answer-column"),
-            text_is_message=False,
+            # Without a model there is no chat template, so the text itself is what rewards get
+            text_is_message=self.model_name_or_path is not None and self.prompt_as == "message",
         )
 
     def with_columns(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +173,6 @@ class VerifyConfig(PromptOptions):
             ValueError: The row has no such column, or its answer is not a finite number.
         """
         try:
-            refuse_infinite_answers(row)
-            if not self.prompt_column and not self.answer_column:
-                return row
             mapped_row = self._column_map.apply(row, needs_prompt=False)
         except ConfigurationError as error:
             raise ValueError(str(error)) from error

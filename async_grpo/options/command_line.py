@@ -32,6 +32,7 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.file_text import YAML_ENDINGS
 from async_grpo.options.option_file import read_options
+from async_grpo.options.plain_flags import FlagsWithoutType
 from async_grpo.options.redaction import redacted
 
 CONFIG_HELP = (
@@ -57,7 +58,7 @@ class ParsedCommand(NamedTuple):
     config: Any
 
 
-class OptionsCommand(TyperCommand):
+class OptionsCommand(FlagsWithoutType, TyperCommand):
     """A command whose options are the fields of a dataclass."""
 
     fields: Fields = ()

@@ -1,12 +1,14 @@
 """`async-grpo verify` reads the files that training reads, and says what it cannot write."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from data_packages import PACKAGES, are_there
 
 from async_grpo.__main__ import main
+from async_grpo.data import TINY_MODEL
 
 ROWS = [
     {"completion": "The answer is \\boxed{7}.", "answer": "7", "label": True},
@@ -91,3 +93,50 @@ def test_a_full_disk_is_said_by_the_option_s_name(tmp_path, capsys):
     assert (
         "--output /dev/full cannot be written to the end (No space left" in error and "Traceback" not in error
     )
+
+
+ASK = [{"role": "user", "content": "3+4?"}]
+CHAT = "<|im_start|>user\n3+4?<|im_end|><|im_start|>assistant\n"
+# Columns of a row -> the options, and the prompt that rewards get
+PROMPTS = {
+    "a question": ({"question": "3+4?"}, ["--prompt-column=question"], CHAT),
+    "a whole prompt": ({"question": "3+4="}, ["--prompt-column=question", "--prompt-as=text"], "3+4="),
+    "messages": ({"messages": ASK}, [], CHAT),
+    "messages in a text": ({"messages": json.dumps(ASK)}, [], CHAT),
+    "messages in a column": ({"turns": ASK}, ["--prompt-column=turns"], CHAT),
+    "a text": ({"prompt": "3+4="}, [], "3+4="),
+    "its own input": ({"input": "3+4=", "messages": ASK}, [], "3+4="),
+    "a system prompt": (
+        {"question": "3+4?"},
+        ["--prompt-column=question", "--system-prompt=Add."],
+        f"<|im_start|>system\nAdd.<|im_end|>{CHAT}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_rewards_get_the_prompt_that_a_run_of_the_model_makes(tmp_path, kind):
+    columns, options, expected = PROMPTS[kind]
+    row = {**columns, "completion": "7", "answer": "7"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "mine.py").write_text(
+        f"def same(sample):\n    return float(sample['input'] == {expected!r})\n"
+    )
+    output = tmp_path / "out.jsonl"
+    arguments = [str(tmp_path / "rows.jsonl"), f"--reward-fns={tmp_path}/mine.py:same", f"--output={output}"]
+    with pytest.raises(SystemExit):
+        main(["verify", *arguments, f"--model-name-or-path={TINY_MODEL}", *options])
+    assert [json.loads(line)["reward"] for line in output.read_text().splitlines()] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"response": "7", "answer": "7"}, "the row has no completion, .* its columns are response, answer"),
+        ({"completion": None, "answer": "7"}, "the column completion must be text, not None"),
+    ],
+)
+def test_a_row_without_a_completion_is_refused_with_its_columns(tmp_path, capsys, row, words):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert verify(tmp_path / "rows.jsonl") == 2
+    assert re.search(words, capsys.readouterr().err)

@@ -119,6 +119,8 @@ def _checked_row(row: Any, with_columns: Callable[[dict[str, Any]], dict[str, An
         ("group_id", "a whole number or text", isinstance(row.get("group_id"), int | str | None)),
         (LABEL, "true, false or a number", label is None or is_finite_number(label)),
     ):
+        if name not in row and not is_right:
+            raise ValueError(f"the row has no {name}, which must be {form}; its columns are {', '.join(row)}")
         if not is_right:
             raise ValueError(f"the column {name} must be {form}, not {row.get(name)!r:.80}")
     return row
