@@ -81,7 +81,9 @@ def row(name: str) -> list[str]:
 
         need, less = needs(), needs(gradient_checkpointing=True)
     (shared,) = [
-        re.search(r", (.+) wanted", found)[1] for _, _, found, _ in limits(2 * total) if "wanted" in found
+        re.search(r"less than (.+), Ray", found)[1]
+        for _, _, found, _ in limits(2 * total)
+        if "Ray uses" in found
     ]
     return [
         *[name, f"{total / 1e9:.2f} 10^9", str(ranks), gb(need["trainer rank"]), gb(less["trainer rank"])],

@@ -149,7 +149,7 @@ NOT_MAPPED = {
     "a number": (
         {"problem": 34},
         {"prompt_column": "problem"},
-        "a list of token ids, not 34; a number .* as a text",
+        "a list of token ids, not 34; if a number is the question, write it as a text",
     ),
     "one message": ({"chat": USER[0]}, {"prompt_column": "chat"}, "a list of token ids, not {'role'"),
     "a list of texts": ({"chat": ["a", "b"]}, {"prompt_column": "chat"}, "a list of token ids, not .'a'"),
