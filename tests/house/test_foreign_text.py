@@ -25,10 +25,13 @@ from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.answer_reading import (
+    arithmetic,
     choices,
     formulas,
     free_text,
+    measures,
     notation,
+    prose,
     qualifiers,
     spellings,
     units,
@@ -58,7 +61,38 @@ LIMITED = "a pattern of the user, under a time limit"
 CHECKED = "a pattern of the user, which is only compiled"
 
 PATTERNS: dict[str, dict[str, str]] = {
+    "rewards/answer_reading/prose.py": {
+        "\n    (?:(?:so|thus|hence|therefore|then),?\\s{1,4})?\n    (?: (?:the|our|my)?\\s{0,4}(?:final\\s{1,4}|correct\\s{1,4})?(?:answer|result|solution|value|total|sum)s?\n        \\s{0,4}(?:is|are|:|=|equals)\\s{0,4}:?\n      | (?:there|it|that|this)\\s{1,4}(?:is|are)\n      | a\\ total\\ of | about | approximately | exactly | roughly | only\n    )?\n    \\s{0,8}\n    ": "prose",  # noqa: E501
+        "(?![bcdfghjklmnpqrstvwxz]{1,20}(?![a-zA-Z]))[a-zA-Z]{3,}": "prose",
+        "(?i:\\banswers?\\s{0,4}(?:is|are|:|=)\\s{0,4}:?)": "prose",
+        "SPACE": "prose",
+        "[-+]?\\\\?[$€£]?(?:\\d|\\\\)|\\$": "prose",
+        "[.!?]\\s+\\S": "prose",
+        "[=<>]|\\\\(?:[gl]e|ne|in|equiv|approx)(?![a-zA-Z])": "prose",
+        "[a-zA-Z][a-zA-Z\\s,'-]*": "prose",
+        "[a-zA-Z]{2,}": "prose",
+        "\\$|\\\\[()\\[\\]]": "prose",
+        "\\s?,\\s?(?:and\\s|or\\s)?|\\sand\\s|\\sor\\s": "prose",
+        "f'\\\\\\\\(?:begin|end)\\\\{{[a-z]+\\\\*?\\\\}}|\\\\\\\\[a-zA-Z]+|(?<![a-zA-Z]){WORD_IN_FORMULA}(?![a-zA-Z])'": "prose",  # noqa: E501
+        "f'{FONT}\\\\s?\\\\{{([^{{}}]{{0,400}})\\\\}}'": "prose",
+    },
+    "rewards/answer_reading/measures.py": {
+        "(\\\\?\\$|[€£¥₹])\\s?[-+]?\\s?\\.?\\d|\\d\\s?(\\\\\\$|[€£¥₹])": "notation",
+        "/|\\\\cdot|\\*|[a-zA-Z]{1,12}|\\^\\s?\\{?\\s?([-+]?\\d)": "notation",
+        "SPACE": "notation",
+        "\\\\frac\\s?\\{([a-zA-Z ^\\d]{1,40})\\}\\s?\\{([a-zA-Z ^\\d]{1,40})\\}": "notation",
+        "\\s{0,8}(?:[a-zA-Z]\\s?=)?\\s{0,8}[-+]?[\\d.,/]{1,40}\\s{0,8}[^\\d=+*<>-]{0,60}(?:\\^\\s?\\{?-?\\d\\}?[^\\d=+*<>]{0,40})?": "notation",  # noqa: E501
+        "\\s{0,8}\\^\\s?\\{?\\s?\\\\circ\\s?\\}?\\s{0,8}([CF](?![a-zA-Z]))?": "notation",
+        "f'(?:(?<=[\\\\d}})])|(?<=\\\\\\\\pi)|(?<=\\\\\\\\pi\\\\s))\\\\s{{0,8}}({_PART}(?:\\\\s{{0,8}}{_PART}){{0,3}})'": "notation",  # noqa: E501
+        "f'{FONT}\\\\s?\\\\{{([^{{}}]{{0,60}})\\\\}}'": "notation",
+    },
+    "rewards/answer_reading/arithmetic.py": {
+        "-?\\d{0,100}\\.(\\d{1,100})": "notation",
+        "\\\\approx(?![a-zA-Z])|\\\\simeq(?![a-zA-Z])|=": "notation",
+        "\\s{0,200}(?:(\\d{1,100}(?:\\.\\d{0,100})?|\\.\\d{1,100})|\\\\(frac|sqrt|pi|cdot|times|div|left|right|binom)(?![a-zA-Z])|(\\\\?%|[-+*/^(){}!\\[\\]]))": "notation",  # noqa: E501
+    },
     "rewards/answer_reading/boxes.py": {
+        "\\s{0,8},?\\s{0,8}(?!(?:is|was|are|were|so|then|but|no|not|it|we|fails|works|holds|wrong|right|false|true)(?![a-zA-Z]))(?:(?:for|in|of)\\s{1,8}(?:[a-zA-Z]{2,15}\\s{1,8}){0,3}(?:\\(?[a-zA-Z0-9]\\)?\\s{1,8})?|[a-z]{3,15}\\s{1,8}){1,2}(?:and|or)(?:\\s{1,8}[a-zA-Z]\\s?=)?\\s{0,8}": "stated_answer",  # noqa: E501
         r"[.!?]\s+[A-Z]": "stated_answer",
         r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]": "stated_answer",
         r"[a-zA-Z\s,.:;=]*": "stated_answer",
@@ -83,6 +117,8 @@ PATTERNS: dict[str, dict[str, str]] = {
         "f'[{_SUPERSCRIPTS}]+'": "notation",
     },
     "rewards/answer_reading/notation.py": {
+        "(=[^=]{1,400}?)\\s{0,8},?\\s{0,8}(?:\\\\text\\s?\\{\\s?)?for (?:all|every|any)(?![a-zA-Z])[^=]{0,100}\\Z": "notation",  # noqa: E501
+        "\\(\\s?([a-zA-Z](?:\\s?,\\s?[a-zA-Z]){1,5})\\s?\\)\\s?=\\s?(?=\\()": "notation",
         "\n    (-?\\d{1,15}) \\s{1,4} (?:and|\\\\text\\s?\\{\\s?and\\s?\\}) \\s{1,4}\n    (?:(\\d{1,15})\\s?/\\s?(\\d{1,15})|\\\\frac\\{(\\d{1,15})\\}\\{(\\d{1,15})\\})\n    ": "notation",  # noqa: E501
         "\n    ([-+]?\\d{1,30}(?:\\.\\d{1,30})?)\n    \\s{0,8} (?:\\\\times|\\\\cdot|\\*|x) \\s{0,8} 10 \\s{0,8}\\^\\s{0,8}\n    (?:\\{\\s?([-+]?\\d{1,2})\\s?\\}|(\\d))\n    ": "notation",  # noqa: E501
         "\n    \\s{0,8}\n    (?: \\\\pmod(?![a-zA-Z]) \\s? (?:\\{\\s?\\w{1,40}\\s?\\}|\\w)\n      | \\(\\s? \\\\?b?mod(?![a-zA-Z]) \\s{0,4} \\w{1,40} \\s?\\)\n    )\n    \\s{0,8}\\Z\n    ": "notation",  # noqa: E501
@@ -118,18 +154,23 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"f'\n    ([-+]?) {_CURRENCY} {SPACE}{{0,8}} ([-+]?{_AMOUNT})\n    | ([-+]?{_AMOUNT}) {SPACE}{{0,8}} {_CURRENCY}\n    '": "notation",  # noqa: E501
     },
     "rewards/answer_reading/choices.py": {
-        r"f'\n    (?:{FONT}\\s?\\{{|\\{{)? \\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\s{{1,4}})?\n    \\(? \\s{{0,8}} (?:{FONT}\\s?\\{{)? \\s{{0,8}}\n    ([a-zA-Z])\n    \\s{{0,8}} \\}}? \\s{{0,8}} \\)? \\.? \\s{{0,8}} \\}}? \\.?\n    '": "notation",  # noqa: E501
-        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\))\\n        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})\\n          | {SPACE}{{1,8}} (?=\\\\w{{2}}|[(\\\\[]|[a-z]\\\\s?[-^+=])  # a word, a bracket or a formula\\n        )\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
+        "\n    (?<![a-zA-Z\\\\}])\n    (?: \\(\\s?[A-J]\\s?\\)\n      | (?<!\\()[A-J][.:)]\\s{1,4}[-\\d$\\\\]  # not the end of `P(A) = 3`, and not that of a sentence\n      | (?<=\\d)\\s{1,4}[A-E](?=\\s{1,4}[-\\d$\\\\]|\\s{0,4}\\Z)  # as in `12 C 13`\n      | (?:or|maybe|perhaps|possibly|wrong;?|it\\ is)\\s{1,4}\\}?\\s{0,4}[A-J](?![a-zA-Z])\n    )\n    ": "notation",  # noqa: E501
+        "f'((?={_NUMBER_OR_COMMAND})[^\\\\n]{{0,200}}[\\\\d}}%)])(?:{SPACE}|,){{1,8}}(?:{FONT}\\\\s?\\\\{{)?\\\\(\\\\s?([A-J])\\\\s?\\\\)\\\\s?\\\\}}?\\\\.?'": "notation",  # noqa: E501
+        "f'\\\\s?([a-zA-Z])\\\\s?(?={_SIGN})'": "notation",
+        "f'\\\\s?{_SIGN}'": "notation",
+        "f'\\n    (?:{FONT}\\\\s?\\\\{{|\\\\{{)? \\\\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\\\s{{1,4}})?\\n    \\\\(? \\\\s{{0,8}} (?:{FONT}\\\\s?\\\\{{)? \\\\s{{0,8}}\\n    ([a-zA-Z])\\n    \\\\s{{0,8}} \\\\}}? \\\\s{{0,8}} \\\\)? \\\\.? \\\\s{{0,8}} \\\\}}? \\\\.?\\n    (?:[,;]?\\\\s{{1,4}}{REASON}[^\\\\n]{{0,200}})?\\n    '": "notation",  # noqa: E501
+        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\))\\n        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})\\n          | {SPACE}{{1,8}} (?=\\\\w{{2}}|[(\\\\[]|[a-zA-Z]\\\\s?[-^+=(])  # a word, a bracket or a formula\\n        )\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
         r"f'{FONT}\\s?\\{{([^{{}}]{{1,200}})\\}}'": "notation",
-        "\n    (?<![a-zA-Z\\\\}])\n    (?: \\(\\s?[A-J]\\s?\\)\n      | (?<!\\()[A-J][.:)]\\s{1,4}[-\\d$\\\\]  # not the end of `P(A) = 3`, and not that of a sentence\n      | (?:or|maybe|perhaps|possibly|wrong;?|it\\ is)\\s{1,4}\\}?\\s{0,4}[A-J](?![a-zA-Z])\n    )\n    ": "notation",  # noqa: E501
     },
     "rewards/answer_reading/qualifiers.py": {
+        "(?:[a-zA-Z]|\\([a-zA-Z](?:\\s?,\\s?[a-zA-Z]){0,5}\\))\\s?(?:=|\\\\in(?![a-zA-Z]))\\s?": "notation",
+        "(?<![\\d.:])(\\d{1,2})\\s?:\\s?(\\d{2})(?![\\d:])": "notation",
+        "\\\\(?:left|right|[bB]ig{1,2}[lr]?)(?![a-zA-Z])\\s?": "notation",
+        "\\\\?[(){}\\[\\]]|,": "notation",
         r"\A\s?([a-zA-Z](?:_\{?\w{1,8}\}?)?)\s?=(?=[^=]+\Z)": "notation",
         r"\A\s?[0-9A-F]{1,60}\s?_\s?\{?\s?(\d{1,3})\s?\}?\Z": "notation",
-        r"\\?\$\s?\d": "notation",
         r"\\?p?mod(?![a-zA-Z])\s?\{?\s?(\w{1,40})": "notation",
         r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}": "notation",
-        r"f'(?:(?<=\\d)|(?<=\\}})){_IN_FONT}([a-zA-Z]{{1,10}})(?![a-zA-Z])'": "notation",
         r"f'\\d{_IN_FONT}([aApP])\\.?\\s?[mM](?![a-zA-Z])'": "notation",
         "(?<![a-zA-Z])(?:maybe|perhaps|possibly|not sure)(?![a-zA-Z])": "notation",
         "(?<![a-zA-Z])or\\s{1,4}([a-z]{3,9})(?![a-zA-Z])": "notation",
@@ -169,6 +210,12 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"((?<![\w.])[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w|\.\w))": "same_output",
     },
     "rewards/answer_reading/free_text.py": {
+        "(?:\\A|[.:!?\\n]|\\b(?:is|are|so|that|thus|hence|therefore|then|get|have|gives?|since|because))[\\s*_(\\[,]{0,8}\\Z": "free text",  # noqa: E501
+        "[ \\t*_`\\\"')\\]}$.,;!?-]{1,8}(?i:or|alternatively|maybe|perhaps|possibly)\\b[^.!?\\n\\d\\\\$]{0,40}[$(*]{0,3}": "free text",  # noqa: E501
+        "[ \\t]*(?:[,;][ \\t]*)?\\(?[ \\t]*(?P<word>and|or(?: maybe| possibly)?|possibly|maybe|perhaps|和|或|及|\\\\text\\s?\\{\\s?(?:and|or)\\s?\\})?[ \\t]*": "free text",  # noqa: E501
+        "[$*_\\s]{1,4}\\(?[A-E](?![a-zA-Z'])": "free text",
+        "\\s?((?:(?:square|cubic|sq\\.?|cu\\.?)\\s)?(?!in\\b)[a-zA-Z]{2,12}(?:\\s?(?:/|\\bper)\\s?[a-zA-Z]{1,12})?)(\\^\\d)?(?![a-zA-Z])": "free text",  # noqa: E501
+        'f"""[*_`\\\\"\')\\\\]}}]*(?:[.!]|[,;](?!\\\\s+\\\\(?[A-J](?![a-zA-Z])))?[*_]*(?:\\\\s*\\\\n|\\\\s*\\\\Z|\\\\s+(?=[A-Z])(?!Or\\\\b)|\\\\s{{1,4}}{REASON})"""': "free text",  # noqa: E501
         "\n    (?i: \\b(?:answers?|(?:correct|right)[ ](?:option|choice))\\b\n      | respuesta|réponse|antwort|risposta|resposta|ответ\n    )\n    | 答案|答え|答|정답\n    ": "free text",  # noqa: E501
         r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\w\))": "free text",
         r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]": "free text",
@@ -179,8 +226,6 @@ PATTERNS: dict[str, dict[str, str]] = {
         "[\\s*_`\\\"':=]*": "free text",
         r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b": "free text",
         "(?:\\bnot|n['\\u2019]t)\\s{1,3}[$*(\\\\]{0,4}\\Z": "free text",
-        "[ \\t]*(?:[,;][ \\t]*)?(?P<word>and|or(?: maybe| possibly)?|possibly|maybe|perhaps|和|或|及|\\\\text\\s?\\{\\s?(?:and|or)\\s?\\})?[ \\t]*": "free text",  # noqa: E501
-        "[*_`\\\"')\\]}]*(?:[.!]|[,;](?!\\s+\\(?[A-J](?![a-zA-Z])))?[*_]*(?:\\s*\\n|\\s*\\Z|\\s+(?=[A-Z])(?!Or\\b))": "free text",  # noqa: E501
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
@@ -290,6 +335,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"[a-zA-Z](?:_\{?\w{1,8}\}?)?'{0,3}": "names of sets",
     },
     "rewards/builtin/math_verify.py": {
+        "(?<=[\\w}) +*/=^-])(?<![a-zA-Z\\\\])([a-z])(?=\\s{0,8}(?:,|\\Z))": "math_verify's answer",
         r"-?[1-9]\d*": "long integer",
         r"(?<!\\)\$|\\[(\[]": "math_verify's answer",
         r"(?<=\d)[ \t]+(?=\d)": "readable",
@@ -435,6 +481,7 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     ],
     "free text": lambda completion: [
         free_text.stated_formula(completion[:20_000]),
+        free_text.stated_words(completion[:20_000]),
         formulas.is_formula(completion),
     ],
     "notation": lambda answer: [
@@ -445,6 +492,14 @@ FEEDS: dict[str, Callable[[str], Any]] = {
         units.number_before_unit(answer),
         choices.compared_parts(answer[:2_000], answer[:2_000]),
         qualifiers.contradict(answer[:2_000], answer[:2_000]),
+        arithmetic.states_false_equation(answer[:200]),
+        measures.units_of(answer[:2_000]),
+    ],
+    "prose": lambda gold: [
+        prose.without_introduction(gold[:2_000]),
+        prose.is_prose(gold[:2_000]),
+        prose.plain_words(gold),
+        prose.words_only(gold[:2_000]),
     ],
     "sequence": lambda answer: [
         read_sequence(answer),

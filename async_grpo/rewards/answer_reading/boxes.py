@@ -37,6 +37,12 @@ _TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many l
 _DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
 # The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}`. Layout is removed from it before
 _NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?=\Z")
+# Words that belong to the value before them, in front of "and" or "or", as in `\boxed{1} papers and \boxed{2} bins`
+_DIVIDER_WITH_WORDS = re.compile(
+    r"\s{0,8},?\s{0,8}(?!(?:is|was|are|were|so|then|but|no|not|it|we|fails|works|holds|wrong|right|false|true)(?![a-zA-Z]))"
+    r"(?:(?:for|in|of)\s{1,8}(?:[a-zA-Z]{2,15}\s{1,8}){0,3}(?:\(?[a-zA-Z0-9]\)?\s{1,8})?|[a-z]{3,15}\s{1,8}){1,2}"
+    r"(?:and|or)(?:\s{1,8}[a-zA-Z]\s?=)?\s{0,8}"
+)
 _WORDS_ONLY = re.compile(r"[a-zA-Z\s,.:;=]*")
 _LETTER = re.compile(r"[a-zA-Z]")
 _WORD_OR_RELATION = re.compile(r"[a-zA-Z]{2}|=")
@@ -196,7 +202,8 @@ def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> boo
         return True
     divider = _NAME_OF_BOX.sub("", _LAYOUT.sub(" ", between).rstrip().replace(" =", "="))
     if divider.strip():
-        return "".join(divider.lower().split()) in _DIVIDERS
+        is_divider = "".join(divider.lower().split()) in _DIVIDERS
+        return is_divider or _DIVIDER_WITH_WORDS.fullmatch(divider) is not None
     is_same_environment = "\\begin" not in between and "\\end" not in between
     are_in_environment = span.box.is_in_environment and next_box.is_in_environment
     return are_in_environment and is_same_environment and re.search(_ROW_BREAK, between) is not None

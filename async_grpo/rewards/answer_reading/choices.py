@@ -2,17 +2,20 @@ r"""Reads the answers of multiple choice, which may state a letter, a value, or 
 
 import re
 
-from async_grpo.rewards.answer_reading.spellings import FONT, SPACE
+from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, as_latex
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer that may be a choice with its value
 
-# A single letter, perhaps with a font, "Option" before it, parentheses and full stops, as in `\textbf{(C)}.`
+# The first word of a reason after a choice, as in "B, because A is false"
+REASON = r"(?:because|since|as|not)(?![a-zA-Z])"
+# A single letter, perhaps with a font, "Option" before it, parentheses, full stops and a reason, as in `\textbf{(C)}.`
 _CHOICE = re.compile(
     rf"""
     (?:{FONT}\s?\{{|\{{)? \s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\s{{1,4}})?
     \(? \s{{0,8}} (?:{FONT}\s?\{{)? \s{{0,8}}
     ([a-zA-Z])
     \s{{0,8}} \}}? \s{{0,8}} \)? \.? \s{{0,8}} \}}? \.?
+    (?:[,;]?\s{{1,4}}{REASON}[^\n]{{0,200}})?
     """,
     re.VERBOSE,
 )
@@ -28,19 +31,28 @@ CHOICE_WITH_VALUE = re.compile(
     \s{{0,8}}
     (?: (?:\(\s?([A-J])\s?\)|([A-J])\))
         (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})
-          | {SPACE}{{1,8}} (?=\w{{2}}|[(\[]|[a-z]\s?[-^+=])  # a word, a bracket or a formula
+          | {SPACE}{{1,8}} (?=\w{{2}}|[(\[]|[a-zA-Z]\s?[-^+=(])  # a word, a bracket or a formula
         )
       | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as "A. Smith"
     )
     """,
     re.VERBOSE,
 )
+# A value before the letter of its choice in parentheses, as in `12 (B)`, but not a function as in `\sin (A)`
+_VALUE_WITH_CHOICE = re.compile(
+    rf"((?={_NUMBER_OR_COMMAND})[^\n]{{0,200}}[\d}}%)])(?:{SPACE}|,){{1,8}}(?:{FONT}\s?\{{)?\(\s?([A-J])\s?\)\s?\}}?\.?"
+)
+# A relation without a left side, as in `\ge 5`, and one whose left side is a variable, as in `x \ge 5`
+_SIGN = r"(?:[<>]|\\(?:[gl]e|ne)(?![a-zA-Z]))"
+_BOUND = re.compile(rf"\s?{_SIGN}")
+_VARIABLE_WITH_BOUND = re.compile(rf"\s?([a-zA-Z])\s?(?={_SIGN})")
 # A second choice in a value, as in `12 or (C) 13`, but not the `(A)` in `P(A)`
 _SECOND_CHOICE = re.compile(
     r"""
     (?<![a-zA-Z\\}])
     (?: \(\s?[A-J]\s?\)
       | (?<!\()[A-J][.:)]\s{1,4}[-\d$\\]  # not the end of `P(A) = 3`, and not that of a sentence
+      | (?<=\d)\s{1,4}[A-E](?=\s{1,4}[-\d$\\]|\s{0,4}\Z)  # as in `12 C 13`
       | (?:or|maybe|perhaps|possibly|wrong;?|it\ is)\s{1,4}\}?\s{0,4}[A-J](?![a-zA-Z])
     )
     """,
@@ -74,7 +86,8 @@ def choice_with_value(text: str) -> tuple[str, str] | None:
         text = f"{font[1]} {text[font.end() :]}"
     match = CHOICE_WITH_VALUE.match(text)
     if match is None:
-        return None
+        match = _VALUE_WITH_CHOICE.fullmatch(text)
+        return None if match is None or _SECOND_CHOICE.search(match[1]) else (match[2], match[1].strip())
     value = text[match.end() :].strip()
     # Whoever names two choices states neither
     if _SECOND_CHOICE.search(value):
@@ -105,7 +118,18 @@ def compared_parts(gold: str, answer: str) -> list[tuple[str, str]]:
         return [(_part_like(gold_choice, answer), answer)]
     if choice is not None:
         return [(gold, _part_like(choice, gold))]
-    return [(gold, answer)]
+    return [_with_left_sides(gold, answer)]
+
+
+def _with_left_sides(gold: str, answer: str) -> tuple[str, str]:
+    r"""Return both texts, with the variable of `x \ge 5` also before the other text if that is a bare `\ge 5`."""
+    variable = _VARIABLE_WITH_BOUND.match(as_latex(answer[:MAX_CHARACTERS]))
+    gold_variable = _VARIABLE_WITH_BOUND.match(as_latex(gold[:MAX_CHARACTERS]))
+    if variable is not None and _BOUND.match(as_latex(gold[:MAX_CHARACTERS])):
+        return f"{variable[1]} {gold}", answer
+    if gold_variable is not None and _BOUND.match(as_latex(answer[:MAX_CHARACTERS])):
+        return gold, f"{gold_variable[1]} {answer}"
+    return gold, answer
 
 
 def _part_like(choice: tuple[str, str], text: str) -> str:

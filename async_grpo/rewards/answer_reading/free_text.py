@@ -7,10 +7,13 @@ in quotation marks, brackets, Markdown or between characters of other scripts. A
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from async_grpo.rewards.answer_reading.choices import CHOICE_WITH_VALUE, letter_of
+from async_grpo.rewards.answer_reading.arithmetic import states_false_equation, value_of
+from async_grpo.rewards.answer_reading.choices import CHOICE_WITH_VALUE, REASON, letter_of, plain_choice
 from async_grpo.rewards.answer_reading.formulas import Formula, formulas_in
+from async_grpo.rewards.answer_reading.measures import units_of
 from async_grpo.rewards.answer_reading.notation import plain_value
 from async_grpo.rewards.answer_reading.spellings import plain_text
 from async_grpo.rewards.answer_reading.units import without_scales
@@ -39,8 +42,12 @@ _COPULA = re.compile(r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是
 # Not the point of a decimal, because a blank must follow
 _SENTENCE_END = re.compile(r"[.!?](?=[*_\"')\]]{0,4}(?:\s|\Z))")
 _LINK = re.compile(
-    r"[ \t]*(?:[,;][ \t]*)?"
+    r"[ \t]*(?:[,;][ \t]*)?\(?[ \t]*"
     r"(?P<word>and|or(?: maybe| possibly)?|possibly|maybe|perhaps|和|或|及|\\text\s?\{\s?(?:and|or)\s?\})?[ \t]*"
+)
+# A second answer after the first one, as in "It could be 5. Or it is 7."
+_ALTERNATIVE = re.compile(
+    r"[ \t*_`\"')\]}$.,;!?-]{1,8}(?i:or|alternatively|maybe|perhaps|possibly)\b[^.!?\n\d\\$]{0,40}[$(*]{0,3}"
 )
 _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \t]*\n")
 # Marks between "answer is" and the letter of a choice. Before a letter with its value, "(" is part of the choice
@@ -48,12 +55,23 @@ _BEFORE_CHOICE = re.compile(r"[\s*_`\"'(\[{:=]*")
 _BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*")
 # "B, C" and "B. Or C" are no choice of B, but a sentence may follow one, as in "B. A is wrong"
 _AFTER_CHOICE = re.compile(
-    r"[*_`\"')\]}]*(?:[.!]|[,;](?!\s+\(?[A-J](?![a-zA-Z])))?[*_]*(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!Or\b))"
+    r"[*_`\"')\]}]*(?:[.!]|[,;](?!\s+\(?[A-J](?![a-zA-Z])))?[*_]*"
+    rf"(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!Or\b)|\s{{1,4}}{REASON})"
+)
+_CHOICE_AFTER_VALUE = re.compile(r"[$*_\s]{1,4}\(?[A-E](?![a-zA-Z'])")  # a second choice, as in "(B) 12 C"
+# A unit after a number. "in" is none here, as in "5 in total"
+_UNIT_AFTER = re.compile(
+    r"\s?((?:(?:square|cubic|sq\.?|cu\.?)\s)?(?!in\b)[a-zA-Z]{2,12}(?:\s?(?:/|\bper)\s?[a-zA-Z]{1,12})?)(\^\d)?(?![a-zA-Z])"
 )
 _NEGATION = re.compile(
     r"(?:\bnot|n['\u2019]t)\s{1,3}[$*(\\]{0,4}\Z"
 )  # the words in front of a value that is denied
 _NEGATION_CHARACTERS = 12  # largest length of such words
+# The words in front of an equation whose left side is whole. In "2 times 3 = 6" and "2 hours * 3 = 6", it is not
+_BEFORE_EQUATION = re.compile(
+    r"(?:\A|[.:!?\n]|\b(?:is|are|so|that|thus|hence|therefore|then|get|have|gives?|since|because))[\s*_(\[,]{0,8}\Z"
+)
+_BEFORE_EQUATION_CHARACTERS = 20  # largest length of such words
 
 
 def stated_formula(text: str) -> str | None:
@@ -68,11 +86,42 @@ def stated_formula(text: str) -> str | None:
     ('5', '3, 4 or 5', None)
     """
     text = without_scales(plain_text(text[-MAX_CHARACTERS:]))
+    choice = plain_choice(text.strip())
+    if choice is not None:
+        return choice
     formulas = []
     for formula in formulas_in(text):
         if not _is_name_of_value(text, formula) and not _is_denied(text, formula):
-            formulas.append(formula)
+            formulas.append(_with_whole_sides(text, formula))
     return _answer_among(text, formulas)
+
+
+def stated_words(text: str) -> str | None:
+    """Return the words after the last "answer is" up to the end of their sentence, or else the whole text.
+
+    >>> stated_words("So the answer is **Evelyn**. She won."), stated_words("Evelyn"), stated_words(" ")
+    ('Evelyn', 'Evelyn', None)
+    """
+    text = plain_text(text[-MAX_CHARACTERS:])
+    words = text
+    for word in _ANSWER_WORD.finditer(text):
+        sentence_end = _sentence_end(text, word.end())
+        copula = _COPULA.search(text, word.end(), min(sentence_end, word.end() + MAX_COPULA_DISTANCE))
+        if copula is not None:
+            words = text[copula.end() : sentence_end]
+    return words.strip(" \t\n*_`\"':") or None
+
+
+def _with_whole_sides(text: str, formula: Formula) -> Formula:
+    """Return the formula without the left side of an equation that words may have cut, as in "2 times 3 = 6"."""
+    left_side, equals, right_side = formula.text.rpartition("=")
+    is_delimited = formula.end - formula.begin > len(formula.text)
+    if not equals or is_delimited or value_of(left_side.rpartition("=")[2]) is None:
+        return formula
+    before = text[max(0, formula.begin - _BEFORE_EQUATION_CHARACTERS) : formula.begin]
+    if _BEFORE_EQUATION.search(before):
+        return formula
+    return replace(formula, text=right_side.strip(), follows_equals=True)
 
 
 def _is_denied(text: str, formula: Formula) -> bool:
@@ -169,6 +218,8 @@ def _choice_after(text: str, begin: int, formulas: Sequence[Formula]) -> str | N
         letter = letter_of(choice)
         value = next((formula for formula in formulas if formula.end > choice.end()), None)
         has_value = value is not None and not value.is_choice and value.begin <= choice.end() + len("**")
+        if value is not None and has_value and _CHOICE_AFTER_VALUE.match(text, value.end):
+            return None
         return f"({letter}) {value.text}" if value is not None and has_value else letter
     start = _BEFORE_CHOICE.match(text, begin)
     for formula in formulas:
@@ -202,12 +253,18 @@ def _link(text: str, formula: Formula, next_formula: Formula) -> bool | None:
         return None
     between = text[formula.end : next_formula.begin]
     match = _LINK.fullmatch(between)
-    if match is None or not between.strip():
+    has_word = match["word"] is not None if match is not None else _ALTERNATIVE.fullmatch(between) is not None
+    if (match is None and not has_word) or not between.strip() or ("(" in between and not has_word):
         return None
-    value = plain_value(formula.text)
-    if value is not None and value == plain_value(next_formula.text):
-        return None  # one number in two spellings, as in "0.25, or 25%"
-    return match["word"] is not None
+    return None if _are_one_value(formula.text, next_formula.text) else has_word
+
+
+def _are_one_value(text: str, other_text: str) -> bool:
+    r"""Return whether two formulas are one number in two spellings, as in "0.25, or 25%" and "\sqrt{2}, or 1.41"."""
+    value = plain_value(text)
+    if value is not None and value == plain_value(other_text):
+        return True
+    return value_of(text) is not None and not states_false_equation(rf"{text} = {other_text}")
 
 
 def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) -> None:
@@ -220,6 +277,8 @@ def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) ->
 
 def _joined(text: str, group: Sequence[Formula]) -> str:
     """Return the formulas of a list as one text, with the words "and" and "or" between them, and commas elsewhere."""
+    if len(group) == 1:
+        return group[0].text + _unit_after(text, group[0])
     pieces = [group[0].text]
     for formula, next_formula in pairwise(group):
         link = _LINK.fullmatch(text[formula.end : next_formula.begin])
@@ -228,3 +287,11 @@ def _joined(text: str, group: Sequence[Formula]) -> str:
         separator = ", " if word is None else f" {'and' if is_and else 'or'} "
         pieces.extend((separator, next_formula.text))
     return "".join(pieces)
+
+
+def _unit_after(text: str, formula: Formula) -> str:
+    """Return the unit that follows a number, in a font, or nothing if the word after the number is no known unit."""
+    unit = _UNIT_AFTER.match(text, formula.end)
+    if unit is None or not formula.text[-1:].isdecimal() or not units_of(f"1 {unit[1]}"):
+        return ""
+    return rf"\text{{ {unit[1]}}}{unit[2] or ''}"

@@ -38,6 +38,12 @@ _NAME_BEHIND = re.compile(r"((?:[-+\d.,/(){}^*\s]|\\[a-z]{2,8}){1,200}?)\s?=\s{0
 _PERCENTAGE = re.compile(r"(.{1,100}?)\s?\\?%")
 _DECIMAL = re.compile(r"\+?(-?)(\d{0,400})(?:\.(\d{0,400}))?")
 _WORDS_IN_FONT = re.compile(rf"{FONT}\s?(\{{[^{{}}]{{0,400}}\}})")
+# A condition behind an equation, as in "f(x) = 2x for all real x"
+_CONDITION = re.compile(
+    r"(=[^=]{1,400}?)\s{0,8},?\s{0,8}(?:\\text\s?\{\s?)?for (?:all|every|any)(?![a-zA-Z])[^=]{0,100}\Z"
+)
+# The names before a tuple, as in `(x, y) = (1, 2)`
+_NAMES_OF_TUPLE = re.compile(r"\(\s?([a-zA-Z](?:\s?,\s?[a-zA-Z]){1,5})\s?\)\s?=\s?(?=\()")
 # Punctuation at the end of a text, unless it belongs to \right, \left or dots such as \ldots
 _END_OF_SENTENCE = re.compile(r"(?<=[\w)\]}%$])(?<!\\right)(?<!\\left)(?<!ldots)[\s.,;:]{1,20}\Z")
 # "2 and 2/3", where the fraction is less than 1
@@ -80,6 +86,7 @@ def plain_notation(text: str) -> str:
     choice = plain_choice(text)
     if choice is not None:
         return choice
+    text = _without_names(_CONDITION.sub(r"\1", text))
     text = _without_modulus(_without_approximation(text))
     text = _MIXED_WITH_AND.sub(_sum_of_mixed, text) if _MIXED_WITH_AND.fullmatch(text) else text
     text = _with_round_brackets(_with_name_first(text))
@@ -102,6 +109,9 @@ def readings(text: str) -> list[str]:
     latex = _latex_without_end(text) if len(text) <= MAX_CHARACTERS else text
     if _without_approximation(latex) != latex or _MIXED_WITH_AND.fullmatch(latex):
         notations.append(latex)
+    approximation = _APPROXIMATION.search(latex)
+    if approximation is not None and approximation[1] != "=":
+        notations.append(approximation[2])
     number = number_before_unit(plain)
     if number is not None:
         notations.append(number)
@@ -145,6 +155,15 @@ def _without_modulus(text: str) -> str:
     r"""Return a congruence such as `x \equiv 3 \pmod{7}` as an equation without its modulus."""
     congruence = _MODULUS.sub("", text)
     return text if congruence == text else _CONGRUENT.sub(" = ", congruence)
+
+
+def _without_names(text: str) -> str:
+    """Return a tuple without the names of its values, if these are in alphabetical order."""
+    match = _NAMES_OF_TUPLE.match(text)
+    if match is None:
+        return text
+    names = [name.strip() for name in match[1].split(",")]
+    return text[match.end() :] if names == sorted(names) else text
 
 
 def _sum_of_mixed(match: re.Match[str]) -> str:

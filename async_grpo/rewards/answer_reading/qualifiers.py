@@ -1,13 +1,16 @@
 r"""Compares the parts of an answer that its value does not contain: the base of a number, a.m. or p.m., a unit.
 
 An answer without such a part may be right. An answer with another one is wrong: `1011_3` is not `1011_2`, though the
-digits are the same, and 34 m are not 34 cm. An answer that takes its value back is wrong, too: `\ge 5` and
+digits are the same, and 34 m are not 34 cm. An answer that takes its value back is wrong, too: `\ge 5`, `7 = 5` and
 `5 \text{, maybe six}` do not state the number 5.
 """
 
 import math
 import re
 
+from async_grpo.rewards.answer_reading.arithmetic import states_false_equation
+from async_grpo.rewards.answer_reading.measures import have_other_units
+from async_grpo.rewards.answer_reading.prose import words_only
 from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, as_latex
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer whose parts are compared
@@ -19,9 +22,14 @@ _PATTERNS = {  # name of a part -> where an answer states it
     "modulus": re.compile(r"\\?p?mod(?![a-zA-Z])\s?\{?\s?(\w{1,40})"),
     "name": re.compile(r"\A\s?([a-zA-Z](?:_\{?\w{1,8}\}?)?)\s?=(?=[^=]+\Z)"),
 }
-_UNIT = re.compile(rf"(?:(?<=\d)|(?<=\}})){_IN_FONT}([a-zA-Z]{{1,10}})(?![a-zA-Z])")
 _RATIO = re.compile(r"\d{1,9}(?:\s?:\s?\d{1,9}){2,9}")  # of more than two numbers
-_PRICE = re.compile(r"\\?\$\s?\d")
+_TIME = re.compile(r"(?<![\d.:])(\d{1,2})\s?:\s?(\d{2})(?![\d:])")
+MAX_HOUR = 24
+MAX_MINUTE = 59
+_SIZE = re.compile(r"\\(?:left|right|[bB]ig{1,2}[lr]?)(?![a-zA-Z])\s?")
+# The name before a list, as in `x \in` and `(x, y) =`
+_NAME_OF_LIST = re.compile(r"(?:[a-zA-Z]|\([a-zA-Z](?:\s?,\s?[a-zA-Z]){0,5}\))\s?(?:=|\\in(?![a-zA-Z]))\s?")
+_BRACKET_OR_COMMA = re.compile(r"\\?[(){}\[\]]|,")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")  # as a difference, 2024-03-05 would be the number 2016
 _NUMBER = re.compile(r"[-+]?\d[\d.,]{0,60}(?:/\d{1,60})?")
 _RELATION_AT_BEGIN = re.compile(r"\s?(?:[<>]|\\(?:[gl]e|ne|[gl]t)(?![a-zA-Z]))")
@@ -44,41 +52,13 @@ _NUMERALS = (
     "eleven",
     "twelve",
 )
-# dimension -> spellings of its units. Units of different dimensions are not compared, because one of the two may be none
-_UNITS = {
-    "length": [
-        "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters metre metres",
-        "km kilometer kilometers", "in inch inches", "ft foot feet", "yd yard yards", "mi mile miles",
-    ],
-    "time": [
-        "s sec second seconds", "min minute minutes", "h hr hour hours", "day days", "week weeks", "month months",
-        "year years",
-    ],
-    "mass": ["mg", "g gram grams", "kg kilogram kilograms", "lb lbs pound pounds", "oz ounce ounces", "ton tons"],
-    "money": ["dollar dollars", "cent cents"],
-    "month of a date": [
-        "January Jan", "February Feb", "March Mar", "April Apr", "May", "June Jun", "July Jul", "August Aug",
-        "September Sep Sept", "October Oct", "November Nov", "December Dec",
-    ],
-}  # fmt: skip
-
-
-def _unit_table() -> dict[str, tuple[str, str]]:
-    table: dict[str, tuple[str, str]] = {}
-    for dimension, units in _UNITS.items():
-        for spellings in units:
-            for spelling in spellings.split():
-                table[spelling] = (dimension, spellings)
-    return table
-
-
-_UNIT_OF_WORD = _unit_table()  # a word -> its dimension and its unit
 
 
 def contradict(gold: str, answer: str) -> bool:
-    r"""Return whether two answers state different qualifiers, or the answer states a bound or a doubtful value.
+    r"""Return whether two answers state different qualifiers, or the answer states a bound, a doubt or a false equation.
 
-    Qualifiers are bases, halves of the day, moduli, names, ratios, dates and units of one dimension.
+    Qualifiers are bases, halves of the day, moduli, names, ratios, dates and units. Units are not converted, so that
+    100 cm contradict 1 m.
 
     >>> contradict("1011_2", "1011_3"), contradict("1011_2", "1011"), contradict("12:30 pm", r"12:30 \text{ a.m.}")
     (True, False, True)
@@ -91,9 +71,15 @@ def contradict(gold: str, answer: str) -> bool:
         return False
     if _is_bound_of_number(gold, answer) or _states_doubt(answer):
         return True
+    if answer != gold and states_false_equation(as_latex(answer)):
+        return True
     if _DATE.fullmatch(gold) and _DATE.fullmatch(answer.strip()) is None:
         # Only a value could be equal to the difference of the three numbers
         return _NUMBER.fullmatch(answer.strip()) is not None
+    if _is_set_for_tuple(gold, answer) or _is_other_time(gold, answer):
+        return True
+    if have_other_units(gold, answer) or _have_other_words(gold, answer):
+        return True
     gold_parts = _qualifiers(gold)
     parts = _qualifiers(answer)
     return any(parts[name] != gold_parts[name] for name in parts.keys() & gold_parts.keys())
@@ -102,6 +88,54 @@ def contradict(gold: str, answer: str) -> bool:
 def _is_bound_of_number(gold: str, answer: str) -> bool:
     """Return whether the answer is a relation without a left side, while the gold answer is a number."""
     return _NUMBER.fullmatch(gold) is not None and _RELATION_AT_BEGIN.match(as_latex(answer)) is not None
+
+
+def _is_set_for_tuple(gold: str, answer: str) -> bool:
+    r"""Return whether one answer is a set, such as `\{1, 2\}`, and the other a tuple or an interval."""
+    return {_kind_of_brackets(gold), _kind_of_brackets(answer)} == {"set", "tuple"}
+
+
+def _kind_of_brackets(text: str) -> str | None:
+    """Return "set" or "tuple" if brackets enclose a whole list, else None."""
+    latex = _SIZE.sub("", as_latex(text)).strip()
+    name = _NAME_OF_LIST.match(latex)
+    list_text = latex if name is None else latex[name.end() :]
+    depth = 0
+    has_comma = False
+    for bracket in _BRACKET_OR_COMMA.finditer(list_text):
+        if bracket[0] == ",":
+            has_comma = has_comma or depth == 1
+        else:
+            depth += 1 if bracket[0][-1] in "([{" else -1
+        if depth <= 0 and bracket.end() < len(list_text):
+            return None  # the first bracket is closed before the end, or the list has none
+    if depth != 0 or not has_comma:
+        return None
+    if list_text.startswith(r"\{") and list_text.endswith(r"\}"):
+        return "set"
+    return "tuple" if list_text[0] in "([" and list_text[-1] in ")]" else None
+
+
+def _is_other_time(gold: str, answer: str) -> bool:
+    """Return whether the gold answer is a time of the day, and the answer is none or another one.
+
+    A ratio of two numbers without a common divisor, such as 7:15, may not be a time, so it is not compared here.
+    """
+    gold_time = _TIME.fullmatch(as_latex(gold).strip())
+    if gold_time is None or int(gold_time[1]) > MAX_HOUR or int(gold_time[2]) > MAX_MINUTE:
+        return False
+    hour = int(gold_time[1])
+    if gold_time[2][0] != "0" and math.gcd(hour, int(gold_time[2])) == 1:
+        return False
+    time = _TIME.search(as_latex(answer))
+    return time is None or int(time[1]) != hour or time[2] != gold_time[2]
+
+
+def _have_other_words(gold: str, answer: str) -> bool:
+    """Return whether both answers are only words, and not the same: letters in another order are another name."""
+    gold_words = words_only(gold)
+    words = words_only(answer)
+    return gold_words is not None and words is not None and words != gold_words
 
 
 def _states_doubt(answer: str) -> bool:
@@ -124,16 +158,10 @@ def _qualifiers(text: str) -> dict[str, str]:
         match = pattern.search(text)
         if match is not None:
             parts[name] = match[1].lower() if name == "half of the day" else match[1]
-    for match in _UNIT.finditer(text):
-        if match[1] in _UNIT_OF_WORD:
-            dimension, unit = _UNIT_OF_WORD[match[1]]
-            parts.setdefault(dimension, unit)
     if _DATE.fullmatch(text):
         parts["date"] = text
     if _RATIO.fullmatch(text):
         numbers = [int(number) for number in text.split(":")]
         divisor = math.gcd(*numbers) or 1
         parts["ratio"] = ":".join(str(number // divisor) for number in numbers)
-    if _PRICE.search(text):
-        parts.setdefault("money", _UNITS["money"][0])
     return parts

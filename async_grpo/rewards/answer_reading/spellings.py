@@ -65,7 +65,8 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     # Ordinal numbers, as in `3^{\text{rd}}`
     rf"(?<=\d)\s?\^\s?\{{?\s?{FONT}\s?\{{\s?(?:st|nd|rd|th)\s?\}}{{1,2}}": "",
     # Names of the empty set
-    r"\A\s{0,8}(?:\\text\s{0,8}\{)?\s{0,8}(?:[Nn]o (?:real )?solutions?|[Ee]mpty set)\s{0,8}\}?\s{0,8}\Z": r"\\emptyset ",
+    r"\A\s{0,8}(?:\\text\s{0,8}\{)?\s{0,8}(?:(?:[Tt]here (?:is|are) )?[Nn]o (?:real )?solutions?|[Ee]mpty set)"
+    r"\s{0,8}\}?\s{0,8}\Z": r"\\emptyset ",
     # Repeating decimals: dots over the first and the last digit of the period
     r"\\dot\s?\{?(\d)\}?(\d{0,12})\\dot\s?\{?(\d)\}?": r"\\overline{\1\2\3}",
 }

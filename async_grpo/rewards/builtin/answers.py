@@ -13,6 +13,7 @@ from async_grpo.rewards.answer_reading.boxes import ungrouped as ungrouped
 from async_grpo.rewards.answer_reading.boxes import without_delimiters as without_delimiters
 from async_grpo.rewards.answer_reading.boxes import without_layout as without_layout
 from async_grpo.rewards.answer_reading.fences import fenced_blocks as fenced_blocks
+from async_grpo.rewards.answer_reading.prose import refuse_long_prose, without_introduction
 from async_grpo.rewards.answer_reading.stated import answer_block as answer_block
 from async_grpo.rewards.answer_reading.stated import stated_answer as stated_answer
 
@@ -75,3 +76,17 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     if not text:
         raise ValueError(f"the row's answer {answer!r} is empty: nothing can be compared with it")
     return text
+
+
+def mathematical_gold(sample: dict[str, Any]) -> str:
+    """Return the gold answer of a row for the rewards that compare values, without words before its value.
+
+    Raises:
+        ValueError: As for `gold_answer`, or the answer is prose of several sentences or many words.
+
+    >>> mathematical_gold({"answer": "So the answer is 18 dollars"}), mathematical_gold({"answer": "5 or more"})
+    ('18 dollars', '5 or more')
+    """
+    gold = without_introduction(gold_answer(sample))
+    refuse_long_prose(gold)
+    return gold

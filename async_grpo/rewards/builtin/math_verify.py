@@ -21,8 +21,9 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
-from async_grpo.rewards.answer_reading.free_text import stated_formula
+from async_grpo.rewards.answer_reading.free_text import stated_formula, stated_words
 from async_grpo.rewards.answer_reading.notation import plain_notation, readings
+from async_grpo.rewards.answer_reading.prose import equal_prose, is_prose, words_only
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence, values_of_tuple
 from async_grpo.rewards.answer_reading.spellings import WORD_IN_FORMULA, as_latex
@@ -30,7 +31,7 @@ from async_grpo.rewards.answer_reading.units import number_before_unit
 from async_grpo.rewards.builtin.answers import (
     boxed_answer,
     completion_text,
-    gold_answer,
+    mathematical_gold,
     stated_answer,
     without_layout,
 )
@@ -59,6 +60,8 @@ _FORMULA_WORD = re.compile(
 # letters and mathematical operators do not match, because they are parts of formulas
 _PROSE = re.compile(r"[a-zA-Z]{2}|\*\*|\d\s+\([a-zA-Z]\)|[^\x00-\x7f\u0391-\u03c9\u2200-\u22ff]")
 _TUPLE = re.compile(r"\([^()]*\)")
+# A small letter at the end of a formula or of an element, where math-verify would remove it as a unit
+_LAST_LETTER = re.compile(r"(?<=[\w}) +*/=^-])(?<![a-zA-Z\\])([a-z])(?=\s{0,8}(?:,|\Z))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # math-verify logs a warning for each of its time limits that is switched off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -111,24 +114,30 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
     """
-    gold = gold_answer(sample)
+    gold = mathematical_gold(sample)
     text = completion_text(sample)
     gold_sequence = read_sequence(gold)
     sequence = read_sequence(stated_answer(text, ("box", "block")) or "")
     if gold_sequence or sequence:
         return {"reward": float(_equal_sequences(gold_sequence, sequence))}
-    for part in _parts_of_gold(gold):
-        _parsed_gold(part)  # an unreadable answer of the row is an error, whatever the completion says
-    answer = _stated(text)
+    is_text = is_prose(gold) or words_only(gold) is not None
+    if not is_prose(gold):
+        for part in _parts_of_gold(gold):
+            _parsed_gold(part)  # an unreadable answer of the row is an error, whatever the completion says
+    answer = _stated_words(text) if is_text else _stated(text)
     if answer is None or contradict(gold, answer):
         return {"reward": 0.0}
+    has_equal_words = equal_prose(gold, answer)
+    if has_equal_words is not None:
+        return {"reward": float(has_equal_words)}
     are_equal = all(_equal_texts(gold_part, part) for gold_part, part in compared_parts(gold, answer))
     return {"reward": float(are_equal)}
 
 
 def _equal_texts(gold: str, answer: str) -> bool:
     """Return whether two answers are equal as texts, or as math-verify reads them."""
-    if plain_notation(gold) == plain_notation(answer):
+    gold_words = words_only(gold)
+    if plain_notation(gold) == plain_notation(answer) or (gold_words and gold_words == words_only(answer)):
         return True
     if _TUPLE.fullmatch(without_layout(answer)):
         gold = values_of_tuple(gold) or gold  # math-verify would ignore the order of the values
@@ -143,8 +152,8 @@ def _equal_texts(gold: str, answer: str) -> bool:
 
 def check_row(row: dict[str, Any]) -> None:
     """Raise ValueError if the row's `answer` is missing, empty or unreadable."""
-    gold = gold_answer(row)
-    if read_sequence(gold) is None:
+    gold = mathematical_gold(row)
+    if read_sequence(gold) is None and not is_prose(gold):
         for part in _parts_of_gold(gold):
             _parsed_gold(part)
 
@@ -189,7 +198,15 @@ def _marked(gold: str) -> str:
     """Return the gold answer in the form that math-verify can parse: as a formula with its delimiters."""
     plain = plain_notation(gold)
     formula = plain if _is_bare_formula(plain) else as_latex(gold).replace(r"\$", "")
-    return formula if "$" in formula else f"${formula}$"
+    return formula if "$" in formula else f"${_with_last_letter(formula)}$"
+
+
+def _with_last_letter(formula: str) -> str:
+    r"""Return a formula whose last letter math-verify does not remove as a unit, as in `\pi r^2 h`.
+
+    A letter after a single number stays as it is, because it may be a unit.
+    """
+    return formula if number_before_unit(formula) is not None else _LAST_LETTER.sub(r"{\1}", formula)
 
 
 def _is_bare_formula(text: str) -> bool:
@@ -220,10 +237,18 @@ def _stated(text: str) -> str | None:
     return stated_formula(marked if marked is not None else stated_answer(text, ("box", "rest")) or "")
 
 
+def _stated_words(text: str) -> str | None:
+    """Return the answer that a completion states, if the gold answer consists of words."""
+    marked = stated_answer(text, ("box", "block", "marker"))
+    if marked is None:
+        marked = stated_words(stated_answer(text, ("box", "rest")) or "")
+    return marked if marked is not None and len(marked) <= MAX_CHARACTERS else None
+
+
 def _formulas(answer: str) -> list[str]:
     """Return the texts that math-verify should parse to find an answer. An ambiguous answer has several such texts."""
-    return [readable(rf"\boxed{{{reading}}}") for reading in readings(answer) if reading]
+    return [readable(rf"\boxed{{{_with_last_letter(reading)}}}") for reading in readings(answer) if reading]
 
 
 def _boxed(formula: str) -> str:
-    return readable(rf"\boxed{{{plain_notation(formula)}}}")
+    return readable(rf"\boxed{{{_with_last_letter(plain_notation(formula))}}}")

@@ -19,6 +19,7 @@ from typing import Any
 
 from async_grpo.rewards.answer_reading.choices import compared_parts
 from async_grpo.rewards.answer_reading.notation import plain_notation, words_of
+from async_grpo.rewards.answer_reading.prose import equal_prose
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.builtin import answers
 
@@ -75,7 +76,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\frac{1}{2}}", "answer": 0.5})
     {'reward': 1.0}
     """
-    gold = answers.gold_answer(sample)
+    gold = answers.mathematical_gold(sample)
     if not normalise(gold):
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
     return {"reward": float(equal_texts(gold, answers.stated_answer(answers.completion_text(sample))))}
@@ -85,6 +86,9 @@ def equal_texts(gold: str, answer: str | None) -> bool:
     """Return whether a stated answer equals the gold answer, in all parts that both state (`compared_parts`)."""
     if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
         return False
+    has_equal_words = equal_prose(gold, answer)
+    if has_equal_words is not None:
+        return has_equal_words
     pairs = [(normalise(gold_part), normalise(part)) for gold_part, part in compared_parts(gold, answer)]
     return all(gold_part == part != "" for gold_part, part in pairs)
 

@@ -38,10 +38,10 @@ def check_mathd_row(row: Row) -> None:
     """Raise ValueError if the row has no `answer` that `mathd` can compare."""
     if _is_plain_number(row):
         return
-    from async_grpo.rewards.builtin.answers import gold_answer
+    from async_grpo.rewards.builtin.answers import mathematical_gold
     from async_grpo.rewards.builtin.mathd import normalise
 
-    if not normalise(gold_answer(row)):
+    if not normalise(mathematical_gold(row)):
         raise ValueError(f"nothing is left of the row's answer {row['answer']!r} after normalisation")
 
 

@@ -18,9 +18,10 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
+from async_grpo.rewards.answer_reading.prose import equal_prose, is_prose
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, read_sequence
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer
+from async_grpo.rewards.builtin.answers import completion_text, mathematical_gold, stated_answer
 from async_grpo.rewards.builtin.equal_numbers import (
     equal_numbers,
     exact_decimal,
@@ -141,7 +142,9 @@ def equal_elements(gold: str, answer: str) -> bool:
 
 def check_row(row: dict[str, Any]) -> None:
     """Raise ValueError if the row's `answer` is missing, empty or unreadable."""
-    gold = gold_answer(row)
+    gold = mathematical_gold(row)
+    if is_prose(gold):
+        return
     for part in choice_with_value(gold) or (gold,):
         _, gold_elements = split_elements(clean(part))
         for element in gold_elements:
@@ -201,10 +204,13 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"})
     {'reward': 1.0}
     """
-    gold = gold_answer(sample)
+    gold = mathematical_gold(sample)
     answer = stated_answer(completion_text(sample))
     if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
         return {"reward": 0.0}
+    has_equal_words = equal_prose(gold, answer)
+    if has_equal_words is not None:
+        return {"reward": float(has_equal_words)}
     are_equal = all(_equal_texts(gold_part, part) for gold_part, part in compared_parts(gold, answer))
     return {"reward": float(are_equal)}
 
