@@ -62,6 +62,7 @@ CHECKED = "a pattern of the user, which is only compiled"
 
 PATTERNS: dict[str, dict[str, str]] = {
     "rewards/answer_reading/prose.py": {
+        "(?<![a-zA-Z])(?:or|and|more|less|fewer|least|most|greater|smaller|over|under|above|below|except|million|billion|thousand|hundred|dozen|percent|times|than|out)(?![a-zA-Z])": "prose",  # noqa: E501
         "\n    (?:(?:so|thus|hence|therefore|then),?\\s{1,4})?\n    (?: (?:the|our|my)?\\s{0,4}(?:final\\s{1,4}|correct\\s{1,4})?(?:answer|result|solution|value|total|sum)s?\n        \\s{0,4}(?:is|are|:|=|equals)\\s{0,4}:?\n      | (?:there|it|that|this)\\s{1,4}(?:is|are)\n      | a\\ total\\ of | about | approximately | exactly | roughly | only\n    )?\n    \\s{0,8}\n    ": "prose",  # noqa: E501
         "(?![bcdfghjklmnpqrstvwxz]{1,20}(?![a-zA-Z]))[a-zA-Z]{3,}": "prose",
         "(?i:\\banswers?\\s{0,4}(?:is|are|:|=)\\s{0,4}:?)": "prose",

@@ -10,6 +10,7 @@ from async_grpo.rewards.answer_reading.notation import plain_notation
 from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, WORD_IN_FORMULA, as_latex
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer that is compared as a text
+MAX_UNIT_WORDS = 4  # maximum number of words behind a value that may be its unit
 MAX_WORDS = 12  # maximum number of words of a gold answer that is compared as a text
 
 _FONT = re.compile(rf"{FONT}\s?\{{([^{{}}]{{0,400}})\}}")
@@ -24,6 +25,11 @@ _WORD = re.compile(r"[a-zA-Z]{2,}")
 _SURE_WORD = re.compile(r"(?![bcdfghjklmnpqrstvwxz]{1,20}(?![a-zA-Z]))[a-zA-Z]{3,}")
 _WORDS_ONLY = re.compile(r"[a-zA-Z][a-zA-Z\s,'-]*")
 _SEPARATOR = re.compile(r"\s?,\s?(?:and\s|or\s)?|\sand\s|\sor\s")
+# Words behind a value that change it
+_CHANGING_WORD = re.compile(
+    r"(?<![a-zA-Z])(?:or|and|more|less|fewer|least|most|greater|smaller|over|under|above|below|except|million|billion"
+    r"|thousand|hundred|dozen|percent|times|than|out)(?![a-zA-Z])"
+)
 _RELATION = re.compile(r"[=<>]|\\(?:[gl]e|ne|in|equiv|approx)(?![a-zA-Z])")
 _SENTENCE_END = re.compile(r"[.!?]\s+\S")
 # Words that may stand before the value of a gold answer, as in "So there are 34 apples" and "The answer is 5"
@@ -56,8 +62,10 @@ def without_introduction(text: str) -> str:
     answers = list(_LAST_ANSWER.finditer(text))
     if answers and _SENTENCE_END.search(text, answers[-1].end()) is None:
         text = text[answers[-1].end() :].strip() or text
-    introduction = _INTRODUCTION.match(text)
-    value = text if introduction is None else text[introduction.end() :]
+    font = _FONT.match(text)
+    plain = text if font is None else f"{font[1]} {text[font.end() :]}".lstrip()
+    introduction = _INTRODUCTION.match(plain)
+    value = text if introduction is None or introduction.end() == 0 else plain[introduction.end() :]
     return value if _VALUE.match(value) else text
 
 
@@ -72,8 +80,23 @@ def is_prose(gold: str) -> bool:
     if len(gold) > MAX_CHARACTERS or choice_with_value(gold) is not None:
         return False
     plain = _DELIMITER.sub(" ", _FONT.sub(r" \1 ", plain_notation(gold)))
-    has_digit = any(character.isdecimal() for character in plain)
-    return has_digit and _RELATION.search(plain) is None and _sure_words(plain) != []
+    if not _has_digit(plain) or _RELATION.search(plain) is not None or _is_quantity(plain):
+        return False
+    return _sure_words(plain) != []
+
+
+def _is_quantity(plain: str) -> bool:
+    """Return whether a text is a value and a few words behind it, none of which changes the value, as in "3rd floor"."""
+    word = _WORD.search(_NO_WORD.sub(lambda match: " " * len(match[0]), plain))
+    if word is None:
+        return False
+    words = plain[word.start() :]
+    is_short = len(words.split()) <= MAX_UNIT_WORDS and not _has_digit(words)
+    return is_short and _has_digit(plain[: word.start()]) and _CHANGING_WORD.search(words) is None
+
+
+def _has_digit(text: str) -> bool:
+    return any(character.isdecimal() for character in text)
 
 
 def refuse_long_prose(gold: str) -> None:

@@ -99,6 +99,10 @@ KINDS: dict[str, list[tuple[str, str, bool]]] = {
         ("x = t", r"\boxed{t}", True), (r"v = \frac{d}{t}", r"\boxed{\frac{d}{t}}", True),
     ],
     "golds in words": [
+        (r"\text{The value is } 5", r"\boxed{5}", True), (r"3\sqrt{2} units", r"\boxed{3\sqrt{2}}", True),
+        ("2 boys and 3 girls", r"\boxed{2 \text{ boys and } 3 \text{ girls}}", True),
+        ("2 boys and 3 girls", r"\boxed{3 \text{ boys and } 2 \text{ girls}}", False),
+        ("all real numbers except 3", r"\boxed{3}", False), ("3 quarters and 2 dimes", r"\boxed{3}", False),
         ("5 or more", r"\boxed{5}", False), ("5 or more", r"\boxed{5 \text{ or more}}", True),
         ("at least 5", r"\boxed{5}", False), ("18 dollars", r"\boxed{18}", True), ("5 km", r"\boxed{5}", True),
         ("x = 5", r"\boxed{5}", True), ("The answer is 5", r"\boxed{5}", True),
