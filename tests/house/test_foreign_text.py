@@ -78,6 +78,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         "f'{FONT}\\\\s?\\\\{{([^{{}}]{{0,400}})\\\\}}'": "prose",
     },
     "rewards/answer_reading/measures.py": {
+        "(?<!\\\\)\\$": "notation",
         "(\\\\?\\$|[€£¥₹])\\s?[-+]?\\s?\\.?\\d|\\d\\s?(\\\\\\$|[€£¥₹])": "notation",
         "/|\\\\cdot|\\*|[a-zA-Z]{1,12}|\\^\\s?\\{?\\s?([-+]?\\d)": "notation",
         "SPACE": "notation",

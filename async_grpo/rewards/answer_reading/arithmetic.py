@@ -40,8 +40,9 @@ _END = ""  # the token after the last one
 def states_false_equation(text: str) -> bool:
     r"""Return whether the last two numbers that a text equates are surely different, as in `7 = 5` or `5 \approx 7`.
 
-    A decimal may be rounded or cut off, a percentage may be written as 25 or 0.25, and what is no plain arithmetic (a
-    variable, a unit, a function) may have any value. Only the last step of a calculation counts.
+    A decimal may be rounded or cut off, and a percentage may be written as 25 or 0.25. Only the last step of a
+    calculation counts. If one side is no plain arithmetic (a variable, a unit, a function), the result is False: of
+    `x = 3 + 3 = 7`, the last side counts.
 
     >>> states_false_equation("7 = 5"), states_false_equation(r"5 \approx 7"), states_false_equation("x = 5")
     (True, True, False)
@@ -52,11 +53,11 @@ def states_false_equation(text: str) -> bool:
     if not relations or len(text) > MAX_CHARACTERS:
         return False
     sides = _RELATION.split(text)
-    values = [(side, value_of(side)) for side in sides]
-    numbers = [(side, value) for side, value in values if value is not None]
-    if len(numbers) < 2 or values[-1][1] is None:
+    values = [value for value in map(value_of, sides) if value is not None]
+    if len(values) < len(sides):
         return False
-    (side, value), (last_side, last_value) = numbers[-2:]
+    side, last_side = sides[-2:]
+    value, last_value = values[-2:]
     tolerance = RELATIVE_TOLERANCE if relations[-1][0] == "=" else APPROXIMATE_TOLERANCE
     if ("%" in side) != ("%" in last_side):
         return all(_differ(value * factor, last_value, last_side, tolerance) for factor in (1, 100, 0.01))

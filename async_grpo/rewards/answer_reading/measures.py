@@ -51,6 +51,7 @@ _FONT = re.compile(rf"{FONT}\s?\{{([^{{}}]{{0,60}})\}}")
 _FRACTION = re.compile(r"\\frac\s?\{([a-zA-Z ^\d]{1,40})\}\s?\{([a-zA-Z ^\d]{1,40})\}")
 _DEGREE = re.compile(r"\s{0,8}\^\s?\{?\s?\\circ\s?\}?\s{0,8}([CF](?![a-zA-Z]))?")
 _DEGREE_NAMES = {"C": " celsius ", "F": " fahrenheit ", None: " degree "}
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _PRICE = re.compile(r"(\\?\$|[€£¥₹])\s?[-+]?\s?\.?\d|\d\s?(\\\$|[€£¥₹])")
 _PART = (
     r"(?:(?:/|\bper\b|\\cdot(?![a-zA-Z])|\*)\s{0,8})?(?:(?:square|sq|cubic|cu)\b\.?\s{0,8})?[a-zA-Z]{1,12}(?![a-zA-Z(])"
@@ -90,6 +91,8 @@ def units_of(text: str) -> list[set[Unit]]:
     ([{(('hour', -1), ('kilometer', 1))}], [], [])
     """
     units: list[set[Unit]] = []
+    if len(_DOLLAR.findall(text)) > 1:
+        text = _DOLLAR.sub(" ", text)  # delimiters of formulas
     has_font = _FONT.search(text) is not None
     plain = _SPACES.sub(" ", _FONT.sub(r" \1 ", as_latex(text)))
     plain = _DEGREE.sub(lambda match: _DEGREE_NAMES[match[1]], _FRACTION.sub(r" \1/\2 ", plain))
