@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from async_grpo.rewards.answer_reading.arithmetic import states_false_equation, value_of
+from async_grpo.rewards.answer_reading.arithmetic import arithmetic_value, states_false_equation
 from async_grpo.rewards.answer_reading.choices import CHOICE_WITH_VALUE, REASON, letter_of, plain_choice
 from async_grpo.rewards.answer_reading.formulas import Formula, formulas_in
 from async_grpo.rewards.answer_reading.measures import units_of
@@ -116,7 +116,7 @@ def _with_whole_sides(text: str, formula: Formula) -> Formula:
     """Return the formula without the left side of an equation that words may have cut, as in "2 times 3 = 6"."""
     left_side, equals, right_side = formula.text.rpartition("=")
     is_delimited = formula.end - formula.begin > len(formula.text)
-    if not equals or is_delimited or value_of(left_side.rpartition("=")[2]) is None:
+    if not equals or is_delimited or arithmetic_value(left_side.rpartition("=")[2]) is None:
         return formula
     before = text[max(0, formula.begin - _BEFORE_EQUATION_CHARACTERS) : formula.begin]
     if _BEFORE_EQUATION.search(before):
@@ -264,7 +264,7 @@ def _are_one_value(text: str, other_text: str) -> bool:
     value = plain_value(text)
     if value is not None and value == plain_value(other_text):
         return True
-    return value_of(text) is not None and not states_false_equation(rf"{text} = {other_text}")
+    return arithmetic_value(text) is not None and not states_false_equation(rf"{text} = {other_text}")
 
 
 def _split_unfinished(text: str, groups: list[list[Formula]], has_word: bool) -> None:

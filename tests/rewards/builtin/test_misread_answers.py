@@ -5,7 +5,7 @@ In each table, some answers are right and others wrong. No reward accepts a wron
 
 import pytest
 
-from async_grpo.rewards.answer_reading.arithmetic import value_of
+from async_grpo.rewards.answer_reading.arithmetic import arithmetic_value
 from async_grpo.rewards.answer_reading.measures import units_of
 from async_grpo.rewards.builtin import math_verify, mathd, row_checks, sympy, text
 
@@ -214,7 +214,7 @@ def test_a_row_whose_answer_is_prose_is_refused_at_the_start(check, gold):
     ],
 )  # fmt: skip
 def test_only_plain_arithmetic_has_a_value(latex, value):
-    assert value_of(latex) == (None if value is None else pytest.approx(value))
+    assert arithmetic_value(latex) == (None if value is None else pytest.approx(value))
 
 
 @pytest.mark.parametrize(
