@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,21 +48,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Any]:
+    """Processes that start as forks of one that has imported torch and vLLM; see `warm_servers`."""
+    from warm_servers import warm_servers
+
+    with warm_servers() as servers:
+        yield servers
+
+
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """One Ray for the tests of a file that want it."""
+def ray_cluster(warm) -> Iterator[None]:
+    """One Ray for the tests of a file that want it, whose actors have imported torch before they start."""
     ray = pytest.importorskip("ray")
-    here = Path(__file__).parent / "cluster"  # workers unpickle the actor classes of these tests by name
-    paths = os.pathsep.join(map(str, (here, here.parent / "helpers", here.parents[1])))
-    ray.init(
-        address="local",  # never a cluster that happens to run here
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace="test-cluster",
-        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    from warm_servers import VARIABLES
+
+    with pytest.MonkeyPatch.context() as patch:
+        # While the cluster runs: a run's controller gets those of this process
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        ray.init(
+            address="local",  # never a cluster that happens to run here
+            include_dashboard=False,
+            log_to_driver=False,
+            namespace="test-cluster",
+            runtime_env={"py_executable": str(warm.torch)},
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

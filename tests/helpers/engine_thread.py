@@ -64,7 +64,12 @@ class EngineThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.worker.close)
+        """End the engine's process, and then the thread."""
+
+        async def end() -> None:
+            self.worker.close()
+
+        self.run(end())
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 

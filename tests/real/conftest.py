@@ -1,24 +1,21 @@
 """One real engine for the tests of a file, and the variables under which engines start here."""
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 import torch
-from engine_thread import MODEL, ROOT, EngineThread
+from engine_thread import MODEL, EngineThread
 from transformers import AutoModelForCausalLM
+from warm_servers import VARIABLES
 
 
 @pytest.fixture(scope="module")
-def engine_environment() -> Iterator[None]:
-    """Small engines that are quiet, find the tests' helpers, and do not each claim cores of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]))
+def engine_environment(warm) -> Iterator[None]:
+    """Small engines that find the tests' helpers, and start as forks of a process that has imported vLLM."""
+    with pytest.MonkeyPatch.context() as patch, warm.starting_engines():
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
         yield
 
 

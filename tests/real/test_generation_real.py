@@ -17,6 +17,7 @@ from engine_thread import CANARY, MODEL, SETTINGS, EngineThread, hf_logprobs, se
 from long_tests import long_without_bfloat16
 from safetensors.torch import save
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from warm_servers import starting_as_usual
 from watched_link import WatchedLink
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
@@ -289,7 +290,7 @@ def test_without_the_fix_for_tied_heads_the_proof_refuses():
 def test_on_the_cpu_an_engine_has_one_process_whose_standstill_and_death_are_noticed():
     """vLLM would run the model in a further process: a second import of everything, and a queue that is polled."""
     before = psutil.Process().children(recursive=True)
-    with closing(EngineThread()) as thread:
+    with starting_as_usual(), closing(EngineThread()) as thread:
         own = [process for process in psutil.Process().children(recursive=True) if process not in before]
         (core,) = [process for process in own if "resource_tracker" not in " ".join(process.cmdline())]
         core.suspend()
