@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from warm_servers import VARIABLES
 
 from async_grpo.training.distributed import Ranks
 from benchmarks import gpu_check
@@ -17,8 +17,8 @@ ROOT = Path(gpu_check.__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_every_row_passes_in_small_and_what_is_not_installed_is_named(tmp_path):
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+def test_every_row_passes_in_small_and_what_is_not_installed_is_named(tmp_path, warm):
+    environment = os.environ | VARIABLES | {"PYTHON": str(warm.torch)}
     command = [
         ROOT / "scripts" / "gpu_check",
         "--tiny",
