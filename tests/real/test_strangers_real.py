@@ -26,8 +26,10 @@ INTRUDER = Path(__file__).resolve().parents[1] / "helpers" / "intruder.py"
 READY_S, INTRUDER_S = 200.0, 120.0
 HERE, THERE = "198.18.77.1", "198.18.77.2"  # of the range for tests of networks (RFC 2544)
 AGENT = """
-import json, os, sys, urllib.request
+import json, os, sys, time, urllib.request
 
+while os.path.exists(sys.argv[1]):
+    time.sleep(0.1)
 key, url = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
 row = json.load(sys.stdin)
 for path, body in (
@@ -126,7 +128,7 @@ def run_options(folder: Path) -> dict[str, object]:
         "data-path": COUNTDOWN_TRAIN,
         "output-dir": folder / "run",
         "run-name": folder.name,
-        "environment": f"agent:exec {sys.executable} {folder / 'agent.py'}",
+        "environment": f"agent:exec {sys.executable} {folder / 'agent.py'} {folder / 'pause'}",
         "num-training-batches": 100_000,
         "batch-size": 2,
         "samples-per-question": 2,
@@ -159,6 +161,7 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
             said = folder / "output"
             until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), READY_S, said)
             assert run.poll() is None, (folder / "output").read_text()[-3000:]
+            (folder / "pause").touch()  # what is open stays open, and the strangers are served sooner
             port = free_port()
             programs.append(subprocess.Popen([*command, "watch", str(folder / "run"), f"--port={port}"]))
             until(lambda: listeners(programs[-1].pid), 60)
@@ -180,6 +183,7 @@ def attacked(tmp_path_factory) -> Iterator[Attacked]:
                     "sockets": [one.address for one in found if not one.port],
                 }
             )
+            (folder / "pause").unlink()
             steps = metrics.read_text().count("\n")
             until(lambda: run.poll() is not None or metrics.read_text().count("\n") > steps + 1, 60, said)
             assert run.poll() is None, "the run did not survive the strangers"
