@@ -1,6 +1,7 @@
 """The house stands: rooms import downward alone and bring in no heavy package, and the loops fit on a screen."""
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -70,6 +71,17 @@ def test_a_room_brings_in_only_what_it_may(alone):
     assert {room: set(brought[room]) & HEAVY - set(group) for room, group in rooms.items()} == {
         room: set() for room in rooms
     }
+
+
+@pytest.mark.slow
+def test_every_module_can_be_imported():
+    """Also one that no test imports. Those of `ecosystem` need packages of environments, and have tests of their own."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("ray")
+    for path in sorted((ROOT / "async_grpo").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if ".ecosystem." not in name:
+            importlib.import_module(name.removesuffix(".__init__"))
 
 
 def imports_of(path: Path) -> set[str]:
