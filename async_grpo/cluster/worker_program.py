@@ -27,6 +27,7 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.cluster.worker_actors import ENGINE_ENVIRONMENT, GenerationActor, LogprobActor
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.inference.config import may_import_vllm
 from async_grpo.inference.engine_python import check_environment, engine_executable, engine_variables
 from async_grpo.messages import SharedRunSettings, WorkerInfo
 from async_grpo.processes.supervisor import handling
@@ -210,7 +211,8 @@ def _make_actor(config: WorkerConfig) -> Any:
     must_be_here = config.node == "here"
     num_gpus = config.tensor_parallel_size if is_generation else 1
     variables = {**ENGINE_ENVIRONMENT, **forwarded_environment()}
-    python = warm_python("vllm" if is_generation else "torch") if must_be_here else {}
+    library = "vllm" if is_generation and may_import_vllm(config.engine) else "torch"
+    python = warm_python(library) if must_be_here else {}
     if is_generation and config.engine_python:
         variables |= engine_variables(config.engine_python)
         python = {"py_executable": engine_executable(config.engine_python)}

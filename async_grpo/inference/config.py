@@ -111,6 +111,15 @@ def engine_class(name: str) -> type[Engine]:
     return engine
 
 
+def may_import_vllm(engine: str) -> bool:
+    """Return whether the engine that `--engine` names imports vLLM, or may do so, as one of a user's file.
+
+    >>> may_import_vllm("vllm"), may_import_vllm("fake")
+    (True, False)
+    """
+    return engine != "fake"
+
+
 def kv_cache_bytes(model: Any, itemsize: int) -> int:
     """Return how many bytes the KV cache needs for one token, over all layers.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.inference.config import is_eager
+from async_grpo.inference.config import is_eager, may_import_vllm
 from async_grpo.launch import process_variables
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.process_variables import gpus
@@ -68,7 +68,7 @@ def early_start(config: LocalConfig) -> Iterator[EarlyStart]:
         try:
             warm = None
             if _may_start_warm(config):
-                forks_engines = not config.engine_python
+                forks_engines = _forks_engines(config)
                 warm = warm_pythons(scratch, is_eager(config, bool(gpus())), forks_engines)
                 preloaded = {"LD_PRELOAD": preloaded_libraries()} if forks_engines else {}
                 supervisor.start(
@@ -99,6 +99,11 @@ def _may_start_warm(config: LocalConfig) -> bool:
     if config.warm_start == "auto":
         return not gpus()
     return config.warm_start == "yes"
+
+
+def _forks_engines(config: LocalConfig) -> bool:
+    """Return whether engines are forked from a warm server with vLLM, which takes seconds longer to start."""
+    return not config.engine_python and may_import_vllm(config.engine)
 
 
 def _start_ray(

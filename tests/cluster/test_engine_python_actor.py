@@ -39,15 +39,18 @@ def test_the_engine_is_started_by_the_other_python(asked, node):
 
 
 @pytest.mark.parametrize(
-    ("mode", "python", "started_by"),
+    ("mode", "engine", "python", "started_by"),
     [
-        ("logprob", "/opt/engines/bin/python", "/run/warm-torch"),
-        ("logprob", "", "/run/warm-torch"),
-        ("generation", "", "/run/warm-vllm"),
+        ("logprob", "vllm", "/opt/engines/bin/python", "/run/warm-torch"),
+        ("logprob", "vllm", "", "/run/warm-torch"),
+        ("generation", "vllm", "", "/run/warm-vllm"),
+        ("generation", "engine.py:OnVllm", "", "/run/warm-vllm"),
+        ("generation", "fake", "", "/run/warm-torch"),
     ],
 )
-def test_all_others_stay_in_the_run_s_environment(asked, mode, python, started_by):
-    worker_program._make_actor(WorkerConfig(mode=mode, model_path=str(TINY_MODEL), engine_python=python))
+def test_all_others_stay_in_the_run_s_environment(asked, mode, engine, python, started_by):
+    given = {"model_path": str(TINY_MODEL), "engine": engine, "engine_python": python}
+    worker_program._make_actor(WorkerConfig(mode=mode, **given))
     assert asked["runtime_env"]["py_executable"] == started_by
     assert "PATH" not in asked["runtime_env"]["env_vars"]
 

@@ -11,8 +11,10 @@ from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.vllm_edges import KNOWN_VERSIONS
 from async_grpo.launch import check, doctor, gpu_software
+from async_grpo.launch.early_start import early_start
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.warm_start import warm_pythons
+from async_grpo.processes.supervisor import Supervisor
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +122,33 @@ def test_the_doctor_finds_engines_that_cannot_work(tmp_path):
     assert versions.level == "error" and "has ray 2.1.0, the run ray" in versions.found
     assert versions.cure.startswith(f"{python} -m pip install ray==")
     assert list(doctor.vllm_version("/no/python")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "forked"),
+    [
+        ({}, True),
+        ({"engine": "engine.py:OnVllm"}, True),
+        ({"engine": "fake"}, False),
+        ({"engine_python": "/opt/engines/bin/python"}, False),
+    ],
+)
+def test_a_server_imports_vllm_where_an_engine_of_this_environment_may_need_it(
+    options, forked, tmp_path, monkeypatch
+):
+    """Of a run whose warm servers are only looked at; Ray and they do not start."""
+    commands = []
+    monkeypatch.setattr(
+        Supervisor, "start", lambda supervisor, name, command, *_, **__: commands.append(command)
+    )
+    settings = {
+        "model_name_or_path": str(TINY_MODEL),
+        "data_path": str(COUNTDOWN_TRAIN),
+        "reward_fns": "format",
+    }
+    config = LocalConfig(**settings, output_dir=str(tmp_path), warm_start="yes", **options)
+    with early_start(config) as early:
+        assert (early.warm.vllm is not None) == forked == ("vllm.v1" in commands[0][-1])
 
 
 @pytest.mark.parametrize("with_engines", [True, False])
