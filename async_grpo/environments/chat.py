@@ -1,25 +1,27 @@
 """`Chat`: converts messages to text and tokens with the model's chat template, and turns of the policy to messages.
 
-The policy's turn reaches the agent split into content, tool calls and thoughts. When the agent sends that message back,
-the template gets the originally sampled text. So the rendered text shows whether the agent kept the history unchanged.
+The policy's turn reaches the agent divided into content, tool calls and thought (`call_reader`). When the agent sends that
+message back, the template gets the originally sampled text, or the message with its structure if the template needs it
+(see `trajectory`). So the rendered text shows whether the agent kept the history unchanged.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from async_grpo.environments.call_formats import THOUGHT_TAGS, ReadTurn
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.row_messages import Message, template_message
-from async_grpo.processes.untrusted_files import parse_json
+from async_grpo.experience.template_turns import lost_roles, opening_of_turn
 
-# Tags around a tool call, as Hermes, Qwen and other models write them
-BEGIN_CALL = "<tool_call>"
-END_CALL = "</tool_call>"
+log = logging.getLogger(__name__)
 
 # A text is refused as too long, without tokenizing it, if it has more than this number of characters per allowed token
 MAX_CHARACTERS_PER_TOKEN = 64
@@ -43,6 +45,7 @@ class Chat:
         split_control_tokens: Whether control tokens that are spelled in foreign text stay plain text (see
             `control_tokens`).
         options: Options of the chat template.
+        make_reader: Function that makes the reader of the policy's turns.
     """
 
     def __init__(
@@ -51,11 +54,14 @@ class Chat:
         longest: int = 1 << 31,
         split_control_tokens: bool = True,
         options: PromptOptions = MODEL_DEFAULTS,
+        make_reader: Callable[[PromptRenderer], CallReader] = CallReader,
     ) -> None:
         self.control_tokens = ControlTokens(tokenizer) if split_control_tokens else None
         self._tokenizer = tokenizer
         self._longest = longest
         self.prompts = PromptRenderer(tokenizer, options)
+        self.reader = make_reader(self.prompts)
+        self._lost_roles: set[str] = set()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if hasattr(backend, "encode_batch_fast") else None
 
@@ -66,6 +72,14 @@ class Chat:
             ConfigurationError: There is no template, or it refuses the messages, or a message has no text.
         """
         return self.prompts.render(messages, tools)
+
+    @cached_property
+    def opening_of_turn(self) -> str:
+        """The text with which the prompt opens the policy's turn, such as a tag for thoughts; "" if there is none."""
+        try:
+            return opening_of_turn(self.prompts, [begin for begin, _ in THOUGHT_TAGS])
+        except ConfigurationError:
+            return ""
 
     def render_foreign(
         self,
@@ -102,6 +116,16 @@ class Chat:
             ) from error
         rendered = without_markers(self.render(marked_messages, marked_tools), marker)
         return self.control_tokens.needed(rendered)
+
+    def warn_about_lost_roles(self, text: str, messages: Sequence[Message]) -> None:
+        """Warn about each role whose messages the chat template does not write into the text, once for each role."""
+        for role in lost_roles(text, messages):
+            if role not in self._lost_roles and role != "assistant":
+                self._lost_roles.add(role)
+                log.warning(
+                    "the chat template does not write the content of messages of the role %s: the policy does not read it",
+                    role,
+                )
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
         """Return the positions at which a foreign text must be cut, so that none of its tokens is a control token."""
@@ -168,69 +192,34 @@ def too_long(tokens: int) -> str:
     return f"{tokens} tokens (--max-generation-tokens, and the prompt)"
 
 
-def message_of(text: str, turn: int = 0) -> dict[str, Any]:
-    """Return a turn of the policy as a message, whose tool calls are separated from the text.
+def message_of(turn: ReadTurn, number: int = 0) -> dict[str, Any]:
+    """Return a turn of the policy as a message of OpenAI's API.
 
     Args:
-        text: The sampled text without its end token.
-        turn: Number of the turn, which becomes part of the calls' ids.
+        turn: The parts of the turn.
+        number: Number of the turn, which becomes part of the ids of its calls. These have nine letters and digits, as
+            the templates of Mistral require.
 
-    >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
-    {'name': 'add', 'arguments': '{"a": 1}'}
-    >>> message_of("four")
+    >>> message_of(ReadTurn(None, "four"))
     {'role': 'assistant', 'content': 'four'}
+    >>> message_of(ReadTurn("2 + 2", "", (FunctionCall("add", '{"a": 2}'),)))["tool_calls"][0]["id"]
+    'c00000000'
     """
-    calls: list[dict[str, Any]] = []
-    content, call_texts = take_out_calls(text)
-    for call_text in call_texts:
-        try:
-            call = parse_json(call_text)
-            name = call["name"]
-            arguments = call.get("arguments", {})
-        except (ValueError, KeyError, TypeError):
-            # An invalid call is skipped. If there is no valid one, the message keeps the whole text, so that the
-            # program can point out the error
-            continue
-        calls.append(
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.thought is not None:
+        message["reasoning_content"] = turn.thought
+    if turn.calls:
+        message["content"] = turn.content.strip() or None
+        message["tool_calls"] = [
             {
-                "id": f"call_{turn}_{len(calls)}",
+                # Only with the policy's own id does the template write the call as the policy did
+                "id": call.id or f"c{number:05d}{index:03d}",
                 "type": "function",
-                "function": {"name": str(name), "arguments": json.dumps(arguments)},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
-        )
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": content.strip() or None, "tool_calls": calls}
-
-
-def take_out_calls(text: str) -> tuple[str, list[str]]:
-    """Return the text without the tool calls, and the calls.
-
-    A call is a text in braces between two tags, and contains no tag itself.
-
-    This takes linear time. A regular expression would hold Python's lock while it searches a long text.
-
-    >>> take_out_calls("a<tool_call> {1} </tool_call>b<tool_call>{2}<tool_call>c</tool_call>")
-    ('ab<tool_call>{2}<tool_call>c</tool_call>', ['{1}'])
-    """
-    texts: list[str] = []
-    calls: list[str] = []
-    text_begin = 0  # beginning of the part that is not in `texts` yet
-    begin = text.find(BEGIN_CALL)
-    while begin >= 0:
-        end = text.find(END_CALL, begin + len(BEGIN_CALL))
-        if end < 0:
-            break
-        # Begin at the last begin tag before the end tag, so that the call contains no tag
-        begin = text.rfind(BEGIN_CALL, begin, end)
-        inside = text[begin + len(BEGIN_CALL) : end].strip()
-        if len(inside) > 1 and inside.startswith("{") and inside.endswith("}"):
-            texts.append(text[text_begin:begin])
-            calls.append(inside)
-            text_begin = end + len(END_CALL)
-        begin = text.find(BEGIN_CALL, end)
-    texts.append(text[text_begin:])
-    return "".join(texts), calls
+            for index, call in enumerate(turn.calls)
+        ]
+    return message
 
 
 def before_any(stop: Sequence[str], text: str) -> str:
@@ -245,13 +234,3 @@ def before_any(stop: Sequence[str], text: str) -> str:
         if place >= 0:
             end = min(end, place)
     return text[:end]
-
-
-def message_key(message: Message) -> str:
-    """Return a key that identifies a message of the policy, even if a client has added fields to it."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        if isinstance(call, Mapping):
-            function = call.get("function", {})
-            calls.append([call.get("id"), function.get("name"), function.get("arguments")])
-    return json.dumps([message.get("content") or "", calls])

@@ -56,6 +56,18 @@ class EnvironmentConfig(PromptOptions):
         range=POSITIVE,
         portable=True,
     )
+    tool_parser: str | None = _environment(
+        None,
+        "How the policy's calls of tools are read: hermes, openai, cohere_command3, or the name of one of vLLM's tool "
+        "parsers. By default the one that reads the chat template's own calls. With none, calls stay text.",
+        portable=True,
+    )
+    reasoning_parser: str | None = _environment(
+        None,
+        "Name of the vLLM reasoning parser that separates the policy's thoughts from its answers to agents. By default "
+        "tags such as <think> separate them. With none, thoughts stay in the text.",
+        portable=True,
+    )
     endpoint_host: str = _environment(
         "127.0.0.1", "Address of the endpoint to which agents send their requests."
     )

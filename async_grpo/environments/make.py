@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.environments.adapters import ADAPTERS, adapter_of, argument_of
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.endpoint import AgentEndpoint
@@ -136,7 +137,13 @@ def make_played(
         vocabulary=settings.vocab_size,
         new_tokens=settings.max_completion_tokens,
     )
-    chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens, config)
+    make_reader = partial(
+        CallReader,
+        model_path=model_path,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+    chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens, config, make_reader)
     if source is None:
         return _played_by_agents(config, chat, limits, generation, folder, variables)
     kind = kind_of(source.object())

@@ -110,15 +110,17 @@ class Played:
         return await self._generation.take_stats()
 
     async def start(self) -> None:
-        """Start the resource that the program needs.
+        """Start the resource that the program needs, and check the parsers that the user named.
 
         Raises:
-            ConfigurationError: The resource cannot be started.
+            ConfigurationError: The resource cannot be started, or there is no such parser.
         """
+        await self._chat.reader.start()
         if self._needs is not None:
             await self._needs.start()
 
     async def close(self) -> None:
-        """Close the resource that the program needs."""
+        """Close the resource that the program needs, and end the process of the parsers."""
+        await self._chat.reader.close()
         if self._needs is not None:
             await self._needs.close()

@@ -18,6 +18,7 @@ class EnvironmentFailed(RuntimeError):
 class EnvironmentProcess(AdapterProcess):
     """One process that runs environments or tools. It serves calls in order, or concurrently if they are async."""
 
+    kind = "environment"
     host = "async_grpo.environments.host:hosted_environment"
     trajectories = 0  # number of trajectories that use this process
     stuck = 0  # number of ended trajectories whose last step still runs in this process

@@ -7,14 +7,15 @@ sequence. This happens if the chat template drops earlier thoughts or trims whit
 conversation. All sequences are trained on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from async_grpo.environments.chat import Chat, before_any, message_key, message_of
+from async_grpo.environments.chat import Chat, before_any, message_of
 from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.sampled_history import SampledHistory, SampledTurn, Spelling, spelled
 from async_grpo.environments.sequence import (
     EngineInput,
     RecordedTurn,
@@ -22,7 +23,9 @@ from async_grpo.environments.sequence import (
     TurnEnd,
     text_after,
 )
+from async_grpo.errors import ConfigurationError
 from async_grpo.experience.row_messages import Message
+from async_grpo.experience.template_turns import lost_roles
 from async_grpo.processes.offload import offloaded
 from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
 
@@ -55,8 +58,12 @@ class TrajectoryRecorder:
             (message.get("role"), str(message.get("content"))): message for message in trusted_messages
         }
         self._sequences: list[TrajectorySequence] = []
-        # `message_key` of a turn's message -> the text that the policy sampled for it
-        self._sampled_texts: dict[str, str] = {}
+        self._history = SampledHistory()
+
+    @property
+    def num_rewritten(self) -> int:
+        """Return the number of requests in which the chat template or the agent rewrote the policy's history."""
+        return self._history.num_rewritten
 
     async def prepare_tokens(self, token_ids: np.ndarray) -> EngineInput:
         """Return the engine's input for a turn whose whole history is given as token ids (N,) int32."""
@@ -110,26 +117,69 @@ class TrajectoryRecorder:
             tools: JSON schemas of the tools.
             size: Number of characters in the conversation, if the caller knows it; otherwise 0.
         """
-        sampled_messages = []
+        sampled_turns = self._history.turns_of(messages)
+        latest = max(sampled_turns, default=-1)
+        rendered: Rendered | None = None
+        refusal: ConfigurationError | None = None
+        for spelling in self._history.spellings_to_try(has_turns=bool(sampled_turns)):
+            try:
+                rendered = await self._rendered(messages, sampled_turns, spelling, tools, size)
+            except ConfigurationError as error:
+                # Some templates refuse the answers of tools if the calls before them are part of a text
+                refusal = error
+                continue
+            if latest < 0 or self._keeps(rendered, messages[latest:], sampled_turns[latest].number):
+                self._history.last_spelling = spelling
+                break
+        else:
+            if rendered is None:
+                assert refusal is not None, "each spelling was rendered or refused"
+                raise refusal
+            self._history.num_rewritten += 1
+        await offloaded(len(rendered.text), self.chat.warn_about_lost_roles, rendered.text, messages)
+        return await self.prepare_text(rendered, begins=False)
+
+    async def _rendered(
+        self,
+        messages: Sequence[Message],
+        sampled_turns: Mapping[int, SampledTurn],
+        spelling: Spelling,
+        tools: Sequence[Any] | None,
+        size: int,
+    ) -> Rendered:
+        """Return the conversation as the template writes it, with the policy's messages in one of their spellings."""
+        spelled_messages = []
         is_trusted = []
         num_characters = 0
-        for message in messages:
-            sampled = self._as_sampled(message)
-            sampled_messages.append(sampled)
-            is_trusted.append(sampled is not message or self._is_trusted(message))
-            content = sampled.get("content")
+        for index, message in enumerate(messages):
+            turn = sampled_turns.get(index)
+            if turn is not None:
+                message = spelled(message, turn, spelling, self.chat)
+            spelled_messages.append(message)
+            is_trusted.append(turn is not None or self._is_trusted(message))
+            content = message.get("content")
             if isinstance(content, str):
                 num_characters += len(content)
-        num_characters += CHARACTERS_PER_MESSAGE * len(sampled_messages)
+        num_characters += CHARACTERS_PER_MESSAGE * len(spelled_messages)
         num_characters += CHARACTERS_PER_TOOL * len(tools or ())
-        rendered = await offloaded(
+        return await offloaded(
             max(size, num_characters),
             self.chat.render_foreign,
-            sampled_messages,
+            spelled_messages,
             tools,
             is_trusted,
         )
-        return await self.prepare_text(rendered, begins=False)
+
+    def _keeps(self, rendered: Rendered, latest_messages: Sequence[Message], turn_number: int) -> bool:
+        """Return whether a rendered conversation continues the tokens of a turn, and contains the messages after it."""
+        if lost_roles(rendered.text, latest_messages[1:]):
+            return False
+        for sequence in self._sequences:
+            for recorded, end in zip(sequence.turns, sequence.ends, strict=True):
+                is_the_turn = recorded.turn.number == turn_number
+                if is_the_turn and sequence.is_history_of(rendered, end.num_characters):
+                    return True
+        return False
 
     async def prepare_text(self, conversation: Rendered, *, begins: bool = True) -> EngineInput:
         """Return the engine's input for a turn whose whole history is given as text.
@@ -201,13 +251,6 @@ class TrajectoryRecorder:
             breaks=rendered.breaks,
         )
 
-    def _as_sampled(self, message: Message) -> Message:
-        """Return a message of the policy with its originally sampled text. Other messages are returned unchanged."""
-        if message.get("role") != "assistant":
-            return message
-        text = self._sampled_texts.get(message_key(message))
-        return message if text is None else {"role": "assistant", "content": text}
-
     def _is_trusted(self, message: Message) -> bool:
         """Return whether the message is one of `trusted_messages`."""
         content = message.get("content")
@@ -221,7 +264,7 @@ class TrajectoryRecorder:
         completion: Completion,
         stop: Sequence[str] = (),
         *,
-        tools: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """Record a turn.
 
@@ -229,7 +272,7 @@ class TrajectoryRecorder:
             engine_input: What the engine read.
             completion: What the engine sampled.
             stop: Texts that end the turn. The recorded text includes them, and the returned message does not.
-            tools: Whether the request had tools. Without tools, the text is not searched for calls.
+            tools: JSON schemas of the request's tools. Without tools, the text is not searched for calls.
 
         Returns:
             The turn as a message, whose text ends before the first of the `stop` texts.
@@ -265,14 +308,11 @@ class TrajectoryRecorder:
         sequence.breaks = engine_input.rendered.breaks
         sequence.ends.append(TurnEnd(len(sequence.token_ids), len(sequence.text)))
 
-        message, key = await offloaded(
-            len(completion.text),
-            _message_and_key,
-            completion.text,
-            stop,
-            self.num_turns if tools else None,
+        parts = await self.chat.reader.read(
+            before_any(stop, completion.text), engine_input.rendered.text, tools
         )
-        self._sampled_texts[key] = completion.text
+        message = message_of(parts, turn.number)
+        self._history.add(message, SampledTurn(turn.number, completion.text, parts.thought))
         return message
 
     def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
@@ -336,19 +376,3 @@ def _in_order_of(turns: Sequence[Turn], values: Sequence[_Value]) -> tuple[_Valu
     if not values:
         return ()
     return tuple(values[turn.number] for turn in turns)
-
-
-def _message_and_key(text: str, stop: Sequence[str], turn_number: int | None) -> tuple[dict[str, Any], str]:
-    """Return a turn as a message, and the message's key.
-
-    Args:
-        text: The sampled text.
-        stop: Texts that end the turn. They are not part of the message.
-        turn_number: Number that becomes part of the ids of tool calls. None if the request had no tools; then the text
-            is not searched for calls.
-    """
-    content = before_any(stop, text)
-    message = {"role": "assistant", "content": content}
-    if turn_number is not None:
-        message = message_of(content, turn_number)
-    return message, message_key(message)

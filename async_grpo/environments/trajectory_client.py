@@ -154,6 +154,8 @@ class TrajectoryClient:
         # Gives control to the event loop. A program whose requests are all refused might never do so itself, and the
         # event loop could not end it at its time limit
         await asyncio.sleep(0)
+        if tools:
+            await self._check_tools()
         try:
             engine_input = await self._prepare(context, tools)
             room_tokens = self._room_tokens(engine_input)
@@ -169,8 +171,16 @@ class TrajectoryClient:
             stop=tuple(stop),
         )
         completion = await self._generate(engine_input, sampling)
-        message = await self.recorder.add(engine_input, completion, stop, tools=bool(tools))
+        message = await self.recorder.add(engine_input, completion, stop, tools=tools)
         return Reply(message, completion.text, completion, len(engine_input.token_ids))
+
+    async def _check_tools(self) -> None:
+        """Fail the run if calls of tools cannot be read, because the policy would be trained not to use its tools."""
+        try:
+            await self.recorder.chat.reader.check_tools()
+        except ConfigurationError as error:
+            self.failure = error
+            raise
 
     async def _prepare(self, context: Context | SharedContext, tools: Tools | None) -> EngineInput:
         """Count the request as a turn, and return the input for the engine."""
@@ -258,6 +268,7 @@ class TrajectoryClient:
         # Names and failures are redacted, because they are written to files, and a program may put a secret into them
         metrics = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
         metrics["seconds"] = time.monotonic() - self._started_at
+        metrics["rewritten_histories"] = self.recorder.num_rewritten
         outcome = Outcome(
             reward=None if reward is None else float(reward),
             failure=excerpt(failure, MAX_FAILURE_CHARACTERS),

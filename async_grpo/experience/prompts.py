@@ -249,6 +249,23 @@ class PromptRenderer:
             continues=continues,
         )
 
+    def whole_text(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, begins_turn: bool = False
+    ) -> str:
+        """Return the text of a conversation that need not end with a question; see `render`.
+
+        Raises:
+            ConfigurationError: There is no template, or it refuses the messages.
+        """
+        refuse(not self.has_template, "the tokenizer has no chat template: give --chat-template FILE")
+        whole_messages = self._with_system_prompt([template_message(message) for message in messages])
+        return self._applied(whole_messages, tools, begins_turn=begins_turn)
+
+    @property
+    def template_text(self) -> str:
+        """Return the chat template; "" if there is none."""
+        return self._template_text
+
     def answered_tokens(self) -> list[int]:
         """Return the token ids of a conversation with an answer, which contain the token that ends an answer.
 

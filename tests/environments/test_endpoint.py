@@ -252,7 +252,7 @@ def test_a_call_is_one_where_tools_were_given_and_each_has_an_id_of_its_own():
                 for _ in "ab"
             ]
             assert [one["finish_reason"] for one in called] == ["tool_calls"] * 2
-            assert [one["message"]["tool_calls"][0]["id"] for one in called] == ["call_3_0", "call_4_0"]
+            assert [one["message"]["tool_calls"][0]["id"] for one in called] == ["c00002000", "c00003000"]
 
     run(story())
 

@@ -6,7 +6,7 @@ import pytest
 from agent_endpoint import answers_of
 from chat_templates import chat_of
 
-from async_grpo.environments.chat import message_of
+from async_grpo.environments.call_formats import read_hermes
 from async_grpo.errors import ConfigurationError
 
 DEPTHS = (100, 200, 450, 500, 700, 900, 990, 1_000)
@@ -85,8 +85,8 @@ def test_deep_messages_and_tools_of_an_environment_are_rendered_or_refused_by_na
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_call_of_the_policy_that_is_nested_deeply_stays_text_unless_others_can_read_it(depth):
     text = f'<tool_call>{{"name": "add", "arguments": {nested_text(depth - 1)}}}</tool_call>'
-    message = message_of(text)
+    turn = read_hermes(text)
     if depth <= 100:
-        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == nested(depth - 1)
+        assert json.loads(turn.calls[0].arguments) == nested(depth - 1)
     else:
-        assert message == {"role": "assistant", "content": text}
+        assert not turn.calls and turn.content == text

@@ -13,7 +13,8 @@ from chat_templates import MODEL, Talkative, chat_of
 from scripted_play import SETTINGS, OneSession, prompt_of, run, trajectories
 
 from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
-from async_grpo.environments.chat import Chat, TrajectoryOver, message_of
+from async_grpo.environments.call_formats import read_hermes
+from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.environments.played import Played
@@ -561,8 +562,8 @@ def test_a_lost_engine_is_the_run_s_matter_whatever_the_program_makes_of_it(tmp_
 
 def test_a_babble_of_tags_is_read_in_no_time_and_the_last_call_in_it_is_one():
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    message = message_of("<tool_call>{" * 50_000 + call)  # the square of that would take minutes
-    assert [one["function"]["name"] for one in message["tool_calls"]] == ["add"]
+    turn = read_hermes("<tool_call>{" * 50_000 + call)  # the square of that would take minutes
+    assert [one.name for one in turn.calls] == ["add"]
 
 
 def test_what_is_longer_than_any_trajectory_is_not_tokenised(tmp_path):

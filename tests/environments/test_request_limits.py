@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import BadStatusLine
 from scripted_play import OneSession, run
 
 from async_grpo.environments import openai_api, request_body
-from async_grpo.environments.chat import message_of, take_out_calls
+from async_grpo.environments.call_formats import read_hermes, take_out_calls
 from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
 from async_grpo.processes.http_server import ConnectionGate, OneLinePerFault
@@ -220,7 +220,7 @@ def test_calls_are_taken_out_of_long_texts_as_the_expression_did_it():
 )
 def test_a_megabyte_of_tags_is_read_in_linear_time(piece):
     """Quadratic time would be hours, a lookahead at each character half a second."""
-    message_of("<tool_call>{" + piece * (2**20 // len(piece)))
+    read_hermes("<tool_call>{" + piece * (2**20 // len(piece)))
 
 
 # Connections
@@ -401,7 +401,7 @@ def test_our_own_faults_are_logged_whole_and_those_of_one_place_with_growing_pau
     log_filter = OneLinePerFault()
     places = (
         ("aiohttp.server", lambda: parsed_body(None)),
-        ("aiohttp.server", lambda: message_of(None)),
+        ("aiohttp.server", lambda: read_hermes(None)),
         ("asyncio", lambda: ConnectionGate(None)()),
     )
     seconds_of_lines = {place: [] for place in places}

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
-from async_grpo.environments import chat
+from async_grpo.environments import call_formats, call_reader
 from async_grpo.environments.control_tokens import ControlTokens
 from async_grpo.experience import template_variables
 from async_grpo.experience.prompts import PromptRenderer
@@ -245,6 +245,10 @@ PATTERNS: dict[str, dict[str, str]] = {
     "processes/hub.py": {
         r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*": PLAIN,
     },
+    "environments/call_reader.py": {
+        r"\[CALL_ID\]\w{1,64}": "without_unread",
+        '(?:\\[CALL_ID\\]|"id": ?")([a-zA-Z0-9]{9})(?![a-zA-Z0-9])': "with_sampled_ids",
+    },
     "environments/control_tokens.py": {
         r"_trie_pattern(normalized)": "control tokens",
         r"_trie_pattern(self.spellings)": "control tokens",
@@ -469,7 +473,12 @@ def look_at_template(template: str) -> None:
 
 
 FEEDS: dict[str, Callable[[str], Any]] = {
-    "message_of": chat.message_of,
+    "read_hermes": call_formats.read_hermes,
+    "read_harmony": call_formats.read_harmony,
+    "read_command": call_formats.read_command,
+    "split_thought": lambda text: call_formats.split_thought(text, call_formats.THOUGHT_TAGS),
+    "without_unread": call_reader._without_unread,
+    "with_sampled_ids": lambda text: call_reader._with_sampled_ids(call_formats.ReadTurn(None, ""), text),
     "log lines": look_at_log,
     "metric names": lambda name: [
         re.fullmatch("(?!eval_).*/reward_std", name),
@@ -607,7 +616,9 @@ IN_THE_LOOP = {
     "judge's JSON",
     "judge's body",
     "completion_of",
-    "message_of",
+    "read_hermes",
+    "read_harmony",
+    "read_command",
     "excerpt",
     "Retry-After",
 }

@@ -42,6 +42,7 @@ class AdapterProcess:
         memory_limit_bytes: Limit of the process's address space (RLIMIT_AS).
     """
 
+    kind = "reward function"  # what runs in the process, for messages
     # Function that prepares the `Host` in the process (see `hosted_reward`)
     host = "async_grpo.rewards.isolation.child:hosted_reward"
     max_processes = 128  # including processes that the reward starts; if there are more, all are ended
@@ -105,7 +106,7 @@ class AdapterProcess:
             error = reply.get("error")
             if error:
                 await child.end(WorkerLost(error))
-                raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {error}")
+                raise ConfigurationError(f"{self.kind} {self.adapter!r} cannot start: {error}")
             traits = AdapterTraits(**reply["traits"])
             child.traits = traits
             self.traits = traits

@@ -1,0 +1,105 @@
+"""The policy's turns of one trajectory, found again in the messages that an agent sends back.
+
+A turn can go back into the conversation in several spellings. The first one that continues the known tokens is used:
+
+1. SAMPLED: the sampled text as the message's content,
+2. OPENED: the same, after the text with which the prompt opened the turn, such as "<think>",
+3. STRUCTURED: the message as the agent sent it, with its calls and its thought in fields of their own.
+
+Some templates need the third one. Under Gemma 4, the answer of a tool is written only if the message before it has
+calls, and under Mistral, gpt-oss and MiniMax-M2 it is otherwise refused.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from async_grpo.environments.chat import Chat
+from async_grpo.experience.row_messages import Message
+
+
+class Spelling(Enum):
+    """How a turn of the policy goes back into the conversation."""
+
+    SAMPLED = "sampled"
+    OPENED = "opened"
+    STRUCTURED = "structured"
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the policy."""
+
+    number: int
+    text: str  # the sampled text
+    thought: str | None  # the part of the text that the message has as `reasoning_content`
+
+
+class SampledHistory:
+    """The policy's turns, by the messages that the agent received for them.
+
+    Attributes:
+        last_spelling: The spelling that was used last, which is tried first.
+        num_rewritten: Number of requests whose history did not continue the known tokens in any spelling.
+    """
+
+    def __init__(self) -> None:
+        self.last_spelling = Spelling.SAMPLED
+        self.num_rewritten = 0
+        self._turns: dict[str, list[SampledTurn]] = {}
+
+    def add(self, message: Message, turn: SampledTurn) -> None:
+        """Remember a turn by the message that was made of it."""
+        self._turns.setdefault(message_key(message), []).append(turn)
+
+    def turns_of(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
+        """Return the turns of which messages were made, by the index of the message.
+
+        If the policy said the same several times, the turns are assigned in their order.
+        """
+        found: dict[int, SampledTurn] = {}
+        num_found: dict[str, int] = {}
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            key = message_key(message)
+            turns = self._turns.get(key)
+            if turns:
+                occurrence = num_found.get(key, 0)
+                num_found[key] = occurrence + 1
+                found[index] = turns[min(occurrence, len(turns) - 1)]
+        return found
+
+    def spellings_to_try(self, has_turns: bool) -> Iterator[Spelling]:
+        """Yield the spellings: the one that was used last, then the others, with STRUCTURED as the last of these.
+
+        Without turns of the policy, all spellings are the same, and only one is yielded.
+        """
+        yield self.last_spelling
+        if has_turns:
+            yield from (spelling for spelling in Spelling if spelling is not self.last_spelling)
+
+
+def spelled(message: Message, turn: SampledTurn, spelling: Spelling, chat: Chat) -> dict[str, Any]:
+    """Return a message of the policy in one of the spellings."""
+    if spelling is Spelling.SAMPLED:
+        return {"role": "assistant", "content": turn.text}
+    if spelling is Spelling.OPENED:
+        return {"role": "assistant", "content": chat.opening_of_turn + turn.text}
+    structured = dict(message)
+    # Most clients of OpenAI's API do not send the thought back
+    if turn.thought is not None and "reasoning_content" not in structured:
+        structured["reasoning_content"] = turn.thought
+    return structured
+
+
+def message_key(message: Message) -> str:
+    """Return a key that identifies a message of the policy, even if a client has added fields to it."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        if isinstance(call, Mapping):
+            function = call.get("function", {})
+            calls.append([call.get("id"), function.get("name"), function.get("arguments")])
+    return json.dumps([message.get("content") or "", calls])

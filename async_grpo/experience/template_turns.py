@@ -1,0 +1,153 @@
+"""What a chat template writes for a turn of the policy: what opens the turn, and how it spells a call of a tool."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.prompts import PromptRenderer
+
+QUESTION = {"role": "user", "content": "Please add 17 and 25 for Eve."}
+# A call as probe. Its arguments are a text and a number, because some formats distinguish the two and others do not
+CALL_NAME = "add_numbers"
+CALL_ARGUMENTS = {"person": "Eve", "count": 17}
+CALL_ID = "a1b2c3d4e"
+SECOND_CALL_ID = "f5g6h7i8j"
+PROBE_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": CALL_NAME,
+            "description": "Add numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "person": {"type": "string", "description": "Who asks."},
+                    "count": {"type": "integer", "description": "How many."},
+                },
+                "required": ["person", "count"],
+            },
+        },
+    }
+]
+_CALL = {
+    "id": CALL_ID,
+    "type": "function",
+    "function": {"name": CALL_NAME, "arguments": CALL_ARGUMENTS},
+}
+# Templates differ in what they expect as the content of a message with calls
+_CONTENTS = ("", None, "I add.")
+_CONTROL_BEGINNINGS = "<["
+MAX_CONTROL_CHARACTERS = 40  # a control token has fewer characters
+
+
+@dataclass(frozen=True)
+class CallSpelling:
+    """How a chat template treats tools.
+
+    Attributes:
+        shows_tools: Whether the prompt depends on the tools.
+        text: What the template writes for a turn with a call of `CALL_NAME`, after the beginning of the turn; "" if it
+            does not write the call.
+        text_of_two: The same for a turn with the same call twice; "" if the template does not write both.
+        refusal: The template's own words if it refuses a conversation with tools or with a call; otherwise "".
+    """
+
+    shows_tools: bool
+    text: str
+    text_of_two: str = ""
+    refusal: str = ""
+
+
+def call_spelling(prompts: PromptRenderer) -> CallSpelling:
+    """Find out how the chat template treats tools, by rendering a conversation with one call."""
+    question = ""
+    without_tools = ""
+    try:
+        question = prompts.whole_text([QUESTION], PROBE_TOOLS, begins_turn=True)
+        without_tools = prompts.whole_text([QUESTION], None, begins_turn=True)
+    except ConfigurationError as error:
+        # Some templates cannot be used without tools
+        if not question:
+            return CallSpelling(False, "", refusal=str(error))
+    shows_tools = question != without_tools
+    refusal = ""
+    for content in _CONTENTS:
+        texts = []
+        for calls in ([_CALL], [_CALL, _CALL | {"id": SECOND_CALL_ID}]):
+            message = {"role": "assistant", "content": content, "tool_calls": calls}
+            try:
+                whole = prompts.whole_text([QUESTION, message], PROBE_TOOLS)
+            except ConfigurationError as error:
+                refusal = str(error)
+                continue
+            turn = whole[_common_beginning(question, whole) :]
+            if turn.count(CALL_NAME) == len(calls):
+                texts.append(turn)
+        if texts:
+            return CallSpelling(shows_tools, *texts)
+    return CallSpelling(shows_tools, "", refusal=refusal)
+
+
+def opening_of_turn(prompts: PromptRenderer, begin_tags: Sequence[str]) -> str:
+    """Return the text that the prompt for a turn contains and a finished turn does not, such as a tag for thoughts.
+
+    Args:
+        prompts: The chat template.
+        begin_tags: Tags that begin a thought. If the prompt ends with one, the text begins with it.
+
+    Raises:
+        ConfigurationError: The template refuses a question and its answer.
+    """
+    question = prompts.whole_text([QUESTION], None, begins_turn=True)
+    for tag in begin_tags:
+        if question.rstrip().endswith(tag):
+            return question[question.rindex(tag) :]
+    answer = {"role": "assistant", "content": "It is 42."}
+    whole = prompts.whole_text([QUESTION, answer], None)
+    return question[_common_beginning(question, whole) :]
+
+
+def _common_beginning(text: str, other: str) -> int:
+    """Return the number of characters that both texts begin with. A control token is not divided."""
+    length = 0
+    for character, other_character in zip(text, other, strict=False):
+        if character != other_character:
+            break
+        length += 1
+    if length == min(len(text), len(other)):
+        return length
+    # Both texts may continue with control tokens that begin alike, such as <think> and <tool_call>
+    for place in range(length - 1, max(0, length - MAX_CONTROL_CHARACTERS) - 1, -1):
+        if text[place].isspace() or text[place] in ">]":
+            break
+        if text[place] in _CONTROL_BEGINNINGS:
+            return place
+    return length
+
+
+def lost_roles(text: str, messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the roles of messages whose content a rendered text does not contain.
+
+    White space is not compared, because templates trim it. A template may write a text as JSON.
+    """
+    squeezed = _squeezed(text)
+    roles = []
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str):
+            continue
+        spellings = {_squeezed(content), _squeezed(_in_json(content))}
+        if not any(spelling in squeezed for spelling in spellings):
+            roles.append(str(message.get("role")))
+    return roles
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _in_json(text: str) -> str:
+    """Return a text as it stands within a JSON text."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,140 @@
+"""The host of a process that reads tool calls with vLLM's own parsers (see `environments.call_reader`).
+
+The requests that it receives, and the answers:
+
+    {"call": "choose", "arguments": [probes, tools]}   ->  names of the parsers that read every probe correctly
+    {"call": "read", "arguments": [text, tools]}       ->  thought, content and calls of a turn
+
+It runs in a process of its own, because importing vLLM takes seconds, because a parser may take any time for a text of
+the policy, and because the controller's Python may have no vLLM.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.load import load_tokenizer
+from async_grpo.rewards.adapter.decorators import AdapterTraits
+from async_grpo.rewards.adapter.result import describe, failure
+from async_grpo.rewards.isolation.child import Answers
+from async_grpo.rewards.isolation.lines import Message
+
+# A text, and the calls in it: the name of each, and its arguments
+Probe = tuple[str, Sequence[tuple[str, dict[str, Any]]]]
+
+
+def hosted_parsers(greeting: Message) -> tuple[bool, Callable[[], "ToolParserHost"]]:
+    """Return that the host is not async, and a function that makes it (see `isolation.child`)."""
+    return False, partial(ToolParserHost, **greeting["options"])
+
+
+class ToolParserHost:
+    """A `Host` that reads turns of the policy.
+
+    Args:
+        model_path: Folder of the model, whose tokenizer the parsers use.
+        tool_parser: Name of vLLM's tool parser; None if it is still to be chosen, or if calls are read elsewhere.
+        reasoning_parser: Name of vLLM's reasoning parser; None if thoughts are read elsewhere.
+
+    Raises:
+        ConfigurationError: vLLM is not installed, or has no parser of this name, or it cannot be used with the tokenizer.
+    """
+
+    def __init__(
+        self, model_path: str, tool_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> None:
+        try:
+            from vllm.parser import ParserManager
+            from vllm.reasoning import ReasoningParserManager
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise ConfigurationError(
+                f"vLLM, whose tool parsers are needed, cannot be imported: {error}"
+            ) from error
+        logging.disable()  # parsers log each text that they cannot read
+        self.traits = AdapterTraits()
+        self._manager = ParserManager
+        self._tokenizer = load_tokenizer(model_path)
+        self._names = sorted(ToolParserManager.lazy_parsers)
+        _check_name("--tool-parser", tool_parser, self._names)
+        _check_name("--reasoning-parser", reasoning_parser, sorted(ReasoningParserManager.lazy_parsers))
+        self._parser_class: Any = None
+        if tool_parser or reasoning_parser:
+            self._parser_class = self._made(tool_parser, reasoning_parser)
+            # Parsers refuse a tokenizer that lacks their control tokens
+            try:
+                self._parser_class(self._tokenizer)
+            except Exception as error:
+                names = " and ".join(filter(None, (tool_parser, reasoning_parser)))
+                raise ConfigurationError(
+                    f"the parser {names} does not fit the model's tokenizer: {error}"
+                ) from error
+
+    def _made(self, tool_parser: str | None, reasoning_parser: str | None = None) -> Any:
+        return self._manager.get_parser(
+            tool_parser_name=tool_parser,
+            reasoning_parser_name=reasoning_parser,
+            enable_auto_tools=tool_parser is not None,
+        )
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        """Do nothing, because there is nothing to warm up or close."""
+
+    async def replies(self, requests: Sequence[Message]) -> list[Answers]:
+        """Return one answer to each request. See `Host`."""
+        return [[self._reply(request["sample"])] for request in requests]
+
+    def _reply(self, request: Message) -> dict[str, Any]:
+        try:
+            method = {"choose": self._choose, "read": self._read}[request["call"]]
+            return {"status": "ok"} | method(*request["arguments"])
+        except Exception as error:
+            return failure(describe(error))
+
+    def _choose(self, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"names": [name for name in self._names if self._reads_all(name, probes, tools)]}
+
+    def _reads_all(self, name: str, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether a parser finds exactly the calls of each probe."""
+        # Most parsers refuse the tokenizer of another family, with any exception, and some need further packages
+        try:
+            parser_class = self._made(name)
+            for text, expected_calls in probes:
+                calls = self._parsed(parser_class, text, tools)["calls"]
+                found_calls = [[call["name"], json.loads(call["arguments"])] for call in calls]
+                if found_calls != [list(call) for call in expected_calls]:
+                    return False
+        except Exception:
+            return False
+        return True
+
+    def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self._parsed(self._parser_class, text, tools)
+
+    def _parsed(self, parser_class: Any, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return thought, content and calls of a text. A parser is made for each text, because it keeps a state."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(
+            model="policy", messages=[{"role": "user", "content": ""}], tools=list(tools) or None
+        )
+        parser = parser_class(self._tokenizer, tools=request.tools)
+        thought, content, calls = parser.parse(
+            text,
+            request,
+            enable_auto_tools=parser_class.tool_parser_cls is not None,
+            model_output_token_ids=self._tokenizer.encode(text, add_special_tokens=False),
+        )
+        return {
+            "thought": thought,
+            "content": content or "",
+            "calls": [{"name": call.name, "arguments": call.arguments} for call in calls or ()],
+        }
+
+
+def _check_name(option: str, name: str | None, known_names: Sequence[str]) -> None:
+    if name is not None and name not in known_names:
+        raise ConfigurationError(f"{option} {name!r} is unknown; known: {', '.join(known_names)}")

@@ -1,0 +1,164 @@
+"""Native tool calls of public model families are recognized, and what tools answer is in the next prompt."""
+
+import json
+
+import numpy as np
+import pytest
+from model_families import (
+    ANSWER,
+    ARGUMENTS,
+    QUESTION,
+    THANKS,
+    TOOLS,
+    ParserHere,
+    as_thought,
+    family_chat,
+    native_turn,
+    needs_templates,
+    talk,
+)
+from scripted_play import run
+
+from async_grpo.environments import call_reader
+from async_grpo.errors import ConfigurationError
+
+pytestmark = [needs_templates, pytest.mark.slow]
+
+# Template -> the parser that is chosen. The calls of Granite 3.3 and Kimi are those of their model cards, because their
+# templates do not write any (Kimi's newer ones append to lists, which transformers' sandbox refuses)
+PARSERS = {
+    "ax_command_a_tool_use": "cohere_command3",
+    "ax_exaone4": "hermes",
+    "ax_llama4": "llama3_json",
+    "ax_mistral_v3_tekken": "mistral",
+    "devstral": "mistral",
+    "gemma4_it": "gemma4",
+    "gemma4_v5": "gemma4",
+    "glm46": "glm45",
+    "glm4moe": "glm45",
+    "gptoss": "openai",
+    "gptoss_official": "openai",
+    "granite33": "granite",
+    "hermes3": "hermes",
+    "kimi_k2": "kimi_k2",
+    "kimi_k2i": "kimi_k2",
+    "kimi_thinking": "kimi_k2",
+    "lfm2_2_5": "lfm2",
+    "llama33": "llama3_json",
+    "llama3_1": "llama3_json",
+    "llama3_2": "llama3_json",
+    "minimax_m2": "minimax_m2",
+    "ministral3": "mistral",
+    "mistral_nemo": "mistral",
+    "mistral_small32": "mistral",
+    "muse_glimmer": "muse_glimmer",
+    "nemotron_3_nano": "qwen3_coder",
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_5_think": "qwen3_coder",
+    "qwen3_6": "qwen3_coder",
+    "qwen3_8": "qwen3_coder",
+    "qwen3_coder": "qwen3_coder",
+    "qwen3_instruct_2507": "hermes",
+    "qwq": "hermes",
+}
+# Templates that do not show tools to the policy
+WITHOUT_TOOLS = """
+    ax_deepseek_v3 ax_gemma3n ax_mistral_v7_tekken ax_phi_4 cohere2 deepseek_r1_distill deepseekv3 ds31 gemma2 gemma3
+    llama3 phi3_5 r1_official smollm3
+""".split()
+FROM_MODEL_CARDS = {
+    "granite33": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
+    **dict.fromkeys(
+        ("kimi_k2", "kimi_k2i", "kimi_thinking"),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def parsers_in_this_process(monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(call_reader, "ParserProcess", ParserHere)
+
+
+def test_every_template_is_in_one_of_the_tables():
+    from model_families import TEMPLATES
+
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == {*PARSERS, *WITHOUT_TOOLS}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_native_call_is_recognized_and_the_answer_of_its_tool_is_read_by_the_policy(name, tmp_path):
+    chat = family_chat(name, tmp_path)
+    native = native_turn(chat) or FROM_MODEL_CARDS[name]
+    question = chat.prompts.whole_text([QUESTION], TOOLS, begins_turn=True)
+    last = as_thought(chat, question, "It is sunny.")
+    policy, client = talk(chat, [native, last, last])
+
+    async def story():
+        messages = [QUESTION]
+        reply = await client.complete(messages, tools=TOOLS)
+        (call,) = reply.message["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+        assert len(call["id"]) == 9 and call["id"].isalnum()
+        answer = {"role": "tool", "tool_call_id": call["id"], "name": "get_weather", "content": ANSWER}
+        messages += [reply.message, answer]
+        reply = await client.complete(messages, tools=TOOLS)
+        assert not reply.message.get("tool_calls")
+        assert ANSWER in chat.decode(policy.inputs[1], np.empty(0, np.int32))
+        messages += [reply.message, THANKS]
+        await client.complete(messages, tools=TOOLS)
+        text = chat.decode(policy.inputs[2], np.empty(0, np.int32))
+        assert THANKS["content"] in text and (ANSWER in text or name == "qwq")
+
+    run(story())
+    assert run(chat.reader._format()) == PARSERS[name] or chat.reader.num_unread == 0
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_parser_of_a_family_is_chosen_by_its_template(name, tmp_path):
+    assert run(family_chat(name, tmp_path).reader._format()) == PARSERS[name]
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOOLS)
+def test_a_template_that_does_not_show_tools_ends_the_run_at_the_first_request_with_tools(name, tmp_path):
+    policy, client = talk(family_chat(name, tmp_path), ["hm"])
+    with pytest.raises(ConfigurationError, match="does not show them to the policy.*--tool-parser none"):
+        run(client.complete([QUESTION], tools=TOOLS))
+    assert client.failure is not None and not policy.inputs
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "ds31"])
+def test_a_parser_that_the_user_names_is_used_with_a_template_that_does_not_show_tools(name, tmp_path):
+    parser = {"deepseekv3": "deepseek_v3", "ds31": "deepseek_v31"}[name]
+    chat = family_chat(name, tmp_path, tool_parser=parser)
+    _, client = talk(chat, [native_turn(chat)])
+    reply = run(client.complete([QUESTION], tools=TOOLS))
+    assert [call["function"]["name"] for call in reply.message["tool_calls"]] == ["get_weather"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4_v5", "gptoss", "mistral_nemo", "minimax_m2"])
+def test_with_tool_parser_none_a_call_stays_text(name, tmp_path):
+    chat = family_chat(name, tmp_path, tool_parser="none")
+    native = native_turn(chat)
+    _, client = talk(chat, [native])
+    reply = run(client.complete([QUESTION], tools=TOOLS))
+    assert "tool_calls" not in reply.message and "get_weather" in reply.message["content"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm46", "minimax_m2"])
+def test_a_call_inside_a_thought_is_none(name, tmp_path):
+    chat = family_chat(name, tmp_path)
+    native = split_at_thought(native_turn(chat))
+    opens = chat.opening_of_turn.strip() == "<think>"
+    _, client = talk(chat, [("" if opens else "<think>") + native + "</think>It is sunny."])
+    reply = run(client.complete([QUESTION], tools=TOOLS))
+    assert "tool_calls" not in reply.message and reply.message["content"] == "It is sunny."
+    assert "get_weather" in reply.message["reasoning_content"]
+
+
+def split_at_thought(native: str) -> str:
+    return native.rpartition("</think>")[2]
