@@ -169,8 +169,12 @@ class CallReader:
                 return name
         process = await self._parser_process()
         plain_probes = [(_without_unread(text), calls) for text, calls in probes]
-        answer = await process.ask("choose", 0, plain_probes, PROBE_TOOLS, timeout_s=READ_S)
-        names = sorted(answer["names"], key=_preference)
+        names: list[str] = []
+        # No parser may read two calls in one turn, for example those of Llama 4
+        while plain_probes and not names:
+            answer = await process.ask("choose", 0, plain_probes, PROBE_TOOLS, timeout_s=READ_S)
+            names = sorted(answer["names"], key=_preference)
+            plain_probes.pop()
         if not names:
             raise ConfigurationError(
                 f"the chat template writes calls of tools such as {text[:200]!r}, which none of vLLM's tool parsers "

@@ -52,24 +52,28 @@ class SampledHistory:
 
     def add(self, message: Message, turn: SampledTurn) -> None:
         """Remember a turn by the message that was made of it."""
-        self._turns.setdefault(message_key(message), []).append(turn)
+        for key in {message_key(message), message_key(message, with_thought=True)}:
+            self._turns.setdefault(key, []).append(turn)
 
     def turns_of(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
         """Return the turns of which messages were made, by the index of the message.
 
-        If the policy said the same several times, the turns are assigned in their order.
+        If the policy said the same several times, the last such message is that of the last such turn, and so on. Earlier
+        turns may have been thrown away by the agent.
         """
         found: dict[int, SampledTurn] = {}
         num_found: dict[str, int] = {}
-        for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index].get("role") != "assistant":
                 continue
-            key = message_key(message)
+            # Most clients of OpenAI's API do not send the thought back
+            key = message_key(messages[index], with_thought=True)
+            if key not in self._turns:
+                key = message_key(messages[index])
             turns = self._turns.get(key)
             if turns:
-                occurrence = num_found.get(key, 0)
-                num_found[key] = occurrence + 1
-                found[index] = turns[min(occurrence, len(turns) - 1)]
+                num_found[key] = num_found.get(key, 0) + 1
+                found[index] = turns[max(0, len(turns) - num_found[key])]
         return found
 
     def spellings_to_try(self, has_turns: bool) -> Iterator[Spelling]:
@@ -95,11 +99,12 @@ def spelled(message: Message, turn: SampledTurn, spelling: Spelling, chat: Chat)
     return structured
 
 
-def message_key(message: Message) -> str:
+def message_key(message: Message, *, with_thought: bool = False) -> str:
     """Return a key that identifies a message of the policy, even if a client has added fields to it."""
     calls = []
     for call in message.get("tool_calls") or ():
         if isinstance(call, Mapping):
             function = call.get("function", {})
             calls.append([call.get("id"), function.get("name"), function.get("arguments")])
-    return json.dumps([message.get("content") or "", calls])
+    thought = message.get("reasoning_content") if with_thought else None
+    return json.dumps([message.get("content") or "", calls, thought])

@@ -83,7 +83,7 @@ def call_spelling(prompts: PromptRenderer) -> CallSpelling:
                 refusal = str(error)
                 continue
             turn = whole[_common_beginning(question, whole) :]
-            if turn.count(CALL_NAME) == len(calls):
+            if turn.count(CALL_NAME) >= len(calls):
                 texts.append(turn)
         if texts:
             return CallSpelling(shows_tools, *texts)

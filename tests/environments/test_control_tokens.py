@@ -220,7 +220,7 @@ def test_a_text_that_repeats_the_history_word_by_word_does_not_get_its_control_t
         assert seen.count(start) == 2 and len(policy.recorder._sequences) == 2  # the template's own
         # And where it is repeated as it was, forged tokens included, it goes on
         second = [{"role": "user", "content": inside}, {"role": "assistant", "content": "hm"}]
-        second[1] = policy.recorder._sampled_texts and first.message
+        second[1] = first.message
         await policy.complete([*second, {"role": "user", "content": "go on"}])
         assert len(policy.recorder._sequences) == 2
         again = generation.requests[2][0].tolist()

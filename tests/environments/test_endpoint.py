@@ -99,7 +99,7 @@ def test_the_programs_of_the_page_play(tmp_path, name, says, options, turns, rew
     inside = {"class Game": "Game", "def add": "TOOLS", "async def twice": "twice"}.get(name)
     command = f"agent:exec {sys.executable} {tmp_path / 'mine.py'}"
     environment = f"{tmp_path / 'mine.py'}:{inside}" if inside else command
-    config = EnvironmentConfig(environment=environment, **options)
+    config = EnvironmentConfig(environment=environment, tool_parser="hermes", **options)
     playing = make_played(config, str(MODEL), SETTINGS, source_of(environment), OneSession(lambda: says))
     (one,) = run(trajectories(playing, prompt_of(answer="right")))
     assert (one.outcome.failure, len(one.turns), one.outcome.reward) == ("", turns, reward)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from scripted_play import SETTINGS, OneSession, prompt_of, run, trajectories
 
 from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
 from async_grpo.environments.call_formats import read_hermes
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
@@ -147,7 +149,8 @@ class Asked(OneSession):
 def played(path: Path, name: str, generation=None, row=None, **options) -> tuple[Played, Talkative]:
     file = path / "page.py"
     file.write_text(PAGE)
-    config = EnvironmentConfig(environment=f"{file}:{name}", **options)
+    # The tiny model's template does not show tools
+    config = EnvironmentConfig(environment=f"{file}:{name}", **{"tool_parser": "hermes", **options})
     generation = generation or OneSession(lambda: "hm")
     return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation
 
@@ -271,9 +274,8 @@ def test_the_python_tool_runs_what_the_model_writes_in_a_sandbox(tmp_path):
     (tmp_path / "mine.py").write_text("from async_grpo.environments.tools import TOOLS")
     source = source_of(f"{tmp_path / 'mine.py'}:TOOLS")
     generation = OneSession(lambda: next(said))
-    (one,) = run(
-        trajectories(make_played(EnvironmentConfig(), str(MODEL), SETTINGS, source, generation), prompt_of())
-    )
+    config = EnvironmentConfig(tool_parser="hermes")
+    (one,) = run(trajectories(make_played(config, str(MODEL), SETTINGS, source, generation), prompt_of()))
     told = "".join(turn.before_text for turn in one.turns)
     for part in ("tool\n45", "ZeroDivisionError", "SyntaxError", "Error: [Errno", "(it printed nothing)"):
         assert part in told, (part, told)
@@ -544,7 +546,10 @@ def test_what_is_too_long_by_far_is_neither_tokenised_nor_decoded():
         return policy.trajectory(1.0)
 
     limits = TrajectoryLimits(5, 2000, None, 60)
-    playing = Played(OneSession(lambda: "hm"), program, Chat(Watched(), 2000), limits)
+    reads_hermes = partial(CallReader, tool_parser="hermes")
+    playing = Played(
+        OneSession(lambda: "hm"), program, Chat(Watched(), 2000, make_reader=reads_hermes), limits
+    )
     (one,) = run(trajectories(playing, prompt_of()))
     assert not one.truncated and not one.outcome.failure  # it went on within its limits
 

@@ -3,10 +3,14 @@
 import asyncio
 
 import numpy as np
+from chat_templates import MODEL
+from transformers import AutoTokenizer
 
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.sequence import EngineInput
 from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.testing import completion
 from async_grpo.types import Completion, Outcome, Prompt, RewardStatus, Sample, Verdict
 
@@ -20,6 +24,8 @@ PAIRS = {
 
 class Letters:
     """A `Chat` whose tokens are letters, but for the pairs."""
+
+    reader = CallReader(PromptRenderer(AutoTokenizer.from_pretrained(MODEL)))
 
     def encode(self, text: str, *, begins: bool = False, breaks: tuple[int, ...] = ()) -> np.ndarray:
         return np.array([ord(letter) for letter in text], np.int32)

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chat_templates import MODEL
+from transformers import AutoTokenizer
 
 from async_grpo.environments.agents import RunAgent
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.openai_api import ChatRequest, body_of
@@ -15,6 +18,7 @@ from async_grpo.environments.processes import EnvironmentProcesses
 from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.environments.trajectory_client import Reply, TrajectoryClient
 from async_grpo.errors import WorkerLost
+from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.testing import completion
 from async_grpo.types import Prompt, Sampling
 
@@ -25,6 +29,8 @@ DEADLINE_S = 20
 
 class Silent:
     """A `Chat` whose tokens have no text."""
+
+    reader = CallReader(PromptRenderer(AutoTokenizer.from_pretrained(MODEL)))
 
     def encode(self, text, *, begins=False, breaks=()):
         return np.array([7], np.int32)

@@ -22,7 +22,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 def agent(path: Path, text: str, **options) -> tuple:
     """Write a Python program and return (what plays it as an agent, the policy that answers it)."""
     (path / "agent.py").write_text(text)
-    config = EnvironmentConfig(environment=f"agent:exec {sys.executable} {path / 'agent.py'}", **options)
+    config = EnvironmentConfig(
+        environment=f"agent:exec {sys.executable} {path / 'agent.py'}", **{"tool_parser": "hermes", **options}
+    )
     generation = OneSession(lambda: f"so {CALL}")
     assert config.environment is not None
     return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation

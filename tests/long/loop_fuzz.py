@@ -19,12 +19,14 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.endpoint import AgentEndpoint
@@ -392,7 +394,7 @@ def attack(
     dice = random.Random(seed)
     tokenizer = load_tokenizer(MODEL)
     tokenizer.chat_template = TEMPLATE
-    chat = Chat(tokenizer, CONTEXT_TOKENS)
+    chat = Chat(tokenizer, CONTEXT_TOKENS, make_reader=partial(CallReader, tool_parser="hermes"))
     weights = [KINDS[kind][0] for kind in kinds]
     found = defaultdict[str, list[tuple[float, float, int]]](list)
     for number in range(count):
