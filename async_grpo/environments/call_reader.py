@@ -34,6 +34,10 @@ from async_grpo.options.source_file import SourceFile
 from async_grpo.processes.offload import offloaded
 
 NONE = "none"  # value of --tool-parser and --reasoning-parser
+MEMORY_LIMIT_BYTES = (
+    64 * 2**30
+)  # address space of that process; torch and vLLM reserve far more than they use
+CHOOSE_S = 120.0  # maximum seconds for trying all of vLLM's parsers
 READ_S = 20.0  # maximum seconds for one turn in the process of vLLM's parsers
 # Parsers that are preferred if several of them read the template's call, in this order
 PREFERRED = (
@@ -52,7 +56,7 @@ FORMATS_BY_MARK = {
 UNREAD_MARKS = ("<|python_start|>", "<|python_end|>")
 UNREAD_CALL_ID = re.compile(r"\[CALL_ID\]\w{1,64}")
 # Ids that Mistral's models write into their calls. Other families write none, and the ids of Mistral have nine characters
-SAMPLED_ID = re.compile(r'(?:\[CALL_ID\]|"id": ?")([a-zA-Z0-9]{9})(?![a-zA-Z0-9])')
+SAMPLED_ID = re.compile(r'(?:\[CALL_ID\]|"id": ?")([a-zA-Z0-9]{9})(?=["\[])')
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +105,10 @@ class CallReader:
         Raises:
             ConfigurationError: vLLM has no parser of this name, or it does not fit the model's tokenizer.
         """
-        if self._reads_in_process and (self._reasoning_parser or self._tool_parser):
-            await self._parser_process(self._tool_parser, self._reasoning_parser)
-
-    @property
-    def _reads_in_process(self) -> bool:
-        """Return whether vLLM's parsers are needed because the user named one."""
-        tool_parser_here = self._tool_parser in (None, NONE, *FORMATS)
-        return not tool_parser_here or self._reasoning_parser not in (None, NONE)
+        names_tool_parser = self._tool_parser not in (None, NONE, *FORMATS)
+        names_reasoning_parser = self._reasoning_parser not in (None, NONE)
+        if names_tool_parser or names_reasoning_parser:
+            await self._parser_process(self._tool_parser)
 
     async def close(self) -> None:
         """End the process of vLLM's parsers."""
@@ -160,7 +160,7 @@ class CallReader:
     async def _reader_of(self, spelling: CallSpelling) -> str:
         """Return the name of the first parser that reads the template's own call correctly."""
         _, text = split_thought(spelling.text, THOUGHT_TAGS)
-        probes = [(text, ((CALL_NAME, CALL_ARGUMENTS),))]
+        probes: list[tuple[str, tuple[tuple[str, Any], ...]]] = [(text, ((CALL_NAME, CALL_ARGUMENTS),))]
         if spelling.text_of_two:
             _, text_of_two = split_thought(spelling.text_of_two, THOUGHT_TAGS)
             probes.append((text_of_two, 2 * ((CALL_NAME, CALL_ARGUMENTS),)))
@@ -172,7 +172,12 @@ class CallReader:
         names: list[str] = []
         # No parser may read two calls in one turn, for example those of Llama 4
         while plain_probes and not names:
-            answer = await process.ask("choose", 0, plain_probes, PROBE_TOOLS, timeout_s=READ_S)
+            try:
+                answer = await process.ask("choose", 0, plain_probes, PROBE_TOOLS, timeout_s=CHOOSE_S)
+            except EnvironmentFailed as error:
+                raise ConfigurationError(
+                    f"no tool parser could be chosen: {error}; give --tool-parser NAME"
+                ) from error
             names = sorted(answer["names"], key=_preference)
             plain_probes.pop()
         if not names:
@@ -186,9 +191,7 @@ class CallReader:
         await self._parser_process(names[0])
         return names[0]
 
-    async def _parser_process(
-        self, tool_parser: str | None = None, reasoning_parser: str | None = None
-    ) -> ParserProcess:
+    async def _parser_process(self, tool_parser: str | None = None) -> ParserProcess:
         """Start the process of vLLM's parsers, or return it if it is running."""
         if self._process is None:
             if self._model_path is None:
@@ -196,13 +199,13 @@ class CallReader:
             options = {
                 "model_path": self._model_path,
                 "tool_parser": None if tool_parser in (NONE, *FORMATS) else tool_parser,
-                "reasoning_parser": None if reasoning_parser == NONE else reasoning_parser,
+                "reasoning_parser": None if self._reasoning_parser == NONE else self._reasoning_parser,
             }
             self._process = ParserProcess(
-                SourceFile("", "tool_parsers", "", ""),
+                SourceFile(module_name="", text="", path="", name=""),
                 "tool parsers",
                 options,
-                memory_limit_bytes=64 * 2**30,
+                memory_limit_bytes=MEMORY_LIMIT_BYTES,
             )
         await self._process.start()
         return self._process
@@ -216,16 +219,22 @@ class CallReader:
             tools: JSON schemas of the tools. Without tools, no calls are looked for.
         """
         name = await self._format() if tools else None
-        if self._reasoning_parser not in (None, NONE):
-            return await self._read_in_process(text, None, tools or ())
-        thought, rest = await offloaded(len(text), self._without_thought, text, prompt_text)
+        if self._reasoning_parser in (None, NONE):
+            thought, rest = await offloaded(len(text), self._without_thought, text, prompt_text)
+        else:
+            turn = await self._read_in_process(text, tools or ())
+            if name not in FORMATS:
+                return turn
+            thought, rest = turn.thought, turn.content
         if name is None:
             return ReadTurn(thought, rest)
         if name in FORMATS:
             turn = await offloaded(len(rest), FORMATS[name], rest)
-            return ReadTurn(thought if turn.thought is None else turn.thought, turn.content, turn.calls)
-        turn = await self._read_in_process(_without_unread(rest), thought, tools or ())
-        return _with_sampled_ids(turn, rest) if name == "mistral" else turn
+        else:
+            turn = await self._read_in_process(_without_unread(rest), tools or ())
+            if name == "mistral":
+                turn = _with_sampled_ids(turn, rest)
+        return turn if turn.thought is not None else replace(turn, thought=thought)
 
     def _without_thought(self, text: str, prompt_text: str) -> tuple[str | None, str]:
         if self._reasoning_parser == NONE:
@@ -234,12 +243,10 @@ class CallReader:
         is_open = any(ending.endswith(begin) for begin, _ in THOUGHT_TAGS)
         return split_thought(text, THOUGHT_TAGS, is_open)
 
-    async def _read_in_process(
-        self, text: str, thought: str | None, tools: Sequence[Mapping[str, Any]]
-    ) -> ReadTurn:
-        """Return the parts of a text. If the process does not answer in time, the text has no calls."""
-        process = await self._parser_process(self._tool_parser, self._reasoning_parser)
+    async def _read_in_process(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ReadTurn:
+        """Return the parts of a text. If the process does not answer in time, the whole text is content."""
         try:
+            process = await self._parser_process(self._tool_parser)
             answer = await process.ask("read", 0, text, list(tools), timeout_s=READ_S)
         except EnvironmentFailed as error:
             self.num_unread += 1
@@ -247,9 +254,9 @@ class CallReader:
                 log.warning(
                     "a turn of the policy could not be searched for calls, and counts as text: %s", error
                 )
-            return ReadTurn(thought, text)
+            return ReadTurn(None, text)
         calls = tuple(FunctionCall(call["name"], call["arguments"]) for call in answer["calls"])
-        return ReadTurn(thought if answer["thought"] is None else answer["thought"], answer["content"], calls)
+        return ReadTurn(answer["thought"], answer["content"], calls)
 
 
 def _no_tools(spelling: CallSpelling) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.experience.row_messages import Message
 
 QUESTION = {"role": "user", "content": "Please add 17 and 25 for Eve."}
 # A call as probe. Its arguments are a text and a number, because some formats distinguish the two and others do not
@@ -127,7 +128,7 @@ def _common_beginning(text: str, other: str) -> int:
     return length
 
 
-def lost_roles(text: str, messages: Sequence[dict[str, Any]]) -> list[str]:
+def lost_roles(text: str, messages: Sequence[Message]) -> list[str]:
     """Return the roles of messages whose content a rendered text does not contain.
 
     White space is not compared, because templates trim it. A template may write a text as JSON.

@@ -89,13 +89,14 @@ class ToolParserHost:
 
     def _reply(self, request: Message) -> dict[str, Any]:
         try:
-            method = {"choose": self._choose, "read": self._read}[request["call"]]
-            return {"status": "ok"} | method(*request["arguments"])
+            if request["call"] == "choose":
+                return {"status": "ok", "names": self._names_that_read(*request["arguments"])}
+            return {"status": "ok"} | self._parsed(self._parser_class, *request["arguments"])
         except Exception as error:
             return failure(describe(error))
 
-    def _choose(self, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {"names": [name for name in self._names if self._reads_all(name, probes, tools)]}
+    def _names_that_read(self, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        return [name for name in self._names if self._reads_all(name, probes, tools)]
 
     def _reads_all(self, name: str, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether a parser finds exactly the calls of each probe."""
@@ -111,9 +112,6 @@ class ToolParserHost:
             return False
         return True
 
-    def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self._parsed(self._parser_class, text, tools)
-
     def _parsed(self, parser_class: Any, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return thought, content and calls of a text. A parser is made for each text, because it keeps a state."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -125,7 +123,7 @@ class ToolParserHost:
         thought, content, calls = parser.parse(
             text,
             request,
-            enable_auto_tools=parser_class.tool_parser_cls is not None,
+            enable_auto_tools=bool(tools) and parser_class.tool_parser_cls is not None,
             model_output_token_ids=self._tokenizer.encode(text, add_special_tokens=False),
         )
         return {

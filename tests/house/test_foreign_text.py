@@ -247,7 +247,7 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "environments/call_reader.py": {
         r"\[CALL_ID\]\w{1,64}": "without_unread",
-        '(?:\\[CALL_ID\\]|"id": ?")([a-zA-Z0-9]{9})(?![a-zA-Z0-9])': "with_sampled_ids",
+        '(?:\\[CALL_ID\\]|"id": ?")([a-zA-Z0-9]{9})(?=["\\[])': "with_sampled_ids",
     },
     "environments/control_tokens.py": {
         r"_trie_pattern(normalized)": "control tokens",
