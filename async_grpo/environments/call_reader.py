@@ -225,7 +225,8 @@ class CallReader:
             turn = await self._read_in_process(text, tools or ())
             if name not in FORMATS:
                 return turn
-            thought, rest = turn.thought, turn.content
+            thought = turn.thought
+            rest = turn.content
         if name is None:
             return ReadTurn(thought, rest)
         if name in FORMATS:

@@ -61,8 +61,8 @@ class SampledHistory:
         If the policy said the same several times, the last such message is that of the last such turn, and so on. Earlier
         turns may have been thrown away by the agent.
         """
-        found: dict[int, SampledTurn] = {}
-        num_found: dict[str, int] = {}
+        turns_by_index: dict[int, SampledTurn] = {}
+        num_assigned: dict[str, int] = {}
         for index in range(len(messages) - 1, -1, -1):
             if messages[index].get("role") != "assistant":
                 continue
@@ -72,9 +72,9 @@ class SampledHistory:
                 key = message_key(messages[index])
             turns = self._turns.get(key)
             if turns:
-                num_found[key] = num_found.get(key, 0) + 1
-                found[index] = turns[max(0, len(turns) - num_found[key])]
-        return found
+                num_assigned[key] = num_assigned.get(key, 0) + 1
+                turns_by_index[index] = turns[max(0, len(turns) - num_assigned[key])]
+        return turns_by_index
 
     def spellings_to_try(self, has_turns: bool) -> Iterator[Spelling]:
         """Yield the spellings: the one that was used last, then the others, with STRUCTURED as the last of these.

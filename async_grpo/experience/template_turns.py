@@ -110,14 +110,14 @@ def opening_of_turn(prompts: PromptRenderer, begin_tags: Sequence[str]) -> str:
     return question[_common_beginning(question, whole) :]
 
 
-def _common_beginning(text: str, other: str) -> int:
+def _common_beginning(text: str, second_text: str) -> int:
     """Return the number of characters that both texts begin with. A control token is not divided."""
     length = 0
-    for character, other_character in zip(text, other, strict=False):
+    for character, other_character in zip(text, second_text, strict=False):
         if character != other_character:
             break
         length += 1
-    if length == min(len(text), len(other)):
+    if length == min(len(text), len(second_text)):
         return length
     # Both texts may continue with control tokens that begin alike, such as <think> and <tool_call>
     for place in range(length - 1, max(0, length - MAX_CONTROL_CHARACTERS) - 1, -1):

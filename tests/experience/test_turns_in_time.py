@@ -7,7 +7,7 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.environments.call_formats import ReadTurn
 from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig, RunFacts
@@ -233,7 +234,9 @@ async def asks_and_adds(recorder, context, turn):
 
 
 def test_the_recorder_numbers_the_turns_as_they_came():
-    recorder = TrajectoryRecorder(Mock(decode=lambda ids, before: ""))
+    recorder = TrajectoryRecorder(
+        Mock(decode=lambda ids, before: "", reader=Mock(read=AsyncMock(return_value=ReadTurn(None, ""))))
+    )
     first, second = np.array([1], np.int32), np.array([2], np.int32)
     for place in range(4):
         context = (first, second)[place % 2]

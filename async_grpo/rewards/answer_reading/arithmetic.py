@@ -90,16 +90,16 @@ def arithmetic_value(latex: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _differ(value: float, decimal: float, written: str, relative_tolerance: float) -> bool:
+def _differ(value: float, decimal: float, spelling: str, relative_tolerance: float) -> bool:
     """Return whether a value surely differs from a number that may be its rounded form.
 
     Args:
         value: The value.
         decimal: The number.
-        written: The text of the number. If it is a decimal, it may differ by one unit of its last digit.
+        spelling: The text of the number. If it is a decimal, it may differ by one unit of its last digit.
         relative_tolerance: Largest relative difference of two equal numbers.
     """
-    decimals = _DECIMALS.fullmatch(written.strip())
+    decimals = _DECIMALS.fullmatch(spelling.strip())
     unit = 0.0 if decimals is None else 10.0 ** -len(decimals[1])
     largest = max(unit, relative_tolerance * max(abs(value), abs(decimal)))
     return abs(value - decimal) > largest
