@@ -173,6 +173,16 @@ class Chat:
                 token_ids += encoding.ids
         return token_ids
 
+    def shortened(self, text: str, max_tokens: int) -> str:
+        """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""
+        # Each token of a text has at most this many characters, apart from exotic ones, so the rest cannot be needed
+        beginning = text[: MAX_CHARACTERS_PER_TOKEN * max_tokens]
+        token_ids = self._tokenizer.encode(beginning, add_special_tokens=False)
+        if len(token_ids) <= max_tokens and len(beginning) == len(text):
+            return text
+        beginning = self._decoded(token_ids[:max_tokens]).rstrip("\ufffd")
+        return f"{beginning}\n[cut: {len(text)} characters, of which the first {len(beginning)} are here]"
+
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
         """Return the text of `token_ids`, which come after the tokens `after` in their sequence."""
         context = after[-LOOK_BACK_TOKENS:].tolist()
@@ -202,6 +212,7 @@ def message_of(turn: ReadTurn, number: int = 0) -> dict[str, Any]:
 
     >>> message_of(ReadTurn(None, "four"))
     {'role': 'assistant', 'content': 'four'}
+    >>> from async_grpo.environments.call_formats import FunctionCall
     >>> message_of(ReadTurn("2 + 2", "", (FunctionCall("add", '{"a": 2}'),)))["tool_calls"][0]["id"]
     'c00000000'
     """

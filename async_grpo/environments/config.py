@@ -56,6 +56,12 @@ class EnvironmentConfig(PromptOptions):
         range=POSITIVE,
         portable=True,
     )
+    max_tool_tokens: int | None = _environment(
+        None,
+        "Maximum tokens of a tool's answer. A longer answer is cut, and its end says so. By default 65,536 characters.",
+        range=POSITIVE,
+        portable=True,
+    )
     tool_parser: str | None = _environment(
         None,
         "How the policy's calls of tools are read: hermes, openai, cohere_command3, or the name of one of vLLM's tool "

@@ -155,10 +155,18 @@ class EnvironmentHost:
             # `validate_call` checks the arguments against the type hints, and converts them
             answer = await _awaited(validate_call(self._tools[name])(**keywords))
             text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
-            return {"answer": text[:MAX_ANSWER_CHARACTERS], "failed": False}
+            return {"answer": _shortened(text), "failed": False}
         except Exception as error:
             message = redacted(f"error: {type(error).__name__}: {error}")
-            return {"answer": message[:MAX_ANSWER_CHARACTERS], "failed": True}
+            return {"answer": _shortened(message), "failed": True}
+
+
+def _shortened(text: str) -> str:
+    """Return a text of at most MAX_ANSWER_CHARACTERS, and a sentence at its end if it was longer."""
+    if len(text) <= MAX_ANSWER_CHARACTERS:
+        return text
+    beginning = text[:MAX_ANSWER_CHARACTERS]
+    return f"{beginning}\n[cut: {len(text)} characters, of which the first {len(beginning)} are here]"
 
 
 async def _awaited(returned: Any) -> Any:

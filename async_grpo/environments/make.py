@@ -154,7 +154,11 @@ def make_played(
         count=config.environment_processes or PROCESSES,
         timeout_s=config.environment_timeout_s,
     )
-    program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
+    program = (
+        Play(processes, settings.seed)
+        if kind == "environment"
+        else UseTools(processes, config.max_tool_tokens)
+    )
     return Played(generation, program, chat, limits, needs=processes)
 
 

@@ -1,6 +1,7 @@
 """`Played`: a `Generation` whose completions are trajectories. A rollout program plays each of them with the policy."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -14,6 +15,12 @@ from async_grpo.types import Completion, Prompt, Sampling, Session
 
 # A rollout program: plays one trajectory that begins with the prompt, and returns `policy.trajectory(...)`
 Program = Callable[[Prompt, TrajectoryClient], Awaitable[Completion]]
+
+
+MAX_LOGGED_FAILURES = 20
+CHARACTERS_OF_KIND = 60  # failures that begin with the same characters are of one kind
+
+log = logging.getLogger(__name__)
 
 
 class Needs(Protocol):
@@ -52,6 +59,7 @@ class Played:
         self._limits = limits
         self._places = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._needs = needs
+        self._logged_failures: set[str] = set()
 
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
@@ -60,11 +68,24 @@ class Played:
         tasks = [asyncio.ensure_future(self._play(prompt, member, sampling)) for member in range(count)]
         try:
             for next_trajectory in asyncio.as_completed(tasks):
-                yield await next_trajectory
+                completion = await next_trajectory
+                if completion.failure:
+                    self._log_failure(completion.failure)
+                yield completion
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _log_failure(self, failure: str) -> None:
+        """Log the reason of a failed trajectory, each kind of reason once, and only a limited number of them."""
+        kind = failure[:CHARACTERS_OF_KIND]
+        if kind in self._logged_failures or len(self._logged_failures) >= MAX_LOGGED_FAILURES:
+            return
+        self._logged_failures.add(kind)
+        log.warning("a trajectory failed: %s", failure)
+        if len(self._logged_failures) == MAX_LOGGED_FAILURES:
+            log.warning("reasons of further kinds are not logged; each sample in samples.jsonl has its own")
 
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """Play one trajectory. A program's error fails only its trajectory, and an engine's error is raised."""

@@ -61,10 +61,16 @@ class Play:
 
 
 class UseTools:
-    """A rollout program in which the policy may call tools any number of times. A turn without a call is its answer."""
+    """A rollout program in which the policy may call tools any number of times. A turn without a call is its answer.
 
-    def __init__(self, processes: EnvironmentProcesses) -> None:
+    Args:
+        processes: The processes that run the tools.
+        max_tool_tokens: Maximum tokens of a tool's answer; None if only the limit of its process applies.
+    """
+
+    def __init__(self, processes: EnvironmentProcesses, max_tool_tokens: int | None = None) -> None:
         self._processes = processes
+        self._max_tool_tokens = max_tool_tokens
         self._schemas: list[dict[str, Any]] | None = None
 
     async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
@@ -98,7 +104,10 @@ class UseTools:
                     num_calls += 1
                     if answer["failed"]:
                         num_errors += 1
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer["answer"]})
+                    text = answer["answer"]
+                    if self._max_tool_tokens is not None:
+                        text = await policy.recorder.shortened(text, self._max_tool_tokens)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
         return trajectory_so_far()
 
 

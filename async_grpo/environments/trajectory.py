@@ -315,6 +315,10 @@ class TrajectoryRecorder:
         self._history.add(message, SampledTurn(turn.number, completion.text, parts.thought))
         return message
 
+    async def shortened(self, text: str, max_tokens: int) -> str:
+        """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""
+        return await offloaded(len(text), self.chat.shortened, text, max_tokens)
+
     def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
         """Return the trajectory as one completion. Its sequences are in the order of their last turns.
 

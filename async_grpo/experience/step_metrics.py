@@ -14,11 +14,13 @@ from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
 from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.spans import Interval, union
-from async_grpo.types import Completion, Group, RewardStatus, Sample
+from async_grpo.types import Completion, Group, Outcome, RewardStatus, Sample
 
 # Minimum numbers of rewards and steps after which an adapter can be reported as constant
 ENOUGH_REWARDS = 50
 ENOUGH_STEPS = 3
+MAX_KIND_CHARACTERS = 60  # in the name of an error in a metric
+SHOWN_CHARACTERS = 300  # of the first failed trajectory's reason, in an alarm
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -69,6 +71,7 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     num_sequences = [len(sample.sequences) for sample in samples if sample.completion.outcome is not None]
     stats: dict[str, Any] = {
         "environment_failures": sum(bool(outcome.failure) for outcome in outcomes),
+        **_failures_by_kind(outcomes),
         "turns": _mean(len(completion.turns) for completion in trajectories),
         "turn_tokens": _mean(turn.num_tokens for turn in turns),
         "sequences": _mean(num_sequences),
@@ -77,6 +80,17 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
         values = [outcome.numbers[name] for outcome in outcomes if name in outcome.numbers]
         stats[f"environment/{name}"] = _mean(values)
     return stats
+
+
+def _failures_by_kind(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Return the number of failed trajectories by the kind of error, such as environment_failures/AgentFailed."""
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        kind = outcome.failure.partition(":")[0]
+        if outcome.failure and kind.isidentifier() and len(kind) <= MAX_KIND_CHARACTERS:
+            key = f"environment_failures/{kind}"
+            counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
@@ -200,12 +214,17 @@ class StepAlarms:
         return alarms
 
     def _of_samples(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the alarms about truncated completions and equal rewards."""
+        """Return the alarms about truncated completions, failed trajectories and equal rewards."""
         alarms = []
         truncated_share = sum(sample.completion.truncated for sample in samples) / max(len(samples), 1)
         if truncated_share > self._limits.truncation_alarm:
             alarms.append(
                 f"{truncated_share:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
+            )
+        failures = [sample.completion.failure for sample in samples if sample.completion.failure]
+        if samples and len(failures) / len(samples) > self._limits.failure_alarm:
+            alarms.append(
+                f"environment: {len(failures)} of {len(samples)} trajectories failed ({failures[0][:SHOWN_CHARACTERS]})"
             )
         rewards = {sample.verdict.reward for sample in samples} - {None}
         if len(rewards) == 1:

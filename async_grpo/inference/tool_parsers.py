@@ -28,6 +28,7 @@ Probe = tuple[str, Sequence[tuple[str, dict[str, Any]]]]
 
 def hosted_parsers(greeting: Message) -> tuple[bool, Callable[[], "ToolParserHost"]]:
     """Return that the host is not async, and a function that makes it (see `isolation.child`)."""
+    logging.disable()  # parsers log each text that they cannot read
     return False, partial(ToolParserHost, **greeting["options"])
 
 
@@ -54,7 +55,6 @@ class ToolParserHost:
             raise ConfigurationError(
                 f"vLLM, whose tool parsers are needed, cannot be imported: {error}"
             ) from error
-        logging.disable()  # parsers log each text that they cannot read
         self.traits = AdapterTraits()
         self._manager = ParserManager
         self._tokenizer = load_tokenizer(model_path)

@@ -200,7 +200,11 @@ def test_a_nan_where_it_counts_is_neither_weighed_away_nor_rejected(statistic):
         (rejection_mask, {"statistic": "token_k4", "high": 2.0}, "'token_k4'; choose one of token_k1"),
         (rejection_mask, {"statistic": "token_k1"}, "token_k1 cannot keep [None, None]"),
         (rejection_mask, {"statistic": "token_k3", "low": 2.0, "high": 1.0}, "[2.0, 1.0]"),
-        (rejection_mask, {"statistic": "token_k1", "low": 0.0}, "[0.0, None]; give 0 <= low <= high"),
+        (
+            rejection_mask,
+            {"statistic": "token_k1", "low": 0.0},
+            "[0.0, None]; give low or high or both, with 0 <= low <= high",
+        ),
         (rejection_mask, {"statistic": "token_k2", "low": -0.5}, "[-0.5, None]"),
     ],
 )

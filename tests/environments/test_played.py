@@ -19,7 +19,7 @@ from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
-from async_grpo.environments.played import Played
+from async_grpo.environments.played import MAX_LOGGED_FAILURES, Played
 from async_grpo.environments.programs import task_seed
 from async_grpo.environments.trajectory_client import Whole
 from async_grpo.errors import ConfigurationError, WorkerLost
@@ -721,3 +721,50 @@ def test_an_environment_s_rewards_are_rewards_of_the_registry(tmp_path):
     }
     with pytest.raises(ValueError, match="gives no reward"):
         environment({"completion": "x"})
+
+
+@pytest.mark.parametrize("limit, is_cut", [(40, True), (5000, False), (None, False)])
+def test_the_answer_of_a_tool_is_cut_to_its_tokens_and_says_so(tmp_path, limit, is_cut):
+    said = iter(['<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>', "done"])
+    (tmp_path / "long.py").write_text(
+        "def add(a: int, b: int) -> str:\n    return 'xy ' * 600\n\nTOOLS = [add]\n"
+    )
+    config = EnvironmentConfig(
+        environment=f"{tmp_path / 'long.py'}:TOOLS", tool_parser="hermes", max_tool_tokens=limit
+    )
+    generation = OneSession(lambda: next(said))
+    playing = make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation)
+    (one,) = run(trajectories(playing, prompt_of()))
+    told = one.turns[1].before_text
+    assert ("[cut: 1800 characters, of which the first" in told) == is_cut
+    assert is_cut or "xy " * 600 in told
+    assert not is_cut or len(one.turns[1].before) < 140
+
+
+def test_a_tool_s_answer_beyond_what_a_process_passes_on_says_that_it_was_cut():
+    from async_grpo.environments.host import MAX_ANSWER_CHARACTERS, _shortened
+
+    whole = "x" * MAX_ANSWER_CHARACTERS
+    assert _shortened(whole) == whole
+    assert _shortened(whole + "y").endswith(
+        f"xx\n[cut: {len(whole) + 1} characters, of which the first {len(whole)} are here]"
+    )
+
+
+def test_reasons_of_failed_trajectories_are_logged_once_for_each_kind(caplog):
+    reasons = iter(["no my_agent.py", "no my_agent.py", *(f"{number} is wrong" for number in range(40))])
+
+    async def program(prompt, policy):
+        raise FileNotFoundError(next(reasons))
+
+    async def all_of(playing):
+        return [one async for one in playing.generate(prompt_of(), 42)]
+
+    limits = TrajectoryLimits(5, 2000, None, 60)
+    assert len(run(all_of(Played(OneSession(lambda: "hm"), program, chat_of("appends"), limits)))) == 42
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged[:2] == [
+        "a trajectory failed: FileNotFoundError: no my_agent.py",
+        "a trajectory failed: FileNotFoundError: 0 is wrong",
+    ]
+    assert len(logged) == MAX_LOGGED_FAILURES + 1 and "further kinds are not logged" in logged[-1]

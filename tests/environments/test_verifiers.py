@@ -111,7 +111,9 @@ def _module(tmp_path_factory):
 
 def config_of(name: str = "little_sums", options: str = "") -> EnvironmentConfig:
     options = ",".join(filter(None, [f"python={PYTHON}", options]))
-    return EnvironmentConfig(environment=f"verifiers:{name}", environment_options=options, max_turns=6)
+    return EnvironmentConfig(
+        environment=f"verifiers:{name}", environment_options=options, max_turns=6, tool_parser="hermes"
+    )
 
 
 @pytest.fixture(scope="module")

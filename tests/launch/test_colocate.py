@@ -91,7 +91,7 @@ def test_the_gpus_of_a_process_are_those_that_cuda_finds(monkeypatch, visible, i
     [
         (
             {"weight_transport": "nccl"},
-            "--colocate True --weight-transport nccl do not fit: NCCL needs a GPU for each",
+            "--colocate True --weight-transport nccl do not fit together: NCCL needs a GPU for each",
         ),
         ({"ray_address": "head:6379"}, "--colocate True --ray-address head:6379 do not fit"),
         (

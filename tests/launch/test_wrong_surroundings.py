@@ -51,7 +51,7 @@ SETTINGS = [  # beside a run that could work: what is changed, the reason, the c
     ({"reward-fns": ""}, "name the rewards of the run", "--reward-fns countdown,format"),
     ({"reward-fns": "countdwn"}, "unknown reward function countdwn", "did you mean countdown"),
     ({"reward-fns": "llm_judge"}, "LLMJudge has no address", "give --judge-urls"),
-    ({"reward-options": "colour=1"}, "takes the option colour", "or leave it out"),
+    ({"reward-options": "colour=1"}, "takes the option colour", "or leave the option out"),
     ({"reward-env": "NO_SUCH_KEY"}, "this process has no variable NO_SUCH_KEY", "set it, or leave it out"),
     ({"judge-urls": "http://127.0.0.1:1"}, "--judge-urls http://127.0.0.1:1 does nothing", "which ask no server"),
     ({"judge-model": "/no/judge"}, "--judge-model /no/judge is no folder here", "--judge-model"),

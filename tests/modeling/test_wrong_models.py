@@ -462,7 +462,7 @@ def test_a_byte_order_mark_in_a_model_s_file_is_named(folder, name):
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and at least 1 and at most 16384 is read"),
         (
             {"intermediate_size": 99},
-            r"layers.0.mlp.gate_proj.weight has the shape .384, 128. in the files, and .99, 128. by config.json",
+            r"layers.0.mlp.gate_proj.weight has the shape .384, 128. in the files, but .99, 128. by config.json",
         ),
     ],
 )

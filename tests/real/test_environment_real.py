@@ -198,6 +198,7 @@ def test_a_script_with_the_official_client_is_trained_and_loses_no_token_with_a_
         "output-dir": tmp_path / "run",
         "environment": f"agent:exec {sys.executable} {tmp_path / 'agent.py'} {tmp_path / 'told.jsonl'}",
         "environment-processes": 3,
+        "tool-parser": "hermes",
         "reward-fns": "environment,format",
         "num-training-batches": 4,
         "batch-size": 1,

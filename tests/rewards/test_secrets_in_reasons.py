@@ -170,7 +170,9 @@ def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
     register_secrets([KEY])
     policy = object.__new__(TrajectoryClient)
     policy.recorder = type(
-        "Recorder", (), {"num_turns": 0, "finish": lambda self, member, outcome, cut: outcome}
+        "Recorder",
+        (),
+        {"num_turns": 0, "num_rewritten": 0, "finish": lambda self, member, outcome, cut: outcome},
     )()
     policy._session, policy._started_at, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
     outcome = policy.trajectory(failure=f"ConnectionError: {KEY}" + "x" * 10**6)

@@ -307,7 +307,7 @@ async def test_closing_fails_what_waits_and_ends_what_runs_even_if_a_worker_igno
         ([], 1, "at least one adapter"),
         (["a", "a"], 1, "none of them twice"),
         (["a"], 0, "at least one worker"),
-        (["a"], {"b": 1}, "asked for b, but the adapters are"),
+        (["a"], {"b": 1}, "workers are named for b, but the adapters are"),
     ],
 )
 def test_impossible_settings_are_refused_with_their_values(adapters, workers, message):

@@ -143,7 +143,10 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
         lambda m: (m.folder / "config.json").write_text("[" * 10**6),
         "nested deeper",
     ),
-    "a configuration that is a list": (lambda m: (m.folder / "config.json").write_text("[1]"), "no table"),
+    "a configuration that is a list": (
+        lambda m: (m.folder / "config.json").write_text("[1]"),
+        "does not contain a JSON object",
+    ),
     "a configuration of 40 MB": (
         lambda m: (m.folder / "config.json").write_text(" " * (40 << 20)),
         "larger than 16 MB",

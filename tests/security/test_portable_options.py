@@ -29,6 +29,8 @@ FREE_TEXT = {
     "reward_limits": "numbers by name",
     "on_reward_failure": "one of four policies by name",
     "environment_options": "taken over for shipped environments alone",
+    "tool_parser": "one of the readers of calls by name",
+    "reasoning_parser": "one of vLLM's parsers by name",
     "eval_data_path": "a file, not of the hub, that is read as rows, and that no judge of the user's is sent",
 }
 OF_A_TABLE = {"reward_fns", "reward_options", "environment"}

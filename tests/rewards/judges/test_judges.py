@@ -573,7 +573,7 @@ IMPOSSIBLE = [
         (dict(price_per_million_tokens=(-1, 0)), "price_per_million_tokens"),
     ]),
     *((GenerativeRM, wrong, reason) for wrong, reason in [
-        (dict(yes_no=True, votes=3, temperature=1.0), "votes=3"),
+        (dict(yes_no=True, votes=3, temperature=1.0), "needs votes=1, not 3"),
         (dict(yes=("Yes ",), no=("yes",)), "different"),
         (dict(yes=()), "words"),
         (dict(min_mass=2.0), "min_mass=2"),
