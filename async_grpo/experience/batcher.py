@@ -34,8 +34,8 @@ from async_grpo.types import Group, Prompt
 
 # The end of a step is queued as the task that computes its StepEnd, because its statistics come later
 Queued = Message | asyncio.Task[StepEnd]
-# Maximum number of prompts that are set aside in a row. If the next prompt loses its engines, too, the cause is probably
-# not in the prompts
+# A prompt is set aside if several engines died while they processed it. If this happens to more than this many prompts
+# in a row, the prompts are probably not the cause, and the run fails
 MAX_SET_ASIDE_IN_A_ROW = 2
 
 
@@ -245,7 +245,7 @@ class ExperienceBatcher:
             await self._offer(group)
 
     def _set_aside(self, prompt: Prompt, error: PromptSetAside) -> None:
-        """Record a prompt whose generation lost several engines.
+        """Record a prompt that is excluded from the run, because several engines died while they processed it.
 
         Raises:
             PromptSetAside: Too many prompts were set aside in a row, so the prompts are probably not the cause.

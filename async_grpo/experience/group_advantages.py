@@ -140,8 +140,8 @@ class GroupAdvantages:
         # The estimator reads only the sum of a sample's rewards, so it does not matter at which tokens the rewards are
         if self.estimator.sums:
             return False
-        # A KL penalty is a reward of each token. An estimator that is not `flat_between_rewards` gives each token its
-        # own advantage
+        # Each token needs its own column if each has its own reward, as with a KL penalty, or if the estimator may give
+        # different advantages to tokens between two rewards
         has_kl = bool(self.config.reward_kl_coef)
         return has_kl or not self.estimator.flat_between_rewards
 

@@ -181,7 +181,7 @@ class PromptRenderer:
         return text
 
     def _refuse_control_tokens(self, text: str) -> None:
-        """Raise ConfigurationError if a text contains control tokens, because a chat template was already applied to it."""
+        """Raise ConfigurationError if a text contains control tokens, so that it is in the form of a chat already."""
         spellings = control_token_spellings(self._tokenizer)
         spelled_token = next((spelling for spelling in spellings if spelling in text), None)
         refuse(

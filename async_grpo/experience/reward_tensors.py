@@ -99,7 +99,12 @@ class RewardTensors:
             )
 
     def _times_of(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Return the positions in time order of some of a sample's tokens."""
+        """Return when the given tokens of a sample were sampled: the position of each token in time order.
+
+        Args:
+            row: Index of the sample.
+            tokens: Indices of the tokens in the completion.
+        """
         times = self._times[row]
         return list(tokens) if times is None else times[list(tokens)].tolist()
 
@@ -130,12 +135,12 @@ class RewardTensors:
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Return a mask (B, K) of the columns that have a reward, by name of the reward."""
+        """Return, by name of the reward, a mask (B, K) that is True where a column of a sample has this reward."""
         return {name: places for name, (_, places) in self._sources.items()}
 
     @cached_property
     def _sources(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the rewards and a mask of their columns, both (B, K), by name of the reward."""
+        """Return `sources` and `masks`: by name of the reward, its values and where it is given, both (B, K)."""
         sources = {name: self._steps(name) for name in self.facts.process_rewards}
         outcome, places = self._outcome()
         if places.any():
@@ -144,7 +149,7 @@ class RewardTensors:
 
     @property
     def step_mask(self) -> Tensor:
-        """Return a mask (B, K) of the columns that have any reward."""
+        """Return a mask (B, K) that is True where a column of a sample has any reward."""
         places = [self._steps(name)[1] for name in self.facts.process_rewards]
         places.append(self._outcome()[1])
         return torch.stack(places).any(dim=0)

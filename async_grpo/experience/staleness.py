@@ -215,7 +215,9 @@ class StepAssembler:
         return (sequence_number + self.slack) // self.groups_per_step
 
     def _claim_place(self, group: Group) -> bool:
-        """Take a place in the current step for the group, if it is due in this step or one more group may be early.
+        """Take a place in the current step for the group, if it may be trained in this step.
+
+        It may if it is due in this step, or if fewer than `slack` groups are early. Then it becomes early itself.
 
         Returns:
             Whether the group got a place.

@@ -106,7 +106,7 @@ class Budget:
         self._changed.set()
 
     def set_limit(self, limit: float | None) -> None:
-        """Change the limit, or remove it (None). Then start the waiting calls that the new limit can pay for."""
+        """Change the limit, or remove it (None). Waiting calls start if the new limit leaves money for them."""
         self._limit = math.inf if limit is None else limit
         self._changed.set()
 
@@ -139,7 +139,7 @@ class Budget:
                 self.set_limit(limit)
 
     async def _until_it_fits(self, judge: str, cost: float) -> None:
-        """Wait until the limit can pay for this cost in addition to the calls in flight."""
+        """Wait until the limit leaves money for this cost, in addition to the calls in flight."""
         try:
             while True:
                 if cost > self._rest and self._path is not None:

@@ -57,7 +57,7 @@ class JoinedTrajectories:
             row.returns[0, part.tokens] = returns[is_token][part.places].to(row.returns)
 
     def _by_trajectory(self, column: Shaped[Tensor, " packed"]) -> Shaped[Tensor, "trajectories tokens"]:
-        """Return a column as a padded table with one row for each trajectory."""
+        """Split values of all tokens, such as one of `columns`, into a padded table with a row for each trajectory."""
         return pad_sequence(list(column.split(self.lengths)), batch_first=True)
 
 

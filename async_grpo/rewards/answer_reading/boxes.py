@@ -33,9 +33,9 @@ _LAYOUT = re.compile(
 )
 _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
-_TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many last characters of a text
+_TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many characters at the end of a text
 _DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
-# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}`. Layout is removed from it before
+# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}`, in a text from which layout was removed
 _NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?=\Z")
 # Words that belong to the value before them, in front of "and" or "or", as in `\boxed{1} papers and \boxed{2} bins`
 _DIVIDER_WITH_WORDS = re.compile(

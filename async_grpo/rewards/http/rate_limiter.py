@@ -260,7 +260,7 @@ class Meter:
         self._hasty_clock = max(now, max(now, self._hasty_clock) + additional_s / CATCH_UP_FACTOR)
 
     def _forget(self, now: float) -> None:
-        """Remove the starts that are older than the window."""
+        """Remove the records of calls that started before the current window."""
         while self._starts and self._starts[0].at + self._window_s <= now:
             self._total -= self._starts.popleft().cost
         if not self._starts:

@@ -123,7 +123,7 @@ class Solution(dict[str, Any]):
         """Return the class that represents an exception class of the tested code: the built-in one of this name, if any.
 
         Args:
-            bases_by_name: Names of the direct bases of the class and of each that it is derived from.
+            bases_by_name: For the class and each that it is derived from: its name -> names of its direct bases.
             name: The class, by default the first one.
         """
         if name is None:
@@ -152,7 +152,14 @@ class Solution(dict[str, Any]):
 
 
 def _bases_by_name(lineage: Sequence[Any]) -> dict[str, list[str]]:
-    """Convert the lineage of an exception class (see `fork_server._lineage`), or raise WireError if it is malformed."""
+    """Return, for an exception class and each that it is derived from: its name -> names of its direct bases.
+
+    Args:
+        lineage: What `fork_server._lineage` has returned for the class, as received from the tested process.
+
+    Raises:
+        WireError: The lineage is malformed.
+    """
     try:
         return {str(name): [str(base) for base in bases] for name, bases in lineage}
     except (TypeError, ValueError) as error:
@@ -228,7 +235,8 @@ def _execute(code: CodeType, unused_tests: Sequence[str], solution: Solution) ->
     except SystemExit as exit_of_tests:
         if exit_of_tests.code:
             raise
-        return  # such as `unittest.main()`, which has run all tests
+        # The tests have ended themselves with exit code 0. `unittest.main()` does so after it has run all tests
+        return
     for name in unused_tests:
         test = module.__dict__[name]
         if not isinstance(test, type):
