@@ -65,7 +65,7 @@ class ResolvedRewards:
 
         Args:
             config: The options of the rewards.
-            max_completion_tokens: Maximum length of a completion after the longest prompt.
+            max_completion_tokens: Number of completion tokens that fit into the context even after the longest prompt.
         """
         options = config.options_by_name
         return RunFacts(

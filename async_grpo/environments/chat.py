@@ -143,7 +143,7 @@ class Chat:
         Raises:
             TrajectoryOver: The text is too long.
         """
-        # Each piece between two breaks has at least one token
+        # Each piece of the text between two breaks becomes at least one token
         has_too_many_pieces = len(breaks) >= self._longest
         if has_too_many_pieces or len(text) > MAX_CHARACTERS_PER_TOKEN * self._longest:
             raise TrajectoryOver(too_long(self._longest))

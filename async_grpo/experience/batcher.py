@@ -273,7 +273,7 @@ class ExperienceBatcher:
         return not self.advantages.wants_refill(group)
 
     async def _offer(self, group: Group) -> None:
-        """Put the micro-batches and step ends that a finished group completes into the queues of the ranks."""
+        """Accept a finished group. Queue full micro-batches and, if its step is complete, the end of the step."""
         self._alive[group.sequence_number] = group
         # `steps.offer` may run in a thread: the lock keeps other groups out until its events are queued
         async with self._offer_lock:
@@ -371,8 +371,8 @@ class ExperienceBatcher:
         """Add to the number of sequences that are being generated."""
         self._sequences += change
         if change < 0:
-            # Completions of evaluations and of replaced groups count here, too, so that more groups than necessary are
-            # admitted. This does no harm
+            # Completions of evaluations and of replaced groups are subtracted here, too, although the first step does
+            # not train them. As a result, more groups than necessary may be admitted, which does no harm
             self._first_step.generated(-change)
         self._note_utilization()
 

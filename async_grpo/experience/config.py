@@ -294,7 +294,8 @@ class EvaluationConfig(EvaluationTask):
 class RunFacts:
     """Facts about the run's rewards and model that the rollout side needs. They are collected once, at the start."""
 
-    max_completion_tokens: int = 0  # maximum length of a completion, which fits even after the longest prompt
+    # Number of completion tokens that fit into the context even after the longest prompt
+    max_completion_tokens: int = 0
     process_rewards: tuple[str, ...] = ()  # names of the process rewards
     whole_groups: bool = False  # whether a reward processes whole groups (`post_process_scores`)
     weights: Mapping[str, float] = field(default_factory=dict)  # values of `--reward-weights`, by reward

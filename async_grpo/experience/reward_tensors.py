@@ -44,7 +44,8 @@ class RewardTensors:
         self._lengths = [len(sample.completion) for sample in self._samples]
         # Position in time order of each token of a sample, or None if the tokens already are in time order
         self._times = [sample.completion.times for sample in self._samples]
-        # The number of tokens in each column: `_runs` has one array (K,) per sample, `tokens` is padded (B, K)
+        # The number of tokens in each column of a sample (1, or the length of a run). `_runs` has one array (K,) per
+        # sample, and `tokens` is the same as a padded tensor (B, K)
         self._runs = [self._runs_of(row, sample) for row, sample in enumerate(self._samples)]
         self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
         # (B, 1): the column of each row's last token, or 0 for a row without tokens

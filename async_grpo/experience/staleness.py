@@ -189,10 +189,11 @@ class StepAssembler:
                 self._early_groups_due.append(due)
 
     def offer(self, group: Group) -> list[Event]:
-        """Accept a finished group, and return the micro-batches and step ends that it completes.
+        """Accept a finished group, and end its step if it is the last one.
 
         Returns:
-            The micro-batches and step ends that this group completes. The list is empty while the step is incomplete.
+            For each step that ends, its last rounds of micro-batches and then a `StepComplete`. The list is empty if no
+            step ends.
 
         Raises:
             StalenessViolated: A token is older than the bound allows.

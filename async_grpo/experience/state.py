@@ -1,8 +1,8 @@
 """The state from which the rollout side resumes: the groups that are alive, as JSON and safetensors.
 
-A group is alive from its admission until the weights trained on it are live. A finished group is saved completely. An
-unfinished group is generated again from its beginning, with the same seeds. New seeds would favor short completions,
-because the unfinished ones are mostly long.
+A group is alive from its admission until the engines use the weights that were trained on it. A finished group
+is saved completely. An unfinished group is generated again from its beginning, with the same seeds. New seeds would
+favor short completions, because the unfinished ones are mostly long.
 
 Older versions of this library saved the turns of a finished group without their times. If the order of these turns
 cannot be known, that group is generated again, too.

@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 class ReadBack:
     """Compares the weights that an engine received with those that it computes with, place by place.
 
-    A place is a module whose weights share one fingerprint (see `weights.read_back`). Some places cannot be read, such
-    as quantized layers and packed experts. The first update sends the weights that a new engine already holds, so all
-    fingerprints should be equal afterwards. A place whose fingerprints differ cannot be read, and is ignored from then
-    on.
+    A place is the name of a module, whose weights share one fingerprint (see `weights.read_back.place_of`), or the name
+    of a tied head's tensor. Some places cannot be read, such as quantized layers and packed experts. The first update
+    sends the weights that a new engine already holds, so all fingerprints should be equal afterwards. A place whose
+    fingerprints differ cannot be read, and is ignored from then on.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class ReadBack:
         self._not_in_use: set[str] = set()  # readable places that differ after the last update
 
     def compare(self, processes: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> None:
-        """Compare fingerprints after an update.
+        """Compare fingerprints after an update, and note for `is_in_use` the places at which they differ.
 
         Args:
             processes: For each process of the engine, the fingerprints of the weights in use and those of the received
-                weights, both by place.
+                weights, both as a dictionary from places to fingerprints.
         """
         _, arrived = processes[0]
         differing = set()

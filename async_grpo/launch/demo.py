@@ -152,7 +152,7 @@ def demo(config: DemoConfig) -> None:
     """Train the model, evaluate it before and after, and write pictures, samples and a checkpoint.
 
     Raises:
-        ConfigurationError: SmolLM2 cannot be made here. The message says what to install.
+        ConfigurationError: An option of the run is wrong, or SmolLM2's files cannot be made on this machine.
         AsyncGrpoError: The run failed; see `run_locally`.
     """
     from async_grpo.observe.plot import plot
@@ -177,10 +177,10 @@ def demo(config: DemoConfig) -> None:
 
 
 def run_options(config: DemoConfig) -> dict[str, Any]:
-    """Return the options of the demo's run. If the demo needs SmolLM2, the first call on a machine makes the model.
+    """Return the options of the demo's run. If the demo needs SmolLM2, the first call on a machine makes its files.
 
     Raises:
-        ConfigurationError: SmolLM2 cannot be made here.
+        ConfigurationError: SmolLM2's files cannot be made on this machine. The message says what to install.
     """
     options = {
         "output_dir": config.output_dir,

@@ -31,7 +31,7 @@ from async_grpo.processes.warm_client import DIES_WITH_STARTER
 from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 RAY_START_S = 90.0
-# Part of every rank's command line, by which `request_look` finds the ranks
+# Every rank's command line contains this. `request_look` uses it to find a rank, and asks that rank for its stacks
 TRAINER = "async_grpo.launch.trainer"
 SHUTDOWN_TIMEOUT_S = 30.0  # seconds that workers may take to end after the trainer has ended
 # Matches torchrun's report of a rank that refused an option or an input

@@ -221,7 +221,7 @@ def roles(
 
 
 def _state_bytes(config: LocalConfig, num_parameters: int) -> float:
-    """Return the bytes of a rank's shard of weights, gradients and moments."""
+    """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments."""
     parameter_bytes = 8  # float32 weight and gradient
     parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
     if config.update_stats:

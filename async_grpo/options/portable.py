@@ -103,7 +103,13 @@ def _may_travel(field: "dataclasses.Field[Any]", value: Any) -> bool:
 
 
 def _is_allowed(largest_values: Mapping[str, float | None], name: str, value: Any) -> bool:
-    """Return whether `name=value` may be taken over. A largest value of None allows every value."""
+    """Return whether `name=value` may be taken over from the other run.
+
+    Args:
+        largest_values: The allowed names, each with its largest allowed value, or None if every value is allowed.
+        name: The name.
+        value: The value.
+    """
     if name not in largest_values:
         return False
     largest = largest_values[name]

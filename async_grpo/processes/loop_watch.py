@@ -63,13 +63,13 @@ class LateTurn:
 
 @dataclass
 class _Places:
-    """Limits how often the same place in the code is logged."""
+    """Limits how often the same line of code (a place) is logged."""
 
     # Place -> (monotonic time from which it may be logged again, pause after that)
     next_at: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def may_log(self, place: str) -> bool:
-        """Return whether a place may be logged now. If so, begin a pause for it, which doubles each time."""
+        """Return whether a line of code may be logged now. If so, begin its next pause, twice as long as the last."""
         now = time.monotonic()
         at, pause_s = self.next_at.get(place, (now, FIRST_PAUSE_S))
         if now < at:

@@ -167,7 +167,7 @@ class WarmServer:
     Args:
         stage: The stage whose modules this process has imported.
         listener: The socket to which clients connect.
-        environment: The variables before the modules were imported.
+        environment: The environment variables as they were before the modules were imported.
     """
 
     def __init__(self, stage: Stage, listener: socket.socket, environment: Mapping[str, str]) -> None:

@@ -147,7 +147,9 @@ class Recording:
             options = dict(content["options"])
             world_size = content["world_size"]
             if type(world_size) is not int or not 0 < world_size <= MOST_RANKS:
-                raise ValueError(f"world_size is {world_size!r:.50}")
+                raise ValueError(
+                    f"world_size must be an integer from 1 to {MOST_RANKS}, not {world_size!r:.50}"
+                )
         except UNREADABLE as error:
             raise ConfigurationError(f"the record {folder} cannot be read: {error}") from error
         if options not in self.options:

@@ -14,7 +14,12 @@ DRAFT_ARGUMENTS = ("speculative_config", "spec_method", "spec_model", "spec_toke
 
 
 def problem_with_drafts(name: str, temperature: float) -> str:
-    """Return the reason why this argument of vLLM's engine is refused on this machine, or "" if it is not."""
+    """Return why an argument of vLLM's engine is refused: it asks for drafts on the CPU. "" if it is not refused.
+
+    Args:
+        name: Name of the argument.
+        temperature: Sampling temperature of the run, for the message.
+    """
     if name in DRAFT_ARGUMENTS and current_platform.is_cpu():
         return (
             f"vLLM 0.32 on the CPU divides by uninitialized memory if tokens are drafted at a temperature above 0 "

@@ -1,4 +1,4 @@
-r"""Computes plain arithmetic in LaTeX, such as `\frac{2}{3} \cdot 6`, and finds equations of two different numbers.
+r"""Computes plain arithmetic in LaTeX, such as `\frac{2}{3} \cdot 6`, and finds false equations such as `7 = 5`.
 
 Nothing that a text names is ever evaluated as code: a small grammar reads numbers, fractions, roots, powers, pi and the
 four operations. All functions take linear time, because the length of an expression is limited.
@@ -13,7 +13,7 @@ MAX_CHARACTERS = 200  # maximum length of an expression
 MAX_DEPTH = 20  # maximum number of nested brackets
 MAX_FACTORIAL = 100  # largest number whose factorial is computed
 
-# Two values that should be equal differ if their relative difference is larger
+# Largest relative difference of two values that count as equal
 RELATIVE_TOLERANCE = 1e-9
 # The same for a value after \approx
 APPROXIMATE_TOLERANCE = 0.05

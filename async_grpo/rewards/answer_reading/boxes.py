@@ -194,7 +194,11 @@ def _word_end(text: str, begin: int, closing_braces: dict[int, int]) -> int:
 
 
 def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> bool:
-    """Return whether only a divider and layout separate a box from the next box of the answer."""
+    """Return whether a box and the next box belong to one answer.
+
+    They do if nothing separates them but layout (space, delimiters) and a divider: a comma or semicolon, "and" or "or",
+    possibly with a few words of the answer, or a new row of an environment.
+    """
     if group_begin - span.end > MAX_DIVIDER_CHARACTERS:
         return False
     between = text[span.end : group_begin]

@@ -35,7 +35,7 @@ from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 # Maximum time of one comparison, after which the sample gets no reward. It is not counted as wrong, because the machine
 # may just be busy
 SECONDS = 5.0
-RELATIVE_TOLERANCE = 1e-12  # largest relative difference of a decimal number and an equal number
+RELATIVE_TOLERANCE = 1e-12  # a decimal counts as equal to a number up to this relative difference
 
 # Limits on an expression, above which it is not computed
 MAX_DIGITS = 10_000

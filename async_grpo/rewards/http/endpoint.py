@@ -206,7 +206,8 @@ class Endpoint:
         fits_header = key != "" and key.isascii() and key.isprintable()
         if not fits_header:
             raise ConfigurationError(
-                f"the variable {self.api_key_env} must hold the key of {', '.join(self.urls)}, in plain characters"
+                f"the variable {self.api_key_env} must hold the key of {', '.join(self.urls)}, in printable "
+                "ASCII characters"
             )
         # Register the key's value, because its variable may not be recognizable as a secret by name
         register_secrets([key])
@@ -227,7 +228,10 @@ def check_url(url: str) -> None:
     require_all(
         (not has_secret, refusal + "it holds a user or password: use api_key_env"),
         (parts.scheme in ("http", "https"), refusal + "it must begin with http:// or https://"),
-        (parts.hostname and port != 0 and is_plain, refusal + "it needs a host, in plain characters"),
+        (
+            parts.hostname and port != 0 and is_plain,
+            refusal + "it needs a host, and only printable ASCII without spaces",
+        ),
         (not parts.query and not parts.fragment, refusal + "what follows ? or # belongs in `path`"),
     )
 

@@ -356,7 +356,7 @@ def _check_arguments(function: Callable[..., Any], options: Mapping[str, Any]) -
 
 
 def _refuse_judge(sample: Any) -> None:
-    raise TypeError("a judge is asked over the network by the pool itself, not in a process of its own")
+    raise TypeError("this process cannot score with a judge: `JudgeWorker` sends the requests to its server")
 
 
 def _mismatch(returned: Any, num_answers: int) -> str:

@@ -258,7 +258,9 @@ def _run_test_case(test_case: Any) -> None:
 
 
 def _reference_to(value: Any) -> int | str:
-    """Return the number of the other process's object, or the name of a built-in object.
+    """Return how a request to the process of the tested code names this value.
+
+    An object of that process, which is a `Proxy` here, is named by its number, and a built-in object by its name.
 
     Raises:
         Unsendable: The value is neither.
