@@ -107,8 +107,9 @@ class WeightPublisher(Protocol):
         Args:
             model: A `PolicyModel`.
             version: Its policy version.
-            self_test: Send a self-test before the weights. The first call with a self-test serves all workers. Each
-                later call with a self-test serves only the workers that have joined since the previous one.
+            self_test: Before the weights, send a self-test: weights in which every tensor is visibly changed, to check
+                that the engines use each of them. The first call with a self-test serves all workers. Each later call
+                with a self-test serves only the workers that have joined since the previous one.
         """
 
 
@@ -162,7 +163,7 @@ class Engines(Protocol):
     def members(self) -> Mapping[str, int]:
         """Return the workers of the current sync: worker id -> number of processes that hold its weights.
 
-        Fenced workers are not included.
+        Workers that `fence` has excluded are not included.
         """
 
     def put(self, chunk: np.ndarray) -> Any:
@@ -228,9 +229,10 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield one completion for each member of a group, as soon as it is finished.
 
-        Closing the generator aborts the unfinished ones. Each token carries the policy version that produced it. In
-        between, an engine may also yield the new tokens of unfinished members, by member. If the engine is lost,
-        another engine gets these tokens as `begun`.
+        Closing the generator aborts the unfinished ones. Each token carries the policy version that produced it.
+
+        Before the last completion is finished, an engine may also yield the new tokens of unfinished members, by
+        member. If the engine is lost, another engine gets these tokens as `begun`.
 
         Args:
             prompt_token_ids: Token ids of the prompt, (L,) int32.

@@ -256,8 +256,8 @@ class Estimator:
         for name, values in rewards_by_name.items():
             if values.shape != mask.shape or mask.dim() != 2 or not rows_fit:
                 raise ValueError(
-                    f"{name} {tuple(values.shape)} and mask {tuple(mask.shape)} must be (batch, tokens) alike, "
-                    f"group_ids {tuple(group_ids.shape)} and valid one per row"
+                    f"{name} {tuple(values.shape)} and mask {tuple(mask.shape)} must both be (batch, tokens), "
+                    f"and group_ids {tuple(group_ids.shape)} and `valid` must hold one per row"
                 )
             if not values.is_floating_point():
                 raise ValueError(f"{name} has dtype {values.dtype}, but rewards must be floats")

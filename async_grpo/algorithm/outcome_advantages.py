@@ -118,9 +118,9 @@ def grpo_passk(
 
     With `normalize`, the lead is divided by the group's std + eps. Training with these advantages raises the expected
     best score of k samples (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
-    Reinforcement Learning"): the lead is the amount by which the best score would fall without the best sample. Without
-    any other sample, the best score would stay the same, so all other advantages are 0. If several samples share the
-    best score, no sample has a lead.
+    Reinforcement Learning"): the lead is the amount by which the best score would fall without the best sample. If any
+    other sample were missing instead, the best score would stay the same, so all other advantages are 0. If several
+    samples share the best score, no sample has a lead.
 
     >>> scores = torch.tensor([[1.], [5.], [3.]])
     >>> ADVANTAGE_ESTIMATORS["grpo_passk"](scores, torch.ones(3, 1), torch.zeros(3, dtype=int), normalize=False).flatten()

@@ -197,7 +197,7 @@ class Channel:
         # answers of each unfinished call, by id
         self._pending: dict[int, asyncio.Queue[tuple[int, Any]]] = {}
         self._outbox: list[Call] = []  # calls that are not sent yet
-        self._is_waiting = False  # whether a message waits for answers in the actor
+        self._is_waiting = False  # whether the actor holds the poller's message until it has answers
         self.lost: WorkerLost | None = None
         self._poller = asyncio.create_task(self._poll())
 
@@ -245,7 +245,7 @@ class Channel:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the outbox now if the poller's message waits in the actor. Otherwise, the poller sends it next."""
+        """Send the outbox now if the actor holds the poller's message. Otherwise, the poller sends the outbox next."""
         if self._is_waiting and self._outbox and not self.lost:
             self._exchange(waits=False)
 

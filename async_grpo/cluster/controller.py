@@ -256,7 +256,10 @@ class RunController:
         await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
-        """Cancel all rollouts, and close the environment and the rewards. Then the judges' costs are on disk."""
+        """Cancel all rollouts, and close the environment and the rewards.
+
+        No call of a judge is under way afterwards, so the record of the judges' costs is complete.
+        """
         await self._resources.aclose()
 
     async def close(self, reason: str) -> None:

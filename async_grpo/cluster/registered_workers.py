@@ -271,7 +271,7 @@ class GenerationWorkers(RegisteredWorkers):
             session: The trajectory to which the completion adds a turn; None if there is no environment.
 
         Raises:
-            PromptSetAside: Too many workers were lost while they generated this prompt.
+            PromptSetAside: Too many workers were lost while they processed this prompt.
         """
         members = [session.member] if session else list(range(count))
         session = session or Session(0)

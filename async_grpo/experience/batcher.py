@@ -34,8 +34,8 @@ from async_grpo.types import Group, Prompt
 
 # The end of a step is queued as the task that computes its StepEnd, because its statistics come later
 Queued = Message | asyncio.Task[StepEnd]
-# A prompt is set aside if several engines died while they processed it. If this happens to more than this many prompts
-# in a row, the prompts are probably not the cause, and the run fails
+# Maximum number of prompts that are set aside in a row, because several engines were lost while they processed each. If
+# this happens to the next prompt, too, the cause is probably not in the prompts
 MAX_SET_ASIDE_IN_A_ROW = 2
 
 
@@ -245,7 +245,7 @@ class ExperienceBatcher:
             await self._offer(group)
 
     def _set_aside(self, prompt: Prompt, error: PromptSetAside) -> None:
-        """Record a prompt that is excluded from the run, because several engines died while they processed it.
+        """Record a prompt that is excluded from the run, because several engines were lost while they processed it.
 
         Raises:
             PromptSetAside: Too many prompts were set aside in a row, so the prompts are probably not the cause.
@@ -371,8 +371,8 @@ class ExperienceBatcher:
         """Add to the number of sequences that are being generated."""
         self._sequences += change
         if change < 0:
-            # Completions of evaluations and of replaced groups are subtracted here, too, although the first step does
-            # not train them. As a result, more groups than necessary may be admitted, which does no harm
+            # Completions of evaluations and of replaced groups count here, too. As a result, more groups than necessary
+            # may be admitted, which does no harm
             self._first_step.generated(-change)
         self._note_utilization()
 

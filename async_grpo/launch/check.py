@@ -66,7 +66,7 @@ def check(config: LocalConfig, early: EarlyStart) -> Checked:
 
 
 def read_inputs(config: LocalConfig) -> "Prepared":
-    """Check and read the run's inputs in this process, which imports torch and transformers.
+    """Check and read the run's inputs in this process. This imports torch and transformers.
 
     Raises:
         ConfigurationError: An option or an input cannot work.

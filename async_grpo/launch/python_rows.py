@@ -75,11 +75,11 @@ def _refuse_what_holds_no_rows(dataset: Any, name: str) -> None:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(str, list(dataset)[:SHOWN_COLUMNS]))
         raise ConfigurationError(
-            f"{name} is a {kind} of {names}: give one of its splits, or rows, a dict for each question"
+            f"{name} is a {kind} of {names}: give one of its splits, or a list of rows, where each row is a dict"
         )
     if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame yields its columns' names
         raise ConfigurationError(
-            f'{name} is a {kind}: give {name}.to_dict("records"), a dict for each question'
+            f'{name} is a {kind}: give {name}.to_dict("records"), which has a dict for each row'
         )
     is_rows = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
     refuse(not is_rows, f"{name} is a {kind}: give the path of a JSONL file, or a list of dicts")

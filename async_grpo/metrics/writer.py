@@ -33,9 +33,10 @@ MAX_LOCK_BYTES = 1000  # maximum size of a lock file that is read; a lock file c
 
 Track = Callable[[dict[str, Any]], None]  # called with each metrics line when it is written
 log = logging.getLogger(__name__)
-# Steps and log share one console, so that a log line does not break the progress bar
+# The console on which the lines of the steps, the log and the progress bar are all printed. With a console of its own,
+# a log line would break the progress bar
 _CONSOLE = Console()
-# Open lock files. A lock lasts as long as its file is open, usually until this process ends
+# The lock files that are open. A lock lasts as long as its file is open, usually until this process ends
 _lock_files: list[IO[str]] = []
 
 
@@ -242,7 +243,8 @@ class MetricsWriter:
         if set_aside:
             self._append(self._set_aside, [{"step": step, **prompt} for prompt in set_aside])
             alarms.append(
-                f"{len(set_aside)} prompts cost several engines and were set aside: see {self._set_aside}"
+                f"{len(set_aside)} prompts were set aside, because several engines were lost while they processed each "
+                f"of them: see {self._set_aside}"
             )
         if alarms:
             line["alarms"] = alarms

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 BEAT_S = 0.25  # seconds between heartbeats
-LIMIT_S = 1.0  # a turn is logged if code delayed it by more than this number of seconds
+LIMIT_S = 1.0  # a turn of the event loop is logged if code delayed it by more than this
 FRAMES = 6  # number of stack frames in the log
 # Pause after the first log line about a line of code. It doubles with each further log line about the same line of code
 FIRST_PAUSE_S = 10.0

@@ -218,7 +218,7 @@ class Supervisor:
             adopt_orphans(False)
 
     def _replace_links(self) -> None:
-        """Replace the links that `move_outputs` made by copies of the files, because the old folder is temporary."""
+        """Replace each link that `move_outputs` made with a copy of its file, because the old folder is temporary."""
         for program in self._programs:
             if program.output.is_symlink():
                 content = program.output.read_bytes()

@@ -216,7 +216,7 @@ class RewardConfig(JudgeAddresses):
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Return the names of the rewards and of their fallbacks, including the file in FILE.py:NAME."""
+        """Return the names of the rewards and of their fallbacks as the options give them, FILE.py:NAME in full."""
         return tuple(dict.fromkeys([*parse_names(self.reward_fns), *self.fallbacks.values()]))
 
     @property
@@ -228,7 +228,8 @@ class RewardConfig(JudgeAddresses):
         """
         weights = {}
         if self.reward_combine in ("sum", "mean"):
-            # Some weights are for advantage estimators only, which may weight other rewards, such as a length penalty
+            # `--reward-weights` may also name rewards that no adapter gives, such as a length penalty. Only advantage
+            # estimators use their weights, so these are left out here
             weights = {name: weight for name, weight in self.weights_by_name.items() if name in self.adapters}
         return Combination(
             self.adapters,

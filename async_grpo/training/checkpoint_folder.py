@@ -113,7 +113,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 
 
 def _free_name(partial: Path) -> Path:
-    """Return the first unused path for the checkpoint in a partial folder."""
+    """Return the first unused path to which a partial folder, once it is a complete checkpoint, can be renamed."""
     target = partial.with_name(partial.name.removeprefix("."))
     number = 1
     while target.exists():

@@ -122,8 +122,9 @@ class Trainer:
         """Apply the accumulated gradient, and return the metrics of the step."""
         with clock.measure("publishing_weights"):
             # Wait until the previous weights are proven, so that training does not continue if they did not arrive. If
-            # `_publish` has already waited for them, this takes no time. The metrics belong to the sync of the
-            # previous weights. If `_publish` waits for the sync of the new weights, `run` replaces them
+            # `_publish` has already waited for them, this takes no time. The proof returns the metrics of the sync of
+            # the previous weights. If `_publish` waits for the new weights, `run` replaces these metrics with those
+            # of the new sync
             metrics: dict[str, Any] = dict(self._proof())
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
@@ -231,9 +232,9 @@ class StepClock:
         self._time_per_batch = time.perf_counter() - self._started
 
     def report(self) -> dict[str, Any]:
-        """Return the seconds of each activity, as the mean over ranks during the step, and the maximum after the step.
+        """Return the seconds of each activity. A collective.
 
-        A collective.
+        For activities within the step, they are the mean over the ranks, and for activities after it, the maximum.
         """
         during_step = [self._seconds[activity] for activity in DURING_STEP]
         after_step = [self._seconds[activity] for activity in AFTER_STEP]

@@ -2,9 +2,9 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-All steps after the packing run in a thread, while the ranks may accumulate gradients for the next step. `publish` returns
-after the rounds of a self-test. The engines pause only while they load. No optimizer step is taken before the weights are
-proven.
+`publish` returns once the weights are packed. If a self-test was requested, it is completed first. The steps after the
+packing run in a thread, while the ranks may accumulate gradients for the next step. The engines pause only while they
+load. No optimizer step is taken before the weights are proven.
 """
 
 import logging
@@ -142,11 +142,12 @@ class Publisher:
         While the engines load the weights of a round, this rank computes what the next round needs.
 
         The difference between engine and trainer in the first, unchanged round is the basis of all later tolerances. All
-        tensors are then changed, in several rounds if their originals do not fit into `originals_bytes`. In these
-        rounds, engines report each tensor that they received but do not use.
+        tensors are then changed. Their original values are kept in memory meanwhile. If they do not fit into
+        `originals_bytes`, the tensors are changed in several rounds. In these rounds, engines report each tensor that
+        they received but do not use.
 
         In float32 the canary also reveals a lost tensor, whose effect is more than a thousand times that of rounding.
-        In bfloat16 it does not, because 30 changed layers amplify rounding beyond the effect of a lost tensor. In
+        In bfloat16 it does not, because rounding in many changed layers has a larger effect than a lost tensor. In
         bfloat16, therefore, tensors that some engine cannot read back are tested first, in rounds that change one layer
         each.
         """

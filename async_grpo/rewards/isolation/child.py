@@ -9,6 +9,9 @@ A message is a line of JSON:
                             still answered, possibly with an empty list
     {"begun": [7, 9]}       is sent to the parent by a batched reward: one call now serves these requests
 
+`moment` is the time in seconds, on the monotonic clock, at which the parent sent the request. A batched reward waits at
+most `max_wait_s` from then on for further requests of its batch.
+
 The reward runs in this process's main thread, because Python allows signal handlers only there. Its output goes to
 stderr. To start fast, the process imports no third-party libraries itself, and asyncio only if the reward needs it.
 """
@@ -350,8 +353,8 @@ def _check_arguments(function: Callable[..., Any], options: Mapping[str, Any]) -
         if has_trl_signature(function):
             advice = "; wrap a function with TRL's signature with `trl_reward` of async_grpo.rewards.adapter.trl_signature"
         raise ConfigurationError(
-            f"it takes {signature} ({error}): a reward takes one argument, the sample, a dict with the columns of the "
-            f"row and the `completion`; further parameters need a default or a value in --reward-options{advice}"
+            f"it takes {signature} ({error}): a reward takes one argument, the sample, which is a dict of the row's "
+            f"columns and the `completion`. Further parameters need a default or a value in --reward-options{advice}"
         ) from None
 
 
