@@ -34,9 +34,8 @@ from async_grpo.options.source_file import SourceFile
 from async_grpo.processes.offload import offloaded
 
 NONE = "none"  # value of --tool-parser and --reasoning-parser
-MEMORY_LIMIT_BYTES = (
-    64 * 2**30
-)  # address space of that process; torch and vLLM reserve far more than they use
+# Address space of the process of vLLM's parsers. torch and vLLM reserve far more memory than they use
+MEMORY_LIMIT_BYTES = 64 * 2**30
 CHOOSE_S = 120.0  # maximum seconds for trying all of vLLM's parsers
 READ_S = 20.0  # maximum seconds for one turn in the process of vLLM's parsers
 # Parsers that are preferred if several of them read the template's call, in this order
@@ -105,10 +104,8 @@ class CallReader:
         Raises:
             ConfigurationError: vLLM has no parser of this name, or it does not fit the model's tokenizer.
         """
-        names_tool_parser = self._tool_parser not in (None, NONE, *FORMATS)
-        names_reasoning_parser = self._reasoning_parser not in (None, NONE)
-        if names_tool_parser or names_reasoning_parser:
-            await self._parser_process(self._tool_parser)
+        if _of_vllm(self._tool_parser) or _of_vllm(self._reasoning_parser):
+            await self._check_parser(self._tool_parser)
 
     async def close(self) -> None:
         """End the process of vLLM's parsers."""
@@ -149,8 +146,8 @@ class CallReader:
             return await self._reader_of(spelling)
         for mark, name in FORMATS_BY_MARK.items():
             if mark in self._prompts.template_text:
-                if name not in FORMATS:
-                    await self._parser_process(name)
+                if _of_vllm(name):
+                    await self._check_parser(name)
                 return name
         raise ConfigurationError(
             "the chat template shows tools to the policy, but writes no calls, so their format is not known: give "
@@ -167,7 +164,7 @@ class CallReader:
         for name, read in FORMATS.items():
             if all(_as_values(read(text)) == calls for text, calls in probes):
                 return name
-        process = await self._parser_process()
+        process = self._parser_process()
         plain_probes = [(_without_unread(text), calls) for text, calls in probes]
         names: list[str] = []
         # No parser may read two calls in one turn, for example those of Llama 4
@@ -186,28 +183,39 @@ class CallReader:
                 f"reads: give --tool-parser NAME, another --chat-template, or --tool-parser {NONE}, with which calls "
                 "stay text"
             )
-        await process.close()
-        self._process = None
-        await self._parser_process(names[0])
         return names[0]
 
-    async def _parser_process(self, tool_parser: str | None = None) -> ParserProcess:
-        """Start the process of vLLM's parsers, or return it if it is running."""
+    async def _check_parser(self, tool_parser: str | None) -> None:
+        """Check that vLLM has the parsers, and that they fit the model's tokenizer.
+
+        Raises:
+            ConfigurationError: They cannot be used.
+        """
+        process = self._parser_process()
+        await process.start()  # says so if vLLM cannot be imported
+        try:
+            await process.ask("check", 0, *self._names(tool_parser), timeout_s=CHOOSE_S)
+        except EnvironmentFailed as error:
+            raise ConfigurationError(f"the turns of the policy cannot be read: {error}") from error
+
+    def _names(self, tool_parser: str | None) -> tuple[str | None, str | None]:
+        """Return the names of vLLM's tool parser and reasoning parser that read a turn."""
+        return (
+            tool_parser if _of_vllm(tool_parser) else None,
+            self._reasoning_parser if _of_vllm(self._reasoning_parser) else None,
+        )
+
+    def _parser_process(self) -> ParserProcess:
+        """Return the process of vLLM's parsers, which starts when it is first asked something."""
         if self._process is None:
             if self._model_path is None:
                 raise ConfigurationError("vLLM's tool parsers need the folder of the model")
-            options = {
-                "model_path": self._model_path,
-                "tool_parser": None if tool_parser in (NONE, *FORMATS) else tool_parser,
-                "reasoning_parser": None if self._reasoning_parser == NONE else self._reasoning_parser,
-            }
             self._process = ParserProcess(
                 SourceFile(module_name="", text="", path="", name=""),
                 "tool parsers",
-                options,
+                {"model_path": self._model_path},
                 memory_limit_bytes=MEMORY_LIMIT_BYTES,
             )
-        await self._process.start()
         return self._process
 
     async def read(self, text: str, prompt_text: str, tools: Sequence[Mapping[str, Any]] | None) -> ReadTurn:
@@ -222,8 +230,8 @@ class CallReader:
         if self._reasoning_parser in (None, NONE):
             thought, rest = await offloaded(len(text), self._without_thought, text, prompt_text)
         else:
-            turn = await self._read_in_process(text, tools or ())
-            if name not in FORMATS:
+            turn = await self._read_in_process(text, name, tools or ())
+            if _of_vllm(name):
                 return turn
             thought = turn.thought
             rest = turn.content
@@ -232,7 +240,7 @@ class CallReader:
         if name in FORMATS:
             turn = await offloaded(len(rest), FORMATS[name], rest)
         else:
-            turn = await self._read_in_process(_without_unread(rest), tools or ())
+            turn = await self._read_in_process(_without_unread(rest), name, tools or ())
             if name == "mistral":
                 turn = _with_sampled_ids(turn, rest)
         return turn if turn.thought is not None else replace(turn, thought=thought)
@@ -244,11 +252,13 @@ class CallReader:
         is_open = any(ending.endswith(begin) for begin, _ in THOUGHT_TAGS)
         return split_thought(text, THOUGHT_TAGS, is_open)
 
-    async def _read_in_process(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ReadTurn:
+    async def _read_in_process(
+        self, text: str, tool_parser: str | None, tools: Sequence[Mapping[str, Any]]
+    ) -> ReadTurn:
         """Return the parts of a text. If the process does not answer in time, the whole text is content."""
+        arguments = (*self._names(tool_parser), text, list(tools))
         try:
-            process = await self._parser_process(self._tool_parser)
-            answer = await process.ask("read", 0, text, list(tools), timeout_s=READ_S)
+            answer = await self._parser_process().ask("read", 0, *arguments, timeout_s=READ_S)
         except EnvironmentFailed as error:
             self.num_unread += 1
             if self.num_unread == 1:
@@ -266,9 +276,14 @@ def _no_tools(spelling: CallSpelling) -> str:
     )
     return (
         f"there are tools, but the chat template does not show them to the policy ({problem}): give --chat-template FILE "
-        f"with a template for tools, another model, or --tool-parser {NONE}, with which tools are not shown and calls "
-        "stay text"
+        f"with a template for tools, or another model; for a model that knows its tools without being shown them, "
+        f"--tool-parser NAME; or --tool-parser {NONE}, with which calls stay text"
     )
+
+
+def _of_vllm(name: str | None) -> bool:
+    """Return whether the name of a parser is that of one of vLLM's, which runs in the process."""
+    return name not in (None, NONE, *FORMATS)
 
 
 def _as_values(turn: ReadTurn) -> tuple[tuple[str, Any], ...]:

@@ -175,8 +175,9 @@ class Chat:
 
     def shortened(self, text: str, max_tokens: int) -> str:
         """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""
-        # Each token of a text has at most this many characters, apart from exotic ones, so the rest cannot be needed
-        beginning = text[: MAX_CHARACTERS_PER_TOKEN * max_tokens]
+        # Each token of a text has at most this many characters, apart from exotic ones, so the rest cannot be needed.
+        # A lone surrogate, which tokenizers refuse, is replaced by a question mark, as in `encode`
+        beginning = text[: MAX_CHARACTERS_PER_TOKEN * max_tokens].encode(errors="replace").decode()
         token_ids = self._tokenizer.encode(beginning, add_special_tokens=False)
         if len(token_ids) <= max_tokens and len(beginning) == len(text):
             return text

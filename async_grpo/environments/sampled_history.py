@@ -4,7 +4,8 @@ A turn can go back into the conversation in several spellings. The first one tha
 
 1. SAMPLED: the sampled text as the message's content,
 2. OPENED: the same, after the text with which the prompt opened the turn, such as "<think>",
-3. STRUCTURED: the message as the agent sent it, with its calls and its thought in fields of their own.
+3. STRUCTURED: a message with its calls and its thought in fields of their own, as another client would send it. It is also
+   used if no spelling continues the known tokens.
 
 Some templates need the third one. Under Gemma 4, the answer of a tool is written only if the message before it has
 calls, and under Mistral, gpt-oss and MiniMax-M2 it is otherwise refused.
@@ -59,7 +60,7 @@ class SampledHistory:
         """Return the turns of which messages were made, by the index of the message.
 
         If the policy said the same several times, the last such message is that of the last such turn, and so on. Earlier
-        turns may have been thrown away by the agent.
+        turns may have been thrown away by the agent. A message whose thought the agent has changed is not the policy's.
         """
         turns_by_index: dict[int, SampledTurn] = {}
         num_assigned: dict[str, int] = {}
@@ -67,9 +68,7 @@ class SampledHistory:
             if messages[index].get("role") != "assistant":
                 continue
             # Most clients of OpenAI's API do not send the thought back
-            key = message_key(messages[index], with_thought=True)
-            if key not in self._turns:
-                key = message_key(messages[index])
+            key = message_key(messages[index], with_thought=bool(messages[index].get("reasoning_content")))
             turns = self._turns.get(key)
             if turns:
                 num_assigned[key] = num_assigned.get(key, 0) + 1
@@ -77,7 +76,7 @@ class SampledHistory:
         return turns_by_index
 
     def spellings_to_try(self, has_turns: bool) -> Iterator[Spelling]:
-        """Yield the spellings: the one that was used last, then the others, with STRUCTURED as the last of these.
+        """Yield the spellings in the order in which they are tried: the one that was used last, then the others.
 
         Without turns of the policy, all spellings are the same, and only one is yielded.
         """
@@ -92,9 +91,11 @@ def spelled(message: Message, turn: SampledTurn, spelling: Spelling, chat: Chat)
         return {"role": "assistant", "content": turn.text}
     if spelling is Spelling.OPENED:
         return {"role": "assistant", "content": chat.opening_of_turn + turn.text}
-    structured = dict(message)
-    # Most clients of OpenAI's API do not send the thought back
-    if turn.thought is not None and "reasoning_content" not in structured:
+    # Only fields that are known to be the policy's, because its messages may contain control tokens
+    structured = {"role": "assistant", "content": message.get("content")}
+    if message.get("tool_calls"):
+        structured["tool_calls"] = message["tool_calls"]
+    if turn.thought is not None:
         structured["reasoning_content"] = turn.thought
     return structured
 

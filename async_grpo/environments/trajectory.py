@@ -119,7 +119,7 @@ class TrajectoryRecorder:
         """
         sampled_turns = self._history.turns_of(messages)
         latest = max(sampled_turns, default=-1)
-        rendered: Rendered | None = None
+        renderings: dict[Spelling, Rendered] = {}
         refusal: ConfigurationError | None = None
         for spelling in self._history.spellings_to_try(has_turns=bool(sampled_turns)):
             try:
@@ -128,13 +128,16 @@ class TrajectoryRecorder:
                 # Some templates refuse the answers of tools if the calls before them are part of a text
                 refusal = error
                 continue
-            if latest < 0 or self._keeps(rendered, messages[latest:], sampled_turns[latest].number):
+            renderings[spelling] = rendered
+            if latest < 0 or await self._keeps(rendered, messages[latest:], sampled_turns[latest].number):
                 self._history.last_spelling = spelling
                 break
         else:
-            if rendered is None:
+            if not renderings:
                 assert refusal is not None, "each spelling was rendered or refused"
                 raise refusal
+            # With its structure, the template writes the history as for any other client
+            rendered = renderings.get(Spelling.STRUCTURED) or next(iter(renderings.values()))
             self._history.num_rewritten += 1
         await offloaded(len(rendered.text), self.chat.warn_about_lost_roles, rendered.text, messages)
         return await self.prepare_text(rendered, begins=False)
@@ -170,9 +173,15 @@ class TrajectoryRecorder:
             is_trusted,
         )
 
-    def _keeps(self, rendered: Rendered, latest_messages: Sequence[Message], turn_number: int) -> bool:
-        """Return whether a rendered conversation continues the tokens of a turn, and contains the messages after it."""
-        if lost_roles(rendered.text, latest_messages[1:]):
+    async def _keeps(self, rendered: Rendered, latest_messages: Sequence[Message], turn_number: int) -> bool:
+        """Return whether a rendered conversation continues the tokens of a turn, and contains the messages after it.
+
+        Args:
+            rendered: The conversation.
+            latest_messages: The message of the turn, and those after it.
+            turn_number: Number of the turn.
+        """
+        if await offloaded(len(rendered.text), lost_roles, rendered.text, latest_messages[1:]):
             return False
         for sequence in self._sequences:
             for recorded, end in zip(sequence.turns, sequence.ends, strict=True):

@@ -131,16 +131,24 @@ def _common_beginning(text: str, second_text: str) -> int:
 def lost_roles(text: str, messages: Sequence[Message]) -> list[str]:
     """Return the roles of messages whose content a rendered text does not contain.
 
-    White space is not compared, because templates trim it. A template may write a text as JSON.
+    White space is not compared, because templates trim it. A template may write a text as JSON. The time is proportional to
+    the text if its messages are in their order.
     """
     squeezed = _squeezed(text)
     roles = []
+    end = 0  # where the last message that was found ends. Most templates write messages in their order
     for message in messages:
         content = message.get("content")
         if not isinstance(content, str):
             continue
-        spellings = {_squeezed(content), _squeezed(_in_json(content))}
-        if not any(spelling in squeezed for spelling in spellings):
+        for spelling in (_squeezed(content), _squeezed(_in_json(content))):
+            begin = squeezed.find(spelling, end)
+            if begin < 0:
+                begin = squeezed.find(spelling)
+            if begin >= 0:
+                end = begin + len(spelling)
+                break
+        else:
             roles.append(str(message.get("role")))
     return roles
 

@@ -2,8 +2,11 @@
 
 The requests that it receives, and the answers:
 
-    {"call": "choose", "arguments": [probes, tools]}   ->  names of the parsers that read every probe correctly
-    {"call": "read", "arguments": [text, tools]}       ->  thought, content and calls of a turn
+    {"call": "choose", "arguments": [probes, tools]}         ->  names of the parsers that read every probe correctly
+    {"call": "check", "arguments": [*names]}                 ->  fails if the parsers of these names cannot be used
+    {"call": "read", "arguments": [*names, text, tools]}     ->  thought, content and calls of a turn
+
+`names` are those of a tool parser and of a reasoning parser, either of which may be None.
 
 It runs in a process of its own, because importing vLLM takes seconds, because a parser may take any time for a text of
 the policy, and because the controller's Python may have no vLLM.
@@ -37,16 +40,12 @@ class ToolParserHost:
 
     Args:
         model_path: Folder of the model, whose tokenizer the parsers use.
-        tool_parser: Name of vLLM's tool parser; None if it is still to be chosen, or if calls are read elsewhere.
-        reasoning_parser: Name of vLLM's reasoning parser; None if thoughts are read elsewhere.
 
     Raises:
-        ConfigurationError: vLLM is not installed, or has no parser of this name, or it cannot be used with the tokenizer.
+        ConfigurationError: vLLM cannot be imported.
     """
 
-    def __init__(
-        self, model_path: str, tool_parser: str | None = None, reasoning_parser: str | None = None
-    ) -> None:
+    def __init__(self, model_path: str) -> None:
         try:
             from vllm.parser import ParserManager
             from vllm.reasoning import ReasoningParserManager
@@ -58,22 +57,10 @@ class ToolParserHost:
         self.traits = AdapterTraits()
         self._manager = ParserManager
         self._tokenizer = load_tokenizer(model_path)
-        self._names = sorted(ToolParserManager.lazy_parsers)
-        _check_name("--tool-parser", tool_parser, self._names)
-        _check_name("--reasoning-parser", reasoning_parser, sorted(ReasoningParserManager.lazy_parsers))
-        self._parser_class: Any = None
-        if tool_parser or reasoning_parser:
-            self._parser_class = self._made(tool_parser, reasoning_parser)
-            # Parsers refuse a tokenizer that lacks their control tokens
-            try:
-                self._parser_class(self._tokenizer)
-            except Exception as error:
-                names = " and ".join(filter(None, (tool_parser, reasoning_parser)))
-                raise ConfigurationError(
-                    f"the parser {names} does not fit the model's tokenizer: {error}"
-                ) from error
+        self._tool_parsers = sorted(ToolParserManager.lazy_parsers)
+        self._reasoning_parsers = sorted(ReasoningParserManager.lazy_parsers)
 
-    def _made(self, tool_parser: str | None, reasoning_parser: str | None = None) -> Any:
+    def _parser_class(self, tool_parser: str | None, reasoning_parser: str | None = None) -> Any:
         return self._manager.get_parser(
             tool_parser_name=tool_parser,
             reasoning_parser_name=reasoning_parser,
@@ -89,20 +76,46 @@ class ToolParserHost:
 
     def _reply(self, request: Message) -> dict[str, Any]:
         try:
-            if request["call"] == "choose":
-                return {"status": "ok", "names": self._names_that_read(*request["arguments"])}
-            return {"status": "ok"} | self._parsed(self._parser_class, *request["arguments"])
+            methods: dict[str, Callable[..., dict[str, Any]]] = {
+                "choose": self._choose,
+                "check": self._check,
+                "read": self._read,
+            }
+            return {"status": "ok"} | methods[request["call"]](*request["arguments"])
         except Exception as error:
             return failure(describe(error))
 
-    def _names_that_read(self, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> list[str]:
-        return [name for name in self._names if self._reads_all(name, probes, tools)]
+    def _choose(self, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"names": [name for name in self._tool_parsers if self._reads_all(name, probes, tools)]}
+
+    def _check(self, tool_parser: str | None, reasoning_parser: str | None) -> dict[str, Any]:
+        """Raise ConfigurationError if vLLM has no parsers of these names, or they do not fit the model's tokenizer."""
+        _check_name("--tool-parser", tool_parser, self._tool_parsers)
+        _check_name("--reasoning-parser", reasoning_parser, self._reasoning_parsers)
+        # Parsers refuse a tokenizer that lacks their control tokens, with any exception
+        try:
+            self._parser_class(tool_parser, reasoning_parser)(self._tokenizer)
+        except Exception as error:
+            names = " and ".join(filter(None, (tool_parser, reasoning_parser)))
+            raise ConfigurationError(
+                f"the parser {names} does not fit the model's tokenizer: {error}"
+            ) from error
+        return {}
+
+    def _read(
+        self,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        text: str,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        return self._parsed(self._parser_class(tool_parser, reasoning_parser), text, tools)
 
     def _reads_all(self, name: str, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether a parser finds exactly the calls of each probe."""
         # Most parsers refuse the tokenizer of another family, with any exception, and some need further packages
         try:
-            parser_class = self._made(name)
+            parser_class = self._parser_class(name)
             for text, expected_calls in probes:
                 calls = self._parsed(parser_class, text, tools)["calls"]
                 found_calls = [[call["name"], json.loads(call["arguments"])] for call in calls]

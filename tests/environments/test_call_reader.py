@@ -51,8 +51,11 @@ def test_the_preferred_one_of_the_parsers_that_read_the_probes_is_chosen_once(an
     reader = family_chat("qwen3_coder", tmp_path).reader
     answers.append({"names": ["seed_oss", "qwen3_coder", "step3p5"]})
     assert run(reader._format()) == "qwen3_coder"
-    assert reader._process.options["tool_parser"] == "qwen3_coder" and not answers
+    assert not answers
     assert run(reader._format()) == "qwen3_coder"
+    answers.append({"thought": None, "content": "", "calls": []})
+    run(reader.read(TEXT, "", TOOLS))
+    assert reader._process.asked[-1] == ("read", "qwen3_coder", None, TEXT, TOOLS)
 
 
 def test_parsers_that_read_one_call_are_taken_if_none_reads_two(answers, tmp_path):

@@ -112,10 +112,10 @@ def test_a_native_call_is_recognized_and_the_answer_of_its_tool_is_read_by_the_p
         messages += [reply.message, THANKS]
         await client.complete(messages, tools=TOOLS)
         text = chat.decode(policy.inputs[2], np.empty(0, np.int32))
-        assert THANKS["content"] in text and (ANSWER in text or name == "qwq")
+        assert THANKS["content"] in text and ANSWER in text
 
     run(story())
-    assert run(chat.reader._format()) == PARSERS[name] or chat.reader.num_unread == 0
+    assert chat.reader.num_unread == 0
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -162,3 +162,24 @@ def test_a_call_inside_a_thought_is_none(name, tmp_path):
 
 def split_at_thought(native: str) -> str:
     return native.rpartition("</think>")[2]
+
+
+def test_a_history_that_the_agent_rewrote_still_has_the_answers_of_tools(tmp_path):
+    """Gemma 4 writes the answer of a tool only after a message with calls, so the structure must stay."""
+    chat = family_chat("gemma4_v5", tmp_path)
+    policy, client = talk(chat, [native_turn(chat), "It is sunny.", "You are welcome."])
+
+    async def story():
+        messages = [QUESTION]
+        reply = await client.complete(messages, tools=TOOLS)
+        call_id = reply.message["tool_calls"][0]["id"]
+        answer = {"role": "tool", "tool_call_id": call_id, "name": "get_weather", "content": ANSWER}
+        messages += [reply.message, answer]
+        reply = await client.complete(messages, tools=TOOLS)
+        messages[0] = {"role": "user", "content": "The weather in Paris?"}
+        await client.complete([*messages, reply.message, THANKS], tools=TOOLS)
+
+    run(story())
+    assert client.recorder.num_rewritten == 1
+    text = chat.decode(policy.inputs[2], np.empty(0, np.int32))
+    assert ANSWER in text and "The weather in Paris?" in text and THANKS["content"] in text

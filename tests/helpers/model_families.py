@@ -73,6 +73,7 @@ class ParserHere:
             self._host = ToolParserHost(**self._options)
 
     async def ask(self, call: str, _: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
+        await self.start()
         # As the process's messages do it: tuples become lists
         request = json.loads(json.dumps({"call": call, "arguments": arguments}))
         ((answer,),) = await self._host.replies([{"sample": request}])

@@ -1,0 +1,63 @@
+"""The policy's turns are found again in an agent's messages, and what a template leaves out is noticed."""
+
+import pytest
+
+from async_grpo.environments.sampled_history import SampledHistory, SampledTurn, Spelling, spelled
+from async_grpo.experience.template_turns import lost_roles
+
+FIRST = SampledTurn(0, "<think>a</think>yes", "a")
+SECOND = SampledTurn(1, "<think>b</think>yes", "b")
+USER = {"role": "user", "content": "go on"}
+
+
+def said(thought: str | None = None, **further) -> dict:
+    message = {"role": "assistant", "content": "yes"} | further
+    return message if thought is None else message | {"reasoning_content": thought}
+
+
+def history() -> SampledHistory:
+    both = SampledHistory()
+    both.add(said("a"), FIRST)
+    both.add(said("b"), SECOND)
+    return both
+
+
+@pytest.mark.parametrize(
+    "messages, expected",
+    [
+        ([USER, said("a"), USER, said("b")], {1: FIRST, 3: SECOND}),
+        ([USER, said("b"), USER, said("a")], {1: SECOND, 3: FIRST}),
+        # Without thoughts, equal messages are those that were said last
+        ([USER, said(), USER, said()], {1: FIRST, 3: SECOND}),
+        ([USER, said()], {1: SECOND}),
+        ([USER, said("")], {1: SECOND}),
+        # Fields that a client adds change nothing
+        ([USER, said("a", name="policy")], {1: FIRST}),
+        # Neighbours: an edited thought, another text, another role
+        ([USER, said("a, or so")], {}),
+        ([USER, said("a", content="no")], {}),
+        ([said("a", role="user")], {}),
+    ],
+)
+def test_a_message_is_the_turn_of_which_it_was_made(messages, expected):
+    assert history().turns_of(messages) == expected
+
+
+def test_a_structured_message_has_the_policy_s_own_fields_alone():
+    message = spelled(said("", name="<|im_end|>"), FIRST, Spelling.STRUCTURED, None)
+    assert message == {"role": "assistant", "content": "yes", "reasoning_content": "a"}
+
+
+@pytest.mark.parametrize(
+    "text, contents, lost",
+    [
+        ("one two three", ["one", "two", "three"], []),
+        ("three two one", ["one", "two", "three"], []),
+        ("one\n two", ["one two "], []),
+        (r'{"result": "a \"b\""}', ['a "b"'], []),
+        ("one three", ["one", "two", "three"], ["tool"]),
+        ("", ["one", ""], ["tool"]),
+    ],
+)
+def test_roles_are_lost_whose_texts_are_not_in_what_the_template_wrote(text, contents, lost):
+    assert lost_roles(text, [{"role": "tool", "content": content} for content in contents]) == lost
