@@ -256,9 +256,9 @@ class CallReader:
         self, text: str, tool_parser: str | None, tools: Sequence[Mapping[str, Any]]
     ) -> ReadTurn:
         """Return the parts of a text. If the process does not answer in time, the whole text is content."""
-        arguments = (*self._names(tool_parser), text, list(tools))
+        names = self._names(tool_parser)
         try:
-            answer = await self._parser_process().ask("read", 0, *arguments, timeout_s=READ_S)
+            answer = await self._parser_process().ask("read", 0, *names, text, list(tools), timeout_s=READ_S)
         except EnvironmentFailed as error:
             self.num_unread += 1
             if self.num_unread == 1:
