@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def ray_cluster(warm) -> Iterator[None]:
         # While the cluster runs: a run's controller gets those of this process
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
+        # vLLM sets some where a test has imported it, and the server, which has not, would refuse the actors
+        for name in [name for name in os.environ if name.startswith("TORCHINDUCTOR_")]:
+            patch.delenv(name)
         ray.init(
             address="local",  # never a cluster that happens to run here
             include_dashboard=False,

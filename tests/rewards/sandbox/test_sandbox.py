@@ -295,8 +295,9 @@ def test_when_the_fork_server_dies_what_it_forked_dies_too_and_the_next_run_gets
     others = set(this.children())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(program, "import time\ntime.sleep(60)", sandbox=Sandbox(wall_s=60))
-        wait_until(lambda: len(set(this.children(recursive=True)) - set(this.children())) == 2)
+        wait_until(lambda: set(this.children()) - others)
         (server,) = set(this.children()) - others
+        wait_until(lambda: len(server.children(recursive=True)) == 2)
         guardian_and_tested = server.children(recursive=True)
         server.kill()
         assert not psutil.wait_procs(guardian_and_tested, timeout=20)[1]
