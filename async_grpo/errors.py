@@ -19,6 +19,10 @@ class ConfigurationError(AsyncGrpoError, ValueError):
     exit_code = EXIT_USAGE
 
 
+class RequestRefused(ConfigurationError):
+    """One request of an agent cannot be served, for example because of its JSON schema. The run continues."""
+
+
 class WorkerLost(AsyncGrpoError, RuntimeError):
     """A worker process died or stopped answering."""
 

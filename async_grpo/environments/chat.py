@@ -14,6 +14,7 @@ import numpy as np
 
 from async_grpo.environments.call_formats import THOUGHT_TAGS, ReadTurn
 from async_grpo.environments.call_reader import CallReader
+from async_grpo.environments.config import ENFORCE
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
@@ -46,6 +47,7 @@ class Chat:
             `control_tokens`).
         options: Options of the chat template.
         make_reader: Function that makes the reader of the policy's turns.
+        typed_output: What happens if a request requires a form of the answer, see `typed_output`.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Chat:
         split_control_tokens: bool = True,
         options: PromptOptions = MODEL_DEFAULTS,
         make_reader: Callable[[PromptRenderer], CallReader] = CallReader,
+        typed_output: str = ENFORCE,
     ) -> None:
+        self.typed_output = typed_output
         self.control_tokens = ControlTokens(tokenizer) if split_control_tokens else None
         self._tokenizer = tokenizer
         self._longest = longest

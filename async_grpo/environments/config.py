@@ -9,6 +9,10 @@ from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, TABLE, option, par
 
 ROWS = "environment"  # value of --data-path that makes the environment provide the rows
 
+# Values of --typed-output
+ENFORCE = "enforce"
+HINT = "hint"
+
 _environment = partial(option, panel="Environment")
 
 
@@ -72,6 +76,13 @@ class EnvironmentConfig(PromptOptions):
         None,
         "Name of the vLLM reasoning parser that separates the policy's thoughts from its answers to agents. By default "
         "tags such as <think> separate them. With none, thoughts stay in the text.",
+        portable=True,
+    )
+    typed_output: str = _environment(
+        ENFORCE,
+        "What a request does that requires JSON of a schema, or calls of tools: enforce lets the engine sample only "
+        "tokens that keep to it; hint says so in the prompt, and the policy samples freely.",
+        choices=(ENFORCE, HINT),
         portable=True,
     )
     endpoint_host: str = _environment(

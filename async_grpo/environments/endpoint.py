@@ -47,6 +47,7 @@ from async_grpo.environments.trajectory_client import (
     Whole,
     row_of,
 )
+from async_grpo.environments.typed_output import TypedOutput, typed_output_of
 from async_grpo.environments.unsupported_fields import HINTS, unsupported_field
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
@@ -58,6 +59,8 @@ SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoi
 CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
 # Limit for the description of an error, and for the name of a field in it, because a request may invent any name
 MAX_FAULT_CHARACTERS = 300
+# Names of types that pydantic puts into the place of an error
+TYPE_NAMES = ("str", "constrained-str", "NamedTool")
 
 PATHS = "there are POST /v1/chat/completions, /v1/completions and /v1/result, and GET /v1/models"
 
@@ -232,7 +235,13 @@ class AgentEndpoint:
         body = await read_body(request, _context_tokens(request))
         chat_request, messages = await offloaded(len(body), _chat_request_of, body)
         tools = None if chat_request.tool_choice == "none" else chat_request.tools
-        return await self._answer(request, chat_request, messages, len(body), tools)
+        typed = typed_output_of(
+            chat_request.response_format,
+            chat_request.tool_choice,
+            tools,
+            chat_request.parallel_tool_calls,
+        )
+        return await self._answer(request, chat_request, messages, len(body), tools, typed)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         context_tokens = _context_tokens(request)
@@ -249,6 +258,7 @@ class AgentEndpoint:
         context: Context,
         size: int,
         tools: Tools | None = None,
+        typed: TypedOutput | None = None,
     ) -> web.StreamResponse:
         """Have the policy take the number of turns that the request asks for, and return the answer.
 
@@ -258,6 +268,7 @@ class AgentEndpoint:
             context: The history that each turn continues.
             size: Number of bytes of the body.
             tools: JSON schemas of the tools that the policy may call.
+            typed: The form that the request requires of each turn.
         """
         trajectory = request[TRAJECTORY]
         stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
@@ -271,6 +282,7 @@ class AgentEndpoint:
             tools=tools,
             max_tokens=max_tokens,
             stop=stop,
+            typed=typed,
         )
         replies = await trajectory.take_turns(take_turn, count=parsed.n or 1)
         return await _response(request, parsed, replies)
@@ -370,9 +382,7 @@ def _fault_of(error: ValidationError) -> str:
 
 
 def _is_type(part: int | str) -> bool:
-    return isinstance(part, str) and (
-        part in ("str", "constrained-str") or part.startswith(("list[", "dict["))
-    )
+    return isinstance(part, str) and (part in TYPE_NAMES or part.startswith(("list[", "dict[", "literal[")))
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:

@@ -143,7 +143,14 @@ def make_played(
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens, config, make_reader)
+    chat = Chat(
+        load_tokenizer(model_path),
+        limits.tokens,
+        config.split_control_tokens,
+        options=config,
+        make_reader=make_reader,
+        typed_output=config.typed_output,
+    )
     if source is None:
         return _played_by_agents(config, chat, limits, generation, folder, variables)
     kind = kind_of(source.object())

@@ -5,19 +5,19 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from pydantic import BaseModel, Field, FiniteFloat
 
 from async_grpo.environments.trajectory_client import Reply
+from async_grpo.environments.typed_output import Name, NamedTool, ResponseFormat, ToolChoice
 from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
 from async_grpo.processes.http_server import ANSWER_WITHIN_S
 from async_grpo.processes.offload import offloaded
 
 MODEL = "policy"  # the model's name in the server's list of models. Requests may use any other name
-# Limit for names of models, roles and functions. A streamed answer repeats the model's name in each event
-MAX_NAME_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # text parts in one message
 MAX_CALLS = 256  # tool calls in one message
@@ -26,7 +26,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_ANSWERS = 64
 
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -65,12 +64,6 @@ class Text(BaseModel):
     text: str
 
 
-class Plain(BaseModel):
-    """The only response format that a request may ask for."""
-
-    type: Literal["text"]
-
-
 class ChatMessage(BaseModel, extra="allow"):
     """A message. Further fields are allowed, and are passed to the chat template."""
 
@@ -84,9 +77,9 @@ class ChatRequest(OpenAIRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    # Values that force a tool call are refused, because training requires turns that the policy sampled freely
-    tool_choice: Literal["auto", "none"] | None = None
-    response_format: Plain | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
 
 class CompletionRequest(OpenAIRequest):
@@ -119,7 +112,9 @@ def as_template(message: ChatMessage) -> dict[str, Any]:
 def body_of(request: OpenAIRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the answer to a request, with one choice for each reply."""
     is_chat = isinstance(request, ChatRequest)
-    make_choice = _chat_choice if is_chat else _text_choice
+    # OpenAI's API ends a call that the request itself named with the finish reason "stop"
+    is_named_call = isinstance(request, ChatRequest) and isinstance(request.tool_choice, NamedTool)
+    make_choice = partial(_chat_choice, is_named_call=is_named_call) if is_chat else _text_choice
     prompt_tokens = replies[0].prompt_tokens
     completion_tokens = sum(len(reply.completion) for reply in replies)
     return {
@@ -136,10 +131,10 @@ def body_of(request: OpenAIRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def _chat_choice(index: int, reply: Reply) -> dict[str, Any]:
+def _chat_choice(index: int, reply: Reply, *, is_named_call: bool) -> dict[str, Any]:
     message = dict(reply.message)
     reason = _finish_reason(reply)
-    if message.get("tool_calls"):
+    if message.get("tool_calls") and not is_named_call:
         reason = "tool_calls" if reason == "stop" else reason
     return {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
 

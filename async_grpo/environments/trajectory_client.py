@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from async_grpo.environments.chat import TrajectoryOver, too_long
-from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.config import ENFORCE, HINT, TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.sequence import EngineInput
 from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryRecorder
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.environments.typed_output import TypedOutput, with_instruction
+from async_grpo.errors import AsyncGrpoError, ConfigurationError, RequestRefused
 from async_grpo.experience.row_messages import Message, messages_of
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted
@@ -134,6 +135,7 @@ class TrajectoryClient:
         tools: Tools | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        typed: TypedOutput | None = None,
     ) -> Reply:
         """Return the policy's next turn.
 
@@ -144,20 +146,27 @@ class TrajectoryClient:
             tools: JSON schemas of the tools, for the chat template. Without tools, the turn is not searched for calls.
             max_tokens: Maximum number of tokens in this turn.
             stop: Texts that end the turn.
+            typed: The form that the turn must have; None if it may be any text.
 
         Raises:
             TrajectoryOver: The trajectory has used up its turns or tokens (`--max-turns`, `--max-generation-tokens`).
                 Refused requests also count as turns.
             ConfigurationError: The chat template refuses the messages, or the prompt is empty or has token ids that the
                 model does not know.
+            RequestRefused: The form cannot be enforced.
         """
         # Gives control to the event loop. A program whose requests are all refused might never do so itself, and the
         # event loop could not end it at its time limit
         await asyncio.sleep(0)
         if tools:
             await self._check_tools()
+        if typed is not None and self.recorder.chat.typed_output == ENFORCE:
+            raise RequestRefused(
+                "the form of an answer cannot be enforced: leave out response_format and tool_choice, or start the run "
+                f"with --typed-output {HINT}"
+            )
         try:
-            engine_input = await self._prepare(context, tools)
+            engine_input = await self._prepare(context, tools, typed)
             room_tokens = self._room_tokens(engine_input)
         except TrajectoryOver as limit:
             self.is_over = self.is_over or str(limit)
@@ -182,23 +191,30 @@ class TrajectoryClient:
             self.failure = error
             raise
 
-    async def _prepare(self, context: Context | SharedContext, tools: Tools | None) -> EngineInput:
+    async def _prepare(
+        self, context: Context | SharedContext, tools: Tools | None, typed: TypedOutput | None
+    ) -> EngineInput:
         """Count the request as a turn, and return the input for the engine."""
         if self._num_requests == self.limits.turns:
             raise TrajectoryOver(f"{self.limits.turns} turns (--max-turns)")
         self._num_requests += 1
+        instruction = ""
+        if typed is not None and self.recorder.chat.typed_output == HINT:
+            instruction = typed.instruction(has_tools=bool(tools))
         if isinstance(context, SharedContext):
             shared = context
             engine_input = await shared.prepare(
-                lambda: self._engine_input(shared.context, tools, shared.size)
+                lambda: self._engine_input(shared.context, tools, instruction, shared.size)
             )
         else:
-            engine_input = await self._engine_input(context, tools)
+            engine_input = await self._engine_input(context, tools, instruction)
         refuse(not len(engine_input.token_ids), "the prompt is empty, so there is nothing to continue")
         return engine_input
 
-    async def _engine_input(self, context: Context, tools: Tools | None, size: int = 0) -> EngineInput:
-        """Render and tokenize the context, depending on its type."""
+    async def _engine_input(
+        self, context: Context, tools: Tools | None, instruction: str, size: int = 0
+    ) -> EngineInput:
+        """Render and tokenize the context, depending on its type. The instruction becomes a part of messages."""
         if isinstance(context, Whole):
             return await self.recorder.prepare_text(Rendered(str(context)))
         if isinstance(context, str):
@@ -206,6 +222,8 @@ class TrajectoryClient:
             return await self.recorder.prepare_next_text(str(context), is_foreign=is_foreign)
         if len(context) and isinstance(context[0], Mapping):
             messages: Any = context
+            if instruction:
+                messages = with_instruction(messages, instruction, self.recorder.chat.prompts.system_prompt)
             return await self.recorder.prepare_messages(messages, tools, size)
         if len(context) > self.limits.tokens:
             raise TrajectoryOver(too_long(self.limits.tokens))

@@ -11,14 +11,16 @@ from typing import Any
 _FREELY = (
     "turns are sampled freely, because they are trained on: leave it out, and check the text in the program"
 )
+_SCHEMAS_ONLY = "only JSON schemas can be required of answers: use `response_format`"
 UNSUPPORTED = {
     "logprobs": "answers have no log probabilities: leave it out",
     "functions": "use `tools`",
     "best_of": "use `n`, and choose in the program",
     "suffix": "answers continue the prompt alone: leave it out",
     "chat_template_kwargs": "the chat template is used in the same way for all turns of the run: leave it out",
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FREELY),
-    **dict.fromkeys(("structured_outputs", "bad_words", "min_tokens", "ignore_eos"), _FREELY),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _SCHEMAS_ONLY),
+    "structured_outputs": _SCHEMAS_ONLY,
+    **dict.fromkeys(("bad_words", "min_tokens", "ignore_eos"), _FREELY),
 }
 # Values with which a field requests nothing. 0 is also such a value, because it equals False
 _HARMLESS: tuple[Any, ...] = (None, False, "", [], {})
@@ -28,8 +30,9 @@ _HARMLESS_BEST_OF = 1
 HINTS = {
     "content": "a text, or a list of parts {'type': 'text', 'text': ...}; images, audio and files are not supported",
     "prompt": "one text, or one list of token ids, per request",
-    "tool_choice": _FREELY,
-    "response_format": _FREELY,
+    "tool_choice": "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}",
+    "response_format": "{'type': 'text'}, {'type': 'json_object'}, or {'type': 'json_schema', 'json_schema': "
+    "{'name': ..., 'schema': {...}}}",
 }
 
 

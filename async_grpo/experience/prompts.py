@@ -262,6 +262,11 @@ class PromptRenderer:
         return self._applied(whole_messages, tools, begins_turn=begins_turn)
 
     @property
+    def system_prompt(self) -> str | None:
+        """Return the content of the system message of conversations that have none; None if they get none."""
+        return self._options.system_prompt
+
+    @property
     def template_text(self) -> str:
         """Return the chat template; "" if there is none."""
         return self._template_text

@@ -461,7 +461,7 @@ def test_an_agent_that_asks_for_many_turns_at_once_gets_as_many_as_it_may():
         ("chat/completions", MESSAGES | {"stop": [""]}, "stop"),
         ("chat/completions", MESSAGES | {"n": 0}, "n: Input should be greater"),
         ("chat/completions", MESSAGES | {"max_tokens": -1}, "max_tokens"),
-        ("chat/completions", MESSAGES | {"response_format": {"type": "json_object"}}, "response_format.type"),
+        ("chat/completions", MESSAGES | {"response_format": {"type": "xml"}}, "response_format"),
         ("chat/completions", MESSAGES | {"tool_choice": "required"}, "tool_choice"),
         ("completions", {"prompt": "x", "echo": True}, "echo"),
         ("completions", {"prompt": ""}, "the prompt is empty"),

@@ -11,7 +11,7 @@ from agent_endpoint import CALL, MESSAGES, TOOL, Server, answers_of, post
 from aiohttp.http_exceptions import BadStatusLine
 from scripted_play import OneSession, run
 
-from async_grpo.environments import openai_api, request_body
+from async_grpo.environments import openai_api, request_body, typed_output
 from async_grpo.environments.call_formats import read_hermes, take_out_calls
 from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
@@ -125,11 +125,11 @@ def test_a_prompt_may_have_as_many_token_ids_as_the_context_beside_all_else():
         ),
         ("chat/completions", MESSAGES | {"stop": ["a"] * 17}, openai_api.MAX_STOPS),
         ("chat/completions", MESSAGES | {"stop": "a" * 1025}, openai_api.MAX_STOP_CHARACTERS),
-        ("chat/completions", MESSAGES | {"model": "m" * 257}, openai_api.MAX_NAME_CHARACTERS),
+        ("chat/completions", MESSAGES | {"model": "m" * 257}, typed_output.MAX_NAME_CHARACTERS),
         (
             "chat/completions",
             {"messages": [{"role": "r" * 257, "content": ""}]},
-            openai_api.MAX_NAME_CHARACTERS,
+            typed_output.MAX_NAME_CHARACTERS,
         ),
         ("chat/completions", MESSAGES | {"n": 65}, openai_api.MAX_ANSWERS),
         ("completions", {"prompt": [1] * 5000}, TOKENS),
