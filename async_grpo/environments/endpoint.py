@@ -1,6 +1,7 @@
 """`AgentEndpoint`: a server of OpenAI's API for agents. Turns requested with a trajectory's key are trained on.
 
     POST /v1/chat/completions, /v1/completions     as in OpenAI's API, with tools, streaming, n, stop, max_tokens
+    POST /v1/responses                             as in OpenAI's API, with tools and streaming (`responses_api`)
     GET  /v1/models, /v1/models/policy             lists the policy
     POST /v1/result {"reward": 1.0}                reports the trajectory's reward, and optional numbers for metrics;
                                                    or {"failure": "why"}
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from pydantic import ValidationError
 
 from async_grpo.environments.chat import TrajectoryOver
+from async_grpo.environments.event_stream import send_events
 from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.openai_api import (
     MODEL,
@@ -35,9 +36,11 @@ from async_grpo.environments.openai_api import (
     as_template,
     body_of,
     events_of,
-    send_events,
 )
 from async_grpo.environments.request_body import parsed_body, read_body
+from async_grpo.environments.request_faults import validated
+from async_grpo.environments.responses_api import answer_responses_request
+from async_grpo.environments.stored_responses import ResponseNotFound
 from async_grpo.environments.trajectory_client import (
     Context,
     Reply,
@@ -48,7 +51,6 @@ from async_grpo.environments.trajectory_client import (
     row_of,
 )
 from async_grpo.environments.typed_output import TypedOutput, typed_output_of
-from async_grpo.environments.unsupported_fields import HINTS, unsupported_field
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
@@ -57,12 +59,10 @@ from async_grpo.processes.offload import offloaded
 CLAIM_PATH = "/v1/trajectories"
 SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoint closes
 CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
-# Limit for the description of an error, and for the name of a field in it, because a request may invent any name
-MAX_FAULT_CHARACTERS = 300
-# Names of types that pydantic puts into the place of an error
-TYPE_NAMES = ("str", "constrained-str", "NamedTool")
 
-PATHS = "there are POST /v1/chat/completions, /v1/completions and /v1/result, and GET /v1/models"
+PATHS = (
+    "there are POST /v1/chat/completions, /v1/responses, /v1/completions and /v1/result, and GET /v1/models"
+)
 
 # The field `created` is required, and 0 because the policy has no date
 _POLICY = {"id": MODEL, "object": "model", "created": 0, "owned_by": "async-grpo"}
@@ -116,6 +116,7 @@ class AgentEndpoint:
         application.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/responses", self._respond),
                 web.post("/v1/completions", self._complete),
                 web.post("/v1/result", self._report),
                 web.post(CLAIM_PATH, self._claim),
@@ -206,14 +207,14 @@ class AgentEndpoint:
             if not self._authorize(request):
                 return _error(401, "no trajectory has this key, or it has ended", "invalid_api_key")
             return await handler(request)
-        except ValidationError as error:
-            return _error(400, _fault_of(error))
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
             return _error(error.status, f"{error.status}: no {request.method} {request.path} here; {PATHS}")
         except web.HTTPException as error:
             return _error(error.status, error.text or error.reason)
         except TrajectoryOver as limit:
             return _error(400, f"the trajectory is over: it has had its {limit}", "trajectory_over")
+        except ResponseNotFound as error:
+            return _error(400, str(error), "previous_response_not_found")
         except ConfigurationError as error:
             return _error(400, str(error))
         except AsyncGrpoError as error:
@@ -242,6 +243,9 @@ class AgentEndpoint:
             chat_request.parallel_tool_calls,
         )
         return await self._answer(request, chat_request, messages, len(body), tools, typed)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        return await answer_responses_request(request, request[TRAJECTORY])
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         context_tokens = _context_tokens(request)
@@ -330,26 +334,17 @@ def _context_tokens(request: web.Request) -> int:
 def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the parsed request, and its messages in the form that chat templates expect."""
     fields = parsed_body(body)
-    chat_request = ChatRequest.model_validate(fields)
-    _refuse_unsupported(fields)
+    chat_request = validated(ChatRequest, fields)
     return chat_request, [as_template(message) for message in chat_request.messages]
 
 
 def _completion_request_of(body: bytes, context_tokens: int) -> CompletionRequest:
     fields = parsed_body(body, max_token_ids=context_tokens)
-    completion_request = CompletionRequest.model_validate(fields)
-    _refuse_unsupported(fields)
-    return completion_request
-
-
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    reason = unsupported_field(fields)
-    if reason is not None:
-        raise web.HTTPBadRequest(text=reason)
+    return validated(CompletionRequest, fields)
 
 
 def _result_of(body: bytes) -> Result:
-    return Result.model_validate(parsed_body(body))
+    return validated(Result, parsed_body(body))
 
 
 async def _response(
@@ -362,27 +357,6 @@ async def _response(
         return await send_events(request, events_of(parsed, answer), max(text_lengths))
     text = await offloaded(sum(text_lengths), json.dumps, answer)
     return web.Response(text=text, content_type="application/json")
-
-
-def _fault_of(error: ValidationError) -> str:
-    """Return a description of what is wrong with a request.
-
-    If a value may have several types, pydantic reports one error for each of them. The one about the length is the most
-    helpful, so it is described. If there is none, the error that is nested deepest in the request is described.
-    """
-    faults = error.errors(include_url=False, include_input=False)
-    length_faults = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
-    fault = max(length_faults or faults, key=lambda fault: len(fault["loc"]))
-    # Pydantic also puts the type that it tried into the place, such as `constrained-str` and `list[Text]`
-    place = [str(part) for part in fault["loc"] if not _is_type(part)]
-    field_name = ".".join(place) or "the request"
-    hints = [HINTS[part] for part in place if part in HINTS]
-    advice = f" ({hints[-1]})" if hints else ""
-    return f"{field_name[:MAX_FAULT_CHARACTERS]}: {fault['msg'][:MAX_FAULT_CHARACTERS]}{advice}"
-
-
-def _is_type(part: int | str) -> bool:
-    return isinstance(part, str) and (part in TYPE_NAMES or part.startswith(("list[", "dict[", "literal[")))
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:

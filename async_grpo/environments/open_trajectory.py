@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from async_grpo.environments.openai_api import Result
+from async_grpo.environments.stored_responses import StoredResponses
 from async_grpo.environments.trajectory_client import Reply, TrajectoryClient
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
@@ -17,10 +18,12 @@ class Trajectory:
         result: The result that the agent reported; None before its report.
         claimed: Set once an agent has claimed the trajectory or reported its result.
         reported: Set once there is a result.
+        responses: Answers of the Responses API, which later requests may continue.
     """
 
     def __init__(self, policy: TrajectoryClient) -> None:
         self.policy = policy
+        self.responses = StoredResponses(policy.limits.tokens)
         self.result: Result | None = None
         self.claimed = asyncio.Event()
         self.reported = asyncio.Event()

@@ -1,21 +1,16 @@
 """Requests and answers in the form of OpenAI's API, and the `Result` that agents report."""
 
-import asyncio
-import json
 import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from aiohttp import web
 from pydantic import BaseModel, Field, FiniteFloat
 
 from async_grpo.environments.trajectory_client import Reply
 from async_grpo.environments.typed_output import Name, NamedTool, ResponseFormat, ToolChoice
 from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
-from async_grpo.processes.http_server import ANSWER_WITHIN_S
-from async_grpo.processes.offload import offloaded
 
 MODEL = "policy"  # the model's name in the server's list of models. Requests may use any other name
 MAX_MESSAGES = 4096
@@ -173,31 +168,3 @@ def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
         {"index": choice["index"], "delta": delta, "finish_reason": None},
         {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]},
     ]
-
-
-async def send_events(
-    request: web.Request, events: Sequence[dict[str, Any]], event_characters: int
-) -> web.StreamResponse:
-    """Send the parts of an answer as server-sent events.
-
-    Args:
-        request: The request to answer.
-        events: The parts of the answer.
-        event_characters: Approximate number of characters of the largest part.
-    """
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    try:
-        async with asyncio.timeout(ANSWER_WITHIN_S):
-            await response.prepare(request)
-            for event in events:
-                line = await offloaded(event_characters, json.dumps, event)
-                await response.write(f"data: {line}\n\n".encode())
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        # The client has disconnected. Its turn is already recorded, and is trained on
-        pass
-    return response

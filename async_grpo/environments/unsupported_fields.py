@@ -14,6 +14,7 @@ _FREELY = (
 _SCHEMAS_ONLY = "only JSON schemas can be required of answers: use `response_format`"
 UNSUPPORTED = {
     "logprobs": "answers have no log probabilities: leave it out",
+    "top_logprobs": "answers have no log probabilities: leave it out",
     "functions": "use `tools`",
     "best_of": "use `n`, and choose in the program",
     "suffix": "answers continue the prompt alone: leave it out",
@@ -21,6 +22,12 @@ UNSUPPORTED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _SCHEMAS_ONLY),
     "structured_outputs": _SCHEMAS_ONLY,
     **dict.fromkeys(("bad_words", "min_tokens", "ignore_eos"), _FREELY),
+}
+# Further fields of the Responses API
+RESPONSES_UNSUPPORTED = UNSUPPORTED | {
+    "background": "a request is answered when the turn is complete: leave it out",
+    "conversation": "use `previous_response_id`, or send the whole conversation as `input`",
+    "prompt": "no prompts are stored here: write it into `instructions` and `input`",
 }
 # Values with which a field requests nothing. 0 is also such a value, because it equals False
 _HARMLESS: tuple[Any, ...] = (None, False, "", [], {})
@@ -34,17 +41,29 @@ HINTS = {
     "response_format": "{'type': 'text'}, {'type': 'json_object'}, or {'type': 'json_schema', 'json_schema': "
     "{'name': ..., 'schema': {...}}}",
 }
+RESPONSES_HINTS = HINTS | {
+    "input": "a text, or a list of items of the types message, function_call, function_call_output, reasoning and "
+    "item_reference",
+    "content": "a text, or a list of parts {'type': 'input_text', 'text': ...}; images, audio and files are not supported",
+    "output": "a text, or a list of parts {'type': 'input_text', 'text': ...}",
+    "tools": "only functions of the agent, {'type': 'function', 'name': ...}; tools of OpenAI's server are "
+    "not supported",
+    "tool_choice": "'auto', 'none', 'required', or {'type': 'function', 'name': ...}",
+    "format": "{'type': 'text'}, {'type': 'json_object'}, or {'type': 'json_schema', 'name': ..., 'schema': {...}}",
+    "include": "answers have no log probabilities, and no results of tools of OpenAI's server",
+}
 
 
-def unsupported_field(request: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a request that has an unsupported field, or None.
+def unsupported_fields(request: Mapping[str, Any], unsupported: Mapping[str, str] = UNSUPPORTED) -> list[str]:
+    """Return what is wrong with each unsupported field of a request.
 
-    >>> unsupported_field({"logprobs": True})
-    'logprobs: answers have no log probabilities: leave it out'
+    >>> unsupported_fields({"logprobs": True, "best_of": 2})
+    ['logprobs: answers have no log probabilities: leave it out', 'best_of: use `n`, and choose in the program']
     """
-    for name, reason in UNSUPPORTED.items():
+    reasons = []
+    for name, reason in unsupported.items():
         value = request.get(name)
         is_harmless = value in _HARMLESS or (name == "best_of" and value == _HARMLESS_BEST_OF)
         if not is_harmless:
-            return f"{name}: {reason}"
-    return None
+            reasons.append(f"{name}: {reason}")
+    return reasons

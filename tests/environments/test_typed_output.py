@@ -57,7 +57,7 @@ def test_a_request_without_a_form_leaves_the_policy_free(choice):
         ({"tool_choice": NAMED}, "tool_choice: `tools` has no function 'add'"),
         ({"tool_choice": "any"}, "tool_choice: Input should be 'auto', 'none' or 'required'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function: Field required ('auto', 'none'"),
-        ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
+        ({"response_format": {"type": "xml"}}, "response_format: the type 'xml' is not supported"),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema.json_schema: Field required",

@@ -1,0 +1,47 @@
+"""`send_events`: sends an answer as server-sent events."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from async_grpo.processes.http_server import ANSWER_WITHIN_S
+from async_grpo.processes.offload import offloaded
+
+
+async def send_events(
+    request: web.Request,
+    events: Sequence[dict[str, Any]],
+    event_characters: int,
+    *,
+    names_events: bool = False,
+) -> web.StreamResponse:
+    """Send the parts of an answer as server-sent events.
+
+    Args:
+        request: The request to answer.
+        events: The parts of the answer.
+        event_characters: Approximate number of characters of the largest part.
+        names_events: Whether each event has its type as name, as in the Responses API. Otherwise, the stream ends with
+            "[DONE]", as in the other parts of OpenAI's API.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            await response.prepare(request)
+            for event in events:
+                name = f"event: {event['type']}\n" if names_events else ""
+                data = await offloaded(event_characters, json.dumps, event)
+                await response.write(f"{name}data: {data}\n\n".encode())
+            if not names_events:
+                await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        # The client has disconnected. Its turn is already recorded, and is trained on
+        pass
+    return response

@@ -1,0 +1,55 @@
+"""`POST /v1/responses` of OpenAI's API."""
+
+import json
+import secrets
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from async_grpo.environments.event_stream import send_events
+from async_grpo.environments.open_trajectory import Trajectory
+from async_grpo.environments.request_body import parsed_body, read_body
+from async_grpo.environments.request_faults import validated
+from async_grpo.environments.responses_answer import response_events, response_of
+from async_grpo.environments.responses_request import ResponsesRequest
+from async_grpo.environments.trajectory_client import SharedContext
+from async_grpo.environments.unsupported_fields import RESPONSES_HINTS, RESPONSES_UNSUPPORTED
+from async_grpo.processes.offload import offloaded
+
+
+async def answer_responses_request(request: web.Request, trajectory: Trajectory) -> web.StreamResponse:
+    """Have the policy take a turn, and return it as the Responses API does, or as a stream of events.
+
+    Raises:
+        HTTPException: The body is too large, or fields are wrong or not supported.
+        ConfigurationError: The request refers to an answer that is not stored, or the chat template refuses it.
+    """
+    policy = trajectory.policy
+    body = await read_body(request, policy.limits.tokens)
+    parsed = await offloaded(len(body), _parsed, body)
+    conversation = await offloaded(len(body), trajectory.responses.conversation, parsed)
+    messages = conversation.messages
+    if parsed.instructions is not None:
+        messages = [{"role": "system", "content": parsed.instructions}, *messages]
+    take_turn = partial(
+        policy.complete,
+        SharedContext(messages, conversation.num_bytes),
+        tools=parsed.chat_tools(),
+        max_tokens=parsed.max_output_tokens,
+        typed=parsed.typed_output(),
+    )
+    (reply,) = await trajectory.take_turns(take_turn, count=1)
+    # Hexadecimal digits alone, so that the id of an item contains the id of its answer in a readable way
+    response = response_of(parsed, secrets.token_hex(12), reply)
+    if parsed.store is not False:
+        trajectory.responses.add(response, conversation, reply.message)
+    if parsed.stream:
+        return await send_events(request, response_events(response), len(reply.text), names_events=True)
+    text = await offloaded(len(reply.text), json.dumps, response)
+    return web.Response(text=text, content_type="application/json")
+
+
+def _parsed(body: bytes) -> ResponsesRequest:
+    fields: Any = parsed_body(body)
+    return validated(ResponsesRequest, fields, RESPONSES_HINTS, RESPONSES_UNSUPPORTED)
