@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from async_grpo.environments.call_formats import (
@@ -28,7 +29,9 @@ from async_grpo.experience.template_turns import (
     CALL_NAME,
     PROBE_TOOLS,
     CallSpelling,
+    TurnFrame,
     call_spelling,
+    turn_frame,
 )
 from async_grpo.options.source_file import SourceFile
 from async_grpo.processes.offload import offloaded
@@ -228,7 +231,10 @@ class CallReader:
         """
         name = await self._format() if tools else None
         if self._reasoning_parser in (None, NONE):
-            thought, rest = await offloaded(len(text), self._without_thought, text, prompt_text)
+            uses_frame = name not in FORMATS
+            thought, rest = await offloaded(
+                len(text), self._without_thought, text, prompt_text, uses_frame=uses_frame
+            )
         else:
             turn = await self._read_in_process(text, name, tools or ())
             if _of_vllm(name):
@@ -245,9 +251,22 @@ class CallReader:
                 turn = _with_sampled_ids(turn, rest)
         return turn if turn.thought is not None else replace(turn, thought=thought)
 
-    def _without_thought(self, text: str, prompt_text: str) -> tuple[str | None, str]:
+    @cached_property
+    def _frame(self) -> TurnFrame:
+        if not self._prompts.has_template:
+            return TurnFrame()
+        try:
+            return turn_frame(self._prompts, [tag for tags in THOUGHT_TAGS for tag in tags])
+        except ConfigurationError:
+            return TurnFrame()
+
+    def _without_thought(self, text: str, prompt_text: str, *, uses_frame: bool) -> tuple[str | None, str]:
         if self._reasoning_parser == NONE:
             return None, text
+        if uses_frame:
+            thought, rest = self._frame.split(text)
+            if rest != text:
+                return thought, rest
         ending = prompt_text[-80:].rstrip()
         is_open = any(ending.endswith(begin) for begin, _ in THOUGHT_TAGS)
         return split_thought(text, THOUGHT_TAGS, is_open)

@@ -1,8 +1,9 @@
 """What a chat template writes for a turn of the policy: what opens the turn, and how it spells a call of a tool."""
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
@@ -10,6 +11,9 @@ from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.row_messages import Message
 
 QUESTION = {"role": "user", "content": "Please add 17 and 25 for Eve."}
+PROBE_CONTENT = "It is 42."
+PROBE_THOUGHT = "17 and 25 are 42."
+CONTROL_TOKEN = re.compile(r"<[|｜][^<>]{1,60}>")
 # A call as probe. Its arguments are a text and a number, because some formats distinguish the two and others do not
 CALL_NAME = "add_numbers"
 CALL_ARGUMENTS = {"person": "Eve", "count": 17}
@@ -105,9 +109,88 @@ def opening_of_turn(prompts: PromptRenderer, begin_tags: Sequence[str]) -> str:
     for tag in begin_tags:
         if question.rstrip().endswith(tag):
             return question[question.rindex(tag) :]
-    answer = {"role": "assistant", "content": "It is 42."}
+    answer = {"role": "assistant", "content": PROBE_CONTENT}
     whole = prompts.whole_text([QUESTION, answer], None)
     return question[_common_beginning(question, whole) :]
+
+
+@dataclass(frozen=True)
+class TurnFrame:
+    """What a chat template writes around the parts of a turn. The policy writes it, too, so it is in the sampled text.
+
+    Attributes:
+        before_thought: The text before the thought; "" if it is not known.
+        after_thought: The text between the thought and the content.
+        before_content: The text before the content of a turn without a thought; "" if there is none, or if the prompt
+            has it.
+        after_content: Texts that may end the turn, the longest first. The template writes all of the first one, but the
+            engine stops at one of its control tokens.
+    """
+
+    before_thought: str = ""
+    after_thought: str = ""
+    before_content: str = ""
+    after_content: tuple[str, ...] = ()
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """Divide a turn into its thought, None if there is none, and the rest.
+
+        >>> frame = TurnFrame("to=self:", "<end>to=user:", "to=user:", ("<eot>",))
+        >>> frame.split("to=self:2 + 2<end>to=user:4<eot>")
+        ('2 + 2', '4')
+        """
+        if self.before_thought and text.startswith(self.before_thought):
+            thought, end, content = text.removeprefix(self.before_thought).partition(self.after_thought)
+            if end:
+                return thought, self._without_end(content)
+            # A call follows the thought, instead of a content
+            control_token = CONTROL_TOKEN.match(self.after_thought)
+            thought, _, call = thought.partition(control_token.group() if control_token else "\0")
+            return thought, call
+        if text.startswith(self.before_content):
+            return None, self._without_end(text.removeprefix(self.before_content))
+        return None, text
+
+    def _without_end(self, content: str) -> str:
+        for end in self.after_content:
+            if content.endswith(end):
+                return content.removesuffix(end)
+        return content
+
+
+def turn_frame(prompts: PromptRenderer, thought_tags: Sequence[str]) -> TurnFrame:
+    """Find out what the chat template writes around a thought and a content, by rendering an answer with both.
+
+    Args:
+        prompts: The chat template.
+        thought_tags: Tags of thoughts that are read without the frame. A frame that contains one of them is not used.
+
+    Raises:
+        ConfigurationError: The template refuses a question and its answer.
+    """
+    question = prompts.whole_text([QUESTION], None, begins_turn=True)
+    answer = {"role": "assistant", "content": PROBE_CONTENT}
+    turn = _turn_after(question, prompts.whole_text([QUESTION, answer], None))
+    before_content, content, after_content = turn.partition(PROBE_CONTENT)
+    has_tags = any(tag in turn for tag in thought_tags)
+    control_tokens = CONTROL_TOKEN.findall(after_content)
+    # A single control token after the content ends the turn, and is not part of the sampled text
+    has_frame = before_content.strip() or len(control_tokens) > 1
+    if not content or not has_frame or has_tags:
+        return TurnFrame()
+    ends = ["".join(control_tokens[:count]) for count in range(len(control_tokens), 0, -1)]
+    frame = TurnFrame(before_content=before_content, after_content=tuple(ends))
+    with_thought = answer | {"reasoning_content": PROBE_THOUGHT, "thinking": PROBE_THOUGHT}
+    turn = _turn_after(question, prompts.whole_text([QUESTION, with_thought], None))
+    before_thought, thought, rest = turn.partition(PROBE_THOUGHT)
+    after_thought, content, _ = rest.partition(PROBE_CONTENT)
+    if thought and content and before_thought and after_thought:
+        frame = replace(frame, before_thought=before_thought, after_thought=after_thought)
+    return frame
+
+
+def _turn_after(question: str, whole: str) -> str:
+    return whole[_common_beginning(question, whole) :]
 
 
 def _common_beginning(text: str, second_text: str) -> int:

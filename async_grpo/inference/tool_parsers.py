@@ -29,6 +29,10 @@ from async_grpo.rewards.isolation.lines import Message
 Probe = tuple[str, Sequence[tuple[str, dict[str, Any]]]]
 
 
+# vLLM's parsers of Llama's formats skip a JSON object that directly follows another one
+LLAMA_PARSERS = ("llama3_json", "llama4_json")
+
+
 def hosted_parsers(greeting: Message) -> tuple[bool, Callable[[], "ToolParserHost"]]:
     """Return that the host is not async, and a function that makes it (see `isolation.child`)."""
     logging.disable()  # parsers log each text that they cannot read
@@ -109,6 +113,8 @@ class ToolParserHost:
         text: str,
         tools: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
+        if tool_parser in LLAMA_PARSERS:
+            text = with_spaces_between_objects(text)
         return self._parsed(self._parser_class(tool_parser, reasoning_parser), text, tools)
 
     def _reads_all(self, name: str, probes: Sequence[Probe], tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -117,6 +123,8 @@ class ToolParserHost:
         try:
             parser_class = self._parser_class(name)
             for text, expected_calls in probes:
+                if name in LLAMA_PARSERS:
+                    text = with_spaces_between_objects(text)
                 calls = self._parsed(parser_class, text, tools)["calls"]
                 found_calls = [[call["name"], json.loads(call["arguments"])] for call in calls]
                 if found_calls != [list(call) for call in expected_calls]:
@@ -149,3 +157,22 @@ class ToolParserHost:
 def _check_name(option: str, name: str | None, known_names: Sequence[str]) -> None:
     if name is not None and name not in known_names:
         raise ConfigurationError(f"{option} {name!r} is unknown; known: {', '.join(known_names)}")
+
+
+def with_spaces_between_objects(text: str) -> str:
+    """Put a space between JSON objects at the beginning of a text that directly follow each other.
+
+    >>> with_spaces_between_objects('{"a": "}{"}{"b": 2} and {"c": 3}{"d": 4}')
+    '{"a": "}{"} {"b": 2} and {"c": 3}{"d": 4}'
+    """
+    decoder = json.JSONDecoder()
+    objects: list[str] = []
+    begin = 0
+    while text.startswith("{", begin):
+        try:
+            _, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            break
+        objects.append(text[begin:end])
+        begin = end
+    return " ".join(objects) + text[begin:]

@@ -7,9 +7,11 @@ import pytest
 from model_families import (
     ANSWER,
     ARGUMENTS,
+    FROM_MODEL_CARDS,
     QUESTION,
     THANKS,
     TOOLS,
+    WITHOUT_TOOLS,
     ParserHere,
     as_thought,
     family_chat,
@@ -24,8 +26,7 @@ from async_grpo.errors import ConfigurationError
 
 pytestmark = [needs_templates, pytest.mark.slow]
 
-# Template -> the parser that is chosen. The calls of Granite 3.3 and Kimi are those of their model cards, because their
-# templates do not write any (Kimi's newer ones append to lists, which transformers' sandbox refuses)
+# Template -> the parser that is chosen
 PARSERS = {
     "ax_command_a_tool_use": "cohere_command3",
     "ax_exaone4": "hermes",
@@ -61,19 +62,6 @@ PARSERS = {
     "qwen3_coder": "qwen3_coder",
     "qwen3_instruct_2507": "hermes",
     "qwq": "hermes",
-}
-# Templates that do not show tools to the policy
-WITHOUT_TOOLS = """
-    ax_deepseek_v3 ax_gemma3n ax_mistral_v7_tekken ax_phi_4 cohere2 deepseek_r1_distill deepseekv3 ds31 gemma2 gemma3
-    llama3 phi3_5 r1_official smollm3
-""".split()
-FROM_MODEL_CARDS = {
-    "granite33": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
-    **dict.fromkeys(
-        ("kimi_k2", "kimi_k2i", "kimi_thinking"),
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-        '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_calls_section_end|>',
-    ),
 }
 
 
@@ -183,3 +171,43 @@ def test_a_history_that_the_agent_rewrote_still_has_the_answers_of_tools(tmp_pat
     assert client.recorder.num_rewritten == 1
     text = chat.decode(policy.inputs[2], np.empty(0, np.int32))
     assert ANSWER in text and "The weather in Paris?" in text and THANKS["content"] in text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cohere2", "It is sunny.<|END_RESPONSE|>"),
+        ("gptoss", "<|channel|>final<|message|>It is sunny.<|return|>"),
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant<|channel|>final<|message|>It is sunny.",
+        ),
+        ("muse_glimmer", " to=user<|message|>It is sunny."),
+        ("muse_glimmer", " to=self<|message|>I ask.<|eom|><|start|>assistant to=user<|message|>It is sunny."),
+        ("ax_command_a_tool_use", "<|START_RESPONSE|>It is sunny.<|END_RESPONSE|>"),
+        # Neighbours, which have no frame: nothing is taken away
+        ("llama3", "It is sunny."),
+        ("ax_gemma3n", "It is sunny."),
+    ],
+)
+def test_what_a_family_writes_around_thought_and_text_does_not_reach_the_client(name, said, tmp_path):
+    chat = family_chat(name, tmp_path)
+    policy, client = talk(chat, [said, said])
+
+    async def story():
+        reply = await client.complete([QUESTION])
+        assert reply.message["content"] == "It is sunny."
+        assert reply.message.get("reasoning_content") == ("I ask." if "I ask." in said else None)
+        await client.complete([QUESTION, reply.message, THANKS])
+
+    run(story())
+    text = chat.decode(policy.inputs[1], np.empty(0, np.int32))
+    assert text.count("It is sunny.") == 1 and THANKS["content"] in text
+
+
+def test_two_calls_of_llama_in_a_row_are_both_recognized(tmp_path):
+    two = '{"name": "get_weather", "parameters": {"city": "Oslo"}}{"name": "get_weather", "parameters": {"city": "}{"}}'
+    _, client = talk(family_chat("ax_llama4", tmp_path), [two])
+    reply = run(client.complete([QUESTION], tools=TOOLS))
+    calls = reply.message["tool_calls"]
+    assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == ["Oslo", "}{"]

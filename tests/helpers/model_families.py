@@ -60,6 +60,22 @@ QUESTION = {"role": "user", "content": "How is the weather in Paris?"}
 ANSWER = "sunny, 25 degrees"
 THANKS = {"role": "user", "content": "Thank you so much!"}
 
+# Templates that do not show tools to the policy
+WITHOUT_TOOLS = """
+    ax_deepseek_v3 ax_gemma3n ax_mistral_v7_tekken ax_phi_4 cohere2 deepseek_r1_distill deepseekv3 ds31 gemma2 gemma3
+    llama3 phi3_5 r1_official smollm3
+""".split()
+# The calls of Granite 3.3 and Kimi are those of their model cards, because their templates do not write any (Kimi's newer
+# ones append to lists, which transformers' sandbox refuses)
+FROM_MODEL_CARDS = {
+    "granite33": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
+    **dict.fromkeys(
+        ("kimi_k2", "kimi_k2i", "kimi_thinking"),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+}
+
 
 class ParserHere:
     """A `ParserProcess` without a process."""

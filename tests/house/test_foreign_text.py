@@ -242,6 +242,9 @@ PATTERNS: dict[str, dict[str, str]] = {
     "experience/row_columns.py": {
         r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""": PLAIN,
     },
+    "experience/template_turns.py": {
+        r"<[|｜][^<>]{1,60}>": PLAIN,
+    },
     "processes/hub.py": {
         r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*": PLAIN,
     },
