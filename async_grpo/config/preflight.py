@@ -15,7 +15,7 @@ from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_g
 from async_grpo.config.row_checks import check_rows
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ROWS
-from async_grpo.environments.make import rows_of, source_of
+from async_grpo.environments.make import refuse_wrong_options, rows_of
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.curriculum import make_curriculum
@@ -141,7 +141,7 @@ def _check_sources(config: RunConfig) -> None:
     """Read the user's files for scheduling and environment, and check that the transport works on this machine."""
     scheduling_policy(config.scheduling)
     if config.environment:
-        source_of(config.environment)
+        refuse_wrong_options(config)
     if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
         cpu_transports = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
         raise ConfigurationError(

@@ -19,10 +19,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, validate_call
 
+from async_grpo.environments.constructor import check_constructor_options
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile
-from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options
+from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.result import (
     PLAUSIBLE_REWARD,
     describe,
@@ -85,14 +86,11 @@ class EnvironmentHost:
         )
         self._environments: dict[int, Any] = {}
         self._tools = {}
+        check_constructor_options(player, options)
         if kind_of(player) == "tools":
             self._tools = {tool.__name__: tool for tool in player}
         else:
-            accepted = accepted_options(player, options, num_given=0)
-            unknown = sorted(set(options) - set(accepted))
-            if unknown:
-                raise ConfigurationError(f"{player.__name__} takes no option {', '.join(unknown)}")
-            self._make = partial(player, **accepted)
+            self._make = partial(player, **options)
 
     async def call(self, method: str, *arguments: Any) -> None:
         """Do nothing, because an environment host has nothing to warm up or close."""

@@ -9,6 +9,7 @@ from async_grpo.environments.adapters import ADAPTERS, adapter_of, argument_of
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
+from async_grpo.environments.constructor import check_constructor_options
 from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.host import kind_of
 from async_grpo.environments.played import Played
@@ -17,7 +18,7 @@ from async_grpo.environments.programs import Play, UseTools
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
-from async_grpo.options.fields import nearest
+from async_grpo.options.fields import nearest, refuse
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.processes.http_server import MAX_CONNECTIONS
 from async_grpo.protocols import Generation
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 PROCESSES = 4
 AGENTS = 64
 
+TAKES_OPTIONS = "verifiers"  # the only adapter of agents that takes --environment-options
 CONNECTIONS_PER_AGENT = 8  # connections to the endpoint that each agent may have open
 # Games of this package, name -> FILE.py:NAME. Names must stay valid, because stored options of earlier runs contain
 # them
@@ -81,6 +83,25 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
     if adapter is None or not adapter.source:
         return config.environment_settings
     return config.environment_settings | {"environment": argument_of(name)}
+
+
+def refuse_wrong_options(config: EnvironmentConfig) -> None:
+    """Check that the environment exists, and that it can be made with the options of `--environment-options`.
+
+    Raises:
+        ConfigurationError: The environment is unknown, or its constructor does not fit the options.
+    """
+    name = config.environment or ""
+    source = source_of(name)
+    if source is not None:
+        check_constructor_options(source.object(), settings_of(config))
+        return
+    takes_options = name.startswith(f"{TAKES_OPTIONS}:")
+    refuse(
+        bool(config.environment_options) and not takes_options,
+        f"--environment-options {config.environment_options}: an agent takes no options; write them into its command, "
+        "or give its variables by --reward-env",
+    )
 
 
 def rows_of(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory import TrajectoryRecorder, TurnObserver
 from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_messages
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
@@ -41,6 +41,9 @@ class Played:
         at_once: Maximum number of trajectories that run at the same time; None for no limit. The time limit of a
             waiting trajectory begins only when it runs.
         needs: A resource that the program needs. It is started and closed together with this object.
+
+    Attributes:
+        observer: Function that is called with each turn and its message, to show them while a trajectory is played.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Played:
         self._places = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._needs = needs
         self._logged_failures: set[str] = set()
+        self.observer: TurnObserver | None = None
 
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
@@ -90,7 +94,7 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """Play one trajectory. A program's error fails only its trajectory, and an engine's error is raised."""
         async with self._places:
-            recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt.row))
+            recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt.row), self.observer)
             policy = TrajectoryClient(self._generation, recorder, prompt, member, self._limits, sampling)
             try:
                 returned = await self._run_program(prompt, policy)

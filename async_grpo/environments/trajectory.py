@@ -7,14 +7,15 @@ sequence. This happens if the chat template drops earlier thoughts or trims whit
 conversation. All sequences are trained on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from async_grpo.environments.chat import Chat, before_any, message_of
 from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.joined import NO_TOKEN_IDS, joined_completion
 from async_grpo.environments.sampled_history import SampledHistory, SampledTurn, Spelling, spelled
 from async_grpo.environments.sequence import (
     EngineInput,
@@ -27,16 +28,14 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.row_messages import Message
 from async_grpo.experience.template_turns import lost_roles
 from async_grpo.processes.offload import offloaded
-from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
+from async_grpo.types import Completion, Outcome, Turn
 
-NO_TOKEN_IDS = np.empty(0, np.int32)
-NO_TOKENS = Tokens(token_ids=NO_TOKEN_IDS, logprobs=np.empty(0, np.float32), versions=NO_TOKEN_IDS)
 CHARACTERS_PER_TOKEN = 4  # an estimate, to get the size of a text from its number of tokens
 # Rendering one message, or the schema of one tool, takes as long as processing this many characters
 CHARACTERS_PER_MESSAGE = 64
 CHARACTERS_PER_TOOL = 512
 
-_Value = TypeVar("_Value")
+TurnObserver = Callable[[Turn, Mapping[str, Any]], None]
 
 
 class TrajectoryRecorder:
@@ -49,10 +48,17 @@ class TrajectoryRecorder:
         chat: The tokenizer with its chat template.
         trusted_messages: Messages of the user's data. Control tokens that are spelled in them become control tokens, as
             in a row that is tokenized without an environment.
+        observer: Function that is called with each recorded turn and its message.
     """
 
-    def __init__(self, chat: Chat, trusted_messages: Sequence[Message] = ()) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        trusted_messages: Sequence[Message] = (),
+        observer: TurnObserver | None = None,
+    ) -> None:
         self.chat = chat
+        self._observer = observer
         self.num_turns = 0
         self._trusted_messages = {
             (message.get("role"), str(message.get("content"))): message for message in trusted_messages
@@ -322,6 +328,8 @@ class TrajectoryRecorder:
         )
         message = message_of(parts, turn.number)
         self._history.add(message, SampledTurn(turn.number, completion.text, parts.thought))
+        if self._observer is not None:
+            self._observer(turn, message)
         return message
 
     async def shortened(self, text: str, max_tokens: int) -> str:
@@ -337,55 +345,4 @@ class TrajectoryRecorder:
                 taken.
             truncated: Whether a limit cut the trajectory off. None means that it depends on the last turn.
         """
-        turns: list[Turn] = []
-        completions: list[Completion] = []
-        for sequence in sorted(self._sequences, key=_last_turn_number):
-            turns += [recorded.turn for recorded in sequence.turns]
-            completions += [recorded.completion for recorded in sequence.turns]
-        last = completions[-1] if completions else None
-        if truncated is None:
-            truncated = last is not None and last.truncated
-        return Completion(
-            *_joined(completions).arrays,
-            finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
-            text=last.text if last else "",
-            char_ends=_char_ends_in_last_text(completions),
-            member=member,
-            turns=tuple(turns),
-            outcome=replace(
-                outcome,
-                turn_rewards=_in_order_of(turns, outcome.turn_rewards),
-                states=_in_order_of(turns, outcome.states),
-            ),
-        )
-
-
-def _last_turn_number(sequence: TrajectorySequence) -> int:
-    return sequence.turns[-1].turn.number
-
-
-def _joined(completions: Sequence[Completion]) -> Tokens:
-    """Return the tokens of all completions, concatenated."""
-    if not completions:
-        return NO_TOKENS
-    return Tokens(
-        token_ids=np.concatenate([completion.token_ids for completion in completions]),
-        logprobs=np.concatenate([completion.logprobs for completion in completions]),
-        versions=np.concatenate([completion.versions for completion in completions]),
-    )
-
-
-def _char_ends_in_last_text(completions: Sequence[Completion]) -> np.ndarray | None:
-    """Return the position (T,) int32 at which each token ends in the last turn's text; None if it is not known."""
-    if not completions or completions[-1].char_ends is None:
-        return None
-    # Tokens of the other turns come before the first character of the last turn's text, so they end at 0
-    ends_of_others = [np.zeros(len(completion), np.int32) for completion in completions[:-1]]
-    return np.concatenate([*ends_of_others, completions[-1].char_ends])
-
-
-def _in_order_of(turns: Sequence[Turn], values: Sequence[_Value]) -> tuple[_Value, ...]:
-    """Return the values in the order of `turns`. They are given in the order in which the turns were taken."""
-    if not values:
-        return ()
-    return tuple(values[turn.number] for turn in turns)
+        return joined_completion(self._sequences, member, outcome, truncated)

@@ -111,6 +111,14 @@ COMMANDS = {
         config="VerifyConfig",
         run="verify",
     ),
+    "try-environment": Command(
+        "async_grpo.launch.try_environment",
+        "Play one trajectory of an environment, and print it turn by turn: try-environment FILE.py:NAME [--say TEXT ...]. "
+        "Exit code 1 if the trajectory failed.",
+        CHECK,
+        config="TryEnvironmentConfig",
+        run="try_environment",
+    ),
     "eval": Command(
         "async_grpo.launch.evaluate",
         "Evaluate a checkpoint or a model on its own: eval PATH --data NAME=FILE --reward-fns countdown.",

@@ -31,6 +31,7 @@ from async_grpo.options.fields import (
     spellings_of,
 )
 from async_grpo.options.file_text import YAML_ENDINGS
+from async_grpo.options.listed_values import repeated_arguments
 from async_grpo.options.option_file import read_options
 from async_grpo.options.plain_flags import FlagsWithoutType
 from async_grpo.options.redaction import redacted
@@ -293,6 +294,8 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
         ConfigurationError: An option is unknown, or its value is missing.
     """
     flags = {field.name for field in fields if is_flag(field)}
+    repeatable = [field.name for field in fields if field.metadata["repeatable"]]
+    texts_by_name: dict[str, list[str]] = {name: [] for name in repeatable}
     remaining = list(arguments)
     result = []
     if remaining and _is_config_file(remaining[0], fields):
@@ -300,7 +303,7 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
     while remaining:
         argument = remaining.pop(0)
         if argument == "--":
-            return [*result, argument, *remaining]
+            return [*result, *repeated_arguments(texts_by_name), argument, *remaining]
         spelling, equals, value = argument.partition("=")
         if not spelling.startswith("--"):
             result.append(_positional_or_short(argument, remaining, fields))
@@ -330,9 +333,12 @@ def normalized(arguments: Sequence[str], fields: Fields, retired: Mapping[str, s
             value = remaining.pop(0)
         elif not equals:
             raise ConfigurationError(f"{spelling} needs a value")
+        if name in texts_by_name:
+            texts_by_name[name].append(value)
+            continue
         # Name and value form one argument, so that the value may start with a dash
         result.append(f"--{dashed(name)}={value}")
-    return result
+    return [*result, *repeated_arguments(texts_by_name)]
 
 
 def _positional_or_short(argument: str, remaining: list[str], fields: Fields) -> str:

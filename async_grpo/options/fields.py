@@ -52,6 +52,7 @@ def option(
     everyday: bool = False,
     aliases: tuple[str, ...] = (),
     argument: bool = False,
+    repeatable: bool = False,
     form: str = "",
     portable: bool | str | tuple[str, ...] | Mapping[str, float | None] = False,
 ) -> Any:
@@ -69,6 +70,8 @@ def option(
         aliases: Other names of the option, such as ("seed",). A name of one letter is written with one dash, as in
             `-o`.
         argument: Whether the value is a positional argument on the command line.
+        repeatable: Whether the command line may repeat the option. The value is then a JSON list of all texts, which
+            `listed_values.split_list` reads. The form must be LIST.
         form: LIST or TABLE for a text of comma-separated names or of assignments, `name=value,...`. Only these may be a
             list or a table in a TOML file.
         portable: Which values `eval` and `replay` may take from another run's folder, which is untrusted. False: only
@@ -86,6 +89,7 @@ def option(
         "everyday": everyday,
         "aliases": aliases,
         "argument": argument,
+        "repeatable": repeatable,
         "form": form,
         "portable": portable,
     }

@@ -5,7 +5,7 @@ may. Users may write both forms.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
@@ -98,3 +98,16 @@ def split_table(text: str, flag: str) -> list[tuple[str, Scalar]]:
                 f"--{flag} {text!r}: {name} is {value!r}, and a text or a number is needed"
             )
     return [*table.items()]
+
+
+def repeated_arguments(texts_by_name: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return one argument for each option that was given once or more, with a JSON list of its texts.
+
+    >>> repeated_arguments({"say": ["higher, please", "3"], "other": []})
+    ['--say=["higher, please", "3"]']
+    """
+    arguments = []
+    for name, texts in texts_by_name.items():
+        if texts:
+            arguments.append(f"--{name.replace('_', '-')}={json.dumps(texts, ensure_ascii=False)}")
+    return arguments
