@@ -23,6 +23,10 @@ class RequestRefused(ConfigurationError):
     """One request of an agent cannot be served, for example because of its JSON schema. The run continues."""
 
 
+class EnvironmentNeverWorked(AsyncGrpoError, RuntimeError):
+    """All trajectories of the run's first groups failed. The message contains the reason of the first one."""
+
+
 class WorkerLost(AsyncGrpoError, RuntimeError):
     """A worker process died or stopped answering."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, validate_call
 
 from async_grpo.environments.constructor import check_constructor_options
+from async_grpo.environments.failure_text import user_traceback
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile
@@ -27,6 +28,7 @@ from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.result import (
     PLAUSIBLE_REWARD,
     describe,
+    excerpt,
     failure,
     is_finite_number,
     is_plausible,
@@ -106,7 +108,12 @@ class EnvironmentHost:
         except BaseException as error:
             # Catch not only `Exception`: sys.exit() and the timeouts of some libraries raise other errors, which would
             # end the process
-            return failure(describe(error))
+            answer = failure(describe(error))
+            lines = user_traceback(error)
+            # `describe` already names the line if there is only one
+            if lines.count("  File ") > 1:
+                answer["reason"] += excerpt(f"\n{lines}", len(lines) + 1)
+            return answer
 
     async def _reset(self, trajectory: int, row: dict[str, Any], seed: int) -> dict[str, Any]:
         environment = self._make()

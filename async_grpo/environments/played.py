@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.failure_text import failure_text
 from async_grpo.environments.trajectory import TrajectoryRecorder, TurnObserver
 from async_grpo.environments.trajectory_client import TrajectoryClient, trusted_messages
 from async_grpo.protocols import Generation
@@ -102,7 +103,7 @@ class Played:
             except Exception as error:
                 if policy.failure is not None:
                     raise policy.failure from error
-                return policy.trajectory(failure=f"{type(error).__name__}: {error}")
+                return policy.trajectory(failure=failure_text(error))
 
     async def _run_program(self, prompt: Prompt, policy: TrajectoryClient) -> Any:
         """Return what the program returns. If a limit ends it first, return the result of `policy.at_limit`."""

@@ -13,6 +13,7 @@ import numpy as np
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
+from async_grpo.experience.first_trajectories import FirstTrajectories
 from async_grpo.experience.step_metrics import readable_samples
 from async_grpo.metrics.free_numbers import FreeNumbers
 from async_grpo.metrics.spans import Spans
@@ -96,6 +97,7 @@ class Rollouts:
         self.spans = Spans()
         self._on_change = on_change
         self._free_numbers = FreeNumbers()
+        self._first_trajectories = FirstTrajectories(config.groups_per_step)
         self._recomputed: list[RecomputedLogprobs] = []
         if reference is not None:
             self._recomputed.append(RecomputedLogprobs("reference", reference, "ref_logprobs"))
@@ -112,7 +114,15 @@ class Rollouts:
 
         Returns:
             The group. If the estimator compares with a greedy completion, the group includes the verdict on that one.
+
+        Raises:
+            EnvironmentNeverWorked: All trajectories of the run's first groups have failed.
         """
+        group = await self._group(prompt, number, start_version)
+        self._first_trajectories.check(group)
+        return group
+
+    async def _group(self, prompt: Prompt, number: int, start_version: int) -> Group:
         if not self.config.estimator.compares_with_greedy:
             samples = await self._scored(prompt, self.config.samples_per_question)
             return Group(prompt, samples, start_version, number)
@@ -149,6 +159,7 @@ class Rollouts:
             ):
                 async for completion in completions:
                     self._on_change(-1)
+                    self._first_trajectories.ended(completion)
                     scoring = self._score(prompt, completion, evaluation)
                     scoring_tasks.append(task_group.create_task(scoring))
         except BaseExceptionGroup as error_group:

@@ -223,8 +223,9 @@ class StepAlarms:
             )
         failures = [sample.completion.failure for sample in samples if sample.completion.failure]
         if samples and len(failures) / len(samples) > self._limits.failure_alarm:
+            first_line = failures[0].partition("\n")[0]
             alarms.append(
-                f"environment: {len(failures)} of {len(samples)} trajectories failed ({failures[0][:SHOWN_CHARACTERS]})"
+                f"environment: {len(failures)} of {len(samples)} trajectories failed ({first_line[:SHOWN_CHARACTERS]})"
             )
         rewards = {sample.verdict.reward for sample in samples} - {None}
         if len(rewards) == 1:

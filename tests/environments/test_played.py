@@ -763,8 +763,9 @@ def test_reasons_of_failed_trajectories_are_logged_once_for_each_kind(caplog):
     limits = TrajectoryLimits(5, 2000, None, 60)
     assert len(run(all_of(Played(OneSession(lambda: "hm"), program, chat_of("appends"), limits)))) == 42
     logged = [record.getMessage() for record in caplog.records]
-    assert logged[:2] == [
+    assert [text.partition("\n")[0] for text in logged[:2]] == [
         "a trajectory failed: FileNotFoundError: no my_agent.py",
         "a trajectory failed: FileNotFoundError: 0 is wrong",
     ]
+    assert "in program\n    raise FileNotFoundError(next(reasons))" in logged[0]  # its own traceback
     assert len(logged) == MAX_LOGGED_FAILURES + 1 and "further kinds are not logged" in logged[-1]

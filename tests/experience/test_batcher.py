@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.messages import MicroBatch, StepEnd, WorkersJoined
 from async_grpo.testing import FakeGeneration, FakeLogprobs, FakeVerification, completion
-from async_grpo.types import GREEDY, RewardStatus
+from async_grpo.types import GREEDY, Outcome, RewardStatus
 
 
 def questions(count: int = 8) -> list[Question]:
@@ -239,6 +240,18 @@ async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
     for rank in (0, 1):
         with pytest.raises(RunFailed, match="ZeroDivisionError: in the verifier"):
             await batcher.next_message(rank)
+
+
+async def test_an_environment_that_fails_in_all_first_trajectories_ends_the_run_with_its_own_reason():
+    class Mistyped(FakeGeneration):
+        async def generate(self, prompt, count, sampling=None, session=None):
+            async for one in super().generate(prompt, count, sampling, session):
+                yield replace(one, outcome=Outcome(failure="AgentFailed: sh: pyhton: not found"))
+
+    batcher = batcher_of(Mistyped(), num_ranks=1)
+    await batcher.start()
+    with pytest.raises(RunFailed, match=r"EnvironmentNeverWorked: all 8 .*\n.*sh: pyhton: not found"):
+        await batcher.next_message(0)
 
 
 async def test_a_wait_for_experience_ends_and_says_what_is_under_way():

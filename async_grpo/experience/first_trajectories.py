@@ -1,0 +1,54 @@
+"""`FirstTrajectories`: ends a run at its first groups if the environment cannot work at all."""
+
+from collections import Counter
+
+from async_grpo.errors import EnvironmentNeverWorked
+from async_grpo.types import Completion, Group
+
+FIRST_GROUPS = 2  # groups that must fail; one is enough if a step has only one group
+
+
+class FirstTrajectories:
+    """Raises an error if all trajectories of the first admitted groups fail, and none of the run has succeeded.
+
+    A mistyped command of an agent, or an error in the user's class, fails every trajectory. Without this check, the run
+    would go on until the end of its first step, and show a column of samples that are not scored. The groups count in the
+    order of their admission, because groups that fail often end first: in a run with few bad rows, the first groups that
+    end may all have bad rows.
+
+    Args:
+        groups_per_step: Number of groups of one step.
+    """
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._num_needed = min(FIRST_GROUPS, groups_per_step)
+        self._has_succeeded = False
+        self._failures_by_group: dict[int, list[str]] = {}
+
+    def ended(self, completion: Completion) -> None:
+        """Record that a trajectory has ended. One without a failure shows that the environment works."""
+        if not completion.failure:
+            self._has_succeeded = True
+            self._failures_by_group.clear()
+
+    def check(self, group: Group) -> None:
+        """Record that a group is complete.
+
+        Raises:
+            EnvironmentNeverWorked: All trajectories of the first groups have failed, and no other has succeeded.
+        """
+        if self._has_succeeded or group.sequence_number >= self._num_needed:
+            return
+        failures = [sample.completion.failure for sample in group.samples]
+        self._failures_by_group.setdefault(group.sequence_number, failures)
+        if len(self._failures_by_group) < self._num_needed:
+            return
+        all_failures = [failure for failures in self._failures_by_group.values() for failure in failures]
+        counts = Counter(failure.partition(":")[0] for failure in all_failures)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        raise EnvironmentNeverWorked(
+            f"all {len(all_failures)} trajectories of the first {self._num_needed} groups failed ({kinds}), and no other "
+            "has succeeded: the environment cannot work like this. `async-grpo try-environment`, with the run's "
+            "--environment and its options, plays one trajectory and shows each turn. The first reason:\n"
+            f"{all_failures[0]}"
+        )
