@@ -152,19 +152,27 @@ def events_of(request: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, 
     choices: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         choices += _chat_deltas(choice) if is_chat else [choice]
-    events = [frame | {"choices": [choice]} for choice in choices]
-    if (request.stream_options or {}).get("include_usage"):
-        events.append(frame | {"choices": [], "usage": answer["usage"]})
-    return events
+    if not (request.stream_options or {}).get("include_usage"):
+        return [frame | {"choices": [choice]} for choice in choices]
+    # As in OpenAI's API, each event has the field, and only that of the last one has a value
+    events = [frame | {"choices": [choice], "usage": None} for choice in choices]
+    return [*events, frame | {"choices": [], "usage": answer["usage"]}]
 
 
 def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a choice as two events: one with the whole message, and one with the finish reason."""
-    delta = dict(choice["message"])
-    calls = [{"index": number, **call} for number, call in enumerate(delta.get("tool_calls", ()))]
-    if calls:
-        delta["tool_calls"] = calls
-    return [
-        {"index": choice["index"], "delta": delta, "finish_reason": None},
-        {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]},
-    ]
+    """Return a choice as events: its role, its thought, its content, its calls, and the finish reason.
+
+    A call is two events, one with its id and name and one with its arguments, because some clients expect this.
+    """
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    for name in ("reasoning_content", "content"):
+        if message.get(name):
+            deltas.append({name: message[name]})
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        function = call["function"]
+        named_call = {**call, "index": number, "function": {"name": function["name"], "arguments": ""}}
+        arguments = {"index": number, "function": {"arguments": function["arguments"]}}
+        deltas += [{"tool_calls": [named_call]}, {"tool_calls": [arguments]}]
+    events = [{"index": choice["index"], "delta": delta, "finish_reason": None} for delta in deltas]
+    return [*events, {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]
