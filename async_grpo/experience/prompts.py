@@ -14,6 +14,7 @@ from jinja2 import TemplateSyntaxError
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.control_spellings import control_token_spellings
+from async_grpo.experience.instruction_roles import InstructionRoles
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.row_messages import (
     ROLES,
@@ -76,6 +77,7 @@ class PromptRenderer:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         check_variables(self._variables, self._templates, self._template_name)
         self._known_roles = (*ROLES, *self._roles_in_template())
+        self._instruction_roles = InstructionRoles(self._template_name, self._applied_to_roles)
         self._examiner = TemplateExaminer(self._template_name, self._applied)
         self._has_rendered_rows = False
 
@@ -295,7 +297,7 @@ class PromptRenderer:
         begins_turn: bool = True,
         continues: bool = False,
     ) -> str:
-        """Apply the chat template to messages, as transformers does, and return the text.
+        """Apply the chat template to messages, with the roles of instructions that it writes, and return the text.
 
         Args:
             messages: Messages in the form that chat templates expect.
@@ -304,8 +306,20 @@ class PromptRenderer:
             continues: Whether the text ends within the last message, which the policy continues.
 
         Raises:
-            ConfigurationError: The template refuses the messages.
+            ConfigurationError: The template refuses the messages, or does not write a developer message.
         """
+        mapped = self._instruction_roles.mapped(messages, tools)
+        return self._applied_to_roles(mapped, tools, begins_turn=begins_turn, continues=continues)
+
+    def _applied_to_roles(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        begins_turn: bool = True,
+        continues: bool = False,
+    ) -> str:
+        """Apply the chat template to messages as they are, as transformers does, and return the text. See `_applied`."""
         if not self._tests_for_none:
             messages = _with_texts(messages)
         settings = {
