@@ -51,6 +51,7 @@ from async_grpo.environments.trajectory_client import (
     row_of,
 )
 from async_grpo.environments.typed_output import TypedOutput, typed_output_of
+from async_grpo.environments.unsupported_fields import ignored_fields
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
@@ -234,7 +235,8 @@ class AgentEndpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, _context_tokens(request))
-        chat_request, messages = await offloaded(len(body), _chat_request_of, body)
+        chat_request, messages, ignored = await offloaded(len(body), _chat_request_of, body)
+        request[TRAJECTORY].policy.ignored_fields.update(ignored)
         tools = None if chat_request.tool_choice == "none" else chat_request.tools
         typed = typed_output_of(
             chat_request.response_format,
@@ -250,7 +252,8 @@ class AgentEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         context_tokens = _context_tokens(request)
         body = await read_body(request, context_tokens)
-        completion_request = await offloaded(len(body), _completion_request_of, body, context_tokens)
+        completion_request, ignored = await offloaded(len(body), _completion_request_of, body, context_tokens)
+        request[TRAJECTORY].policy.ignored_fields.update(ignored)
         prompt = completion_request.prompt
         context: Context = Whole(prompt) if isinstance(prompt, str) else prompt
         return await self._answer(request, completion_request, context, len(body))
@@ -331,16 +334,18 @@ def _context_tokens(request: web.Request) -> int:
     return policy.limits.tokens
 
 
-def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    """Return the parsed request, and its messages in the form that chat templates expect."""
+def _chat_request_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]], list[str]]:
+    """Return the parsed request, its messages in the form that chat templates expect, and its ignored fields."""
     fields = parsed_body(body)
     chat_request = validated(ChatRequest, fields)
-    return chat_request, [as_template(message) for message in chat_request.messages]
+    messages = [as_template(message) for message in chat_request.messages]
+    return chat_request, messages, ignored_fields(fields)
 
 
-def _completion_request_of(body: bytes, context_tokens: int) -> CompletionRequest:
+def _completion_request_of(body: bytes, context_tokens: int) -> tuple[CompletionRequest, list[str]]:
+    """Return the parsed request, and the names of its ignored fields."""
     fields = parsed_body(body, max_token_ids=context_tokens)
-    return validated(CompletionRequest, fields)
+    return validated(CompletionRequest, fields), ignored_fields(fields)
 
 
 def _result_of(body: bytes) -> Result:

@@ -14,7 +14,11 @@ from async_grpo.environments.request_faults import validated
 from async_grpo.environments.responses_answer import response_events, response_of
 from async_grpo.environments.responses_request import ResponsesRequest
 from async_grpo.environments.trajectory_client import SharedContext
-from async_grpo.environments.unsupported_fields import RESPONSES_HINTS, RESPONSES_UNSUPPORTED
+from async_grpo.environments.unsupported_fields import (
+    RESPONSES_HINTS,
+    RESPONSES_UNSUPPORTED,
+    ignored_fields,
+)
 from async_grpo.processes.offload import offloaded
 
 
@@ -27,7 +31,8 @@ async def answer_responses_request(request: web.Request, trajectory: Trajectory)
     """
     policy = trajectory.policy
     body = await read_body(request, policy.limits.tokens)
-    parsed = await offloaded(len(body), _parsed, body)
+    parsed, ignored = await offloaded(len(body), _parsed, body)
+    policy.ignored_fields.update(ignored)
     conversation = await offloaded(len(body), trajectory.responses.conversation, parsed)
     messages = conversation.messages
     if parsed.instructions is not None:
@@ -50,6 +55,8 @@ async def answer_responses_request(request: web.Request, trajectory: Trajectory)
     return web.Response(text=text, content_type="application/json")
 
 
-def _parsed(body: bytes) -> ResponsesRequest:
+def _parsed(body: bytes) -> tuple[ResponsesRequest, list[str]]:
+    """Return the parsed request, and the names of its ignored fields."""
     fields: Any = parsed_body(body)
-    return validated(ResponsesRequest, fields, RESPONSES_HINTS, RESPONSES_UNSUPPORTED)
+    parsed = validated(ResponsesRequest, fields, RESPONSES_HINTS, RESPONSES_UNSUPPORTED)
+    return parsed, ignored_fields(fields)

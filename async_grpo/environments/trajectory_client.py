@@ -5,6 +5,7 @@ Every turn is a separate request to any engine that has room. Between turns, a t
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryR
 from async_grpo.environments.typed_output import TypedOutput, with_instruction
 from async_grpo.errors import AsyncGrpoError, ConfigurationError, RequestRefused
 from async_grpo.experience.row_messages import Message, messages_of
+from async_grpo.metrics.free_numbers import IGNORED_PREFIX
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted
 from async_grpo.processes.offload import offloaded
@@ -103,6 +105,7 @@ class TrajectoryClient:
     Attributes:
         failure: The error of an engine; None if there was none. It fails the run even if the program catches the error.
         is_over: The limit that the trajectory has reached; "" if it has reached none.
+        ignored_fields: Number of requests with each field that the endpoint ignored.
         at_limit: Function that returns the result of a trajectory that a limit ended. Programs replace it, because only
             they know the rewards so far.
     """
@@ -121,6 +124,7 @@ class TrajectoryClient:
         self.limits = limits
         self.failure: AsyncGrpoError | None = None
         self.is_over = ""
+        self.ignored_fields = Counter[str]()
         self.at_limit: Callable[[], Completion] = self.trajectory
         self._num_requests = 0  # number of requested turns; an agent may request several at the same time
         self._generation = generation
@@ -287,6 +291,8 @@ class TrajectoryClient:
         metrics = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
         metrics["seconds"] = time.monotonic() - self._started_at
         metrics["rewritten_histories"] = self.recorder.num_rewritten
+        for name, count in self.ignored_fields.items():
+            metrics[f"{IGNORED_PREFIX}{name}"] = count
         outcome = Outcome(
             reward=None if reward is None else float(reward),
             failure=excerpt(failure, MAX_FAILURE_CHARACTERS),

@@ -1,8 +1,8 @@
 """Fields of OpenAI's and vLLM's APIs that the endpoint does not support, and that would change what an answer contains.
 
 Requests with these fields are refused, because an agent that relies on such a field would misread the answer. Fields
-that only set how turns are sampled, such as `temperature`, `seed` and `logit_bias`, are ignored: the run's settings
-apply to turns that are trained on.
+that only set how turns are sampled, such as `temperature`, `seed` and `logit_bias`, are ignored and counted: the run's
+settings apply to turns that are trained on.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,39 @@ UNSUPPORTED = {
     "top_logprobs": "answers have no log probabilities: leave it out",
     "functions": "use `tools`",
     "best_of": "use `n`, and choose in the program",
+    "audio": "answers are texts: leave it out",
+    "web_search_options": "the endpoint has no tools of its own: leave it out",
+    "stop_token_ids": "use `stop`",
     "suffix": "answers continue the prompt alone: leave it out",
     "chat_template_kwargs": "the chat template is used in the same way for all turns of the run: leave it out",
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _SCHEMAS_ONLY),
     "structured_outputs": _SCHEMAS_ONLY,
     **dict.fromkeys(("bad_words", "min_tokens", "ignore_eos"), _FREELY),
 }
+# Fields that are ignored. The number of requests that have them is part of the metrics
+IGNORED = (
+    "frequency_penalty",
+    "include_reasoning",
+    "length_penalty",
+    "logit_bias",
+    "max_tool_calls",
+    "min_p",
+    "parallel_tool_calls",
+    "prediction",
+    "presence_penalty",
+    "reasoning",
+    "reasoning_effort",
+    "repetition_penalty",
+    "seed",
+    "service_tier",
+    "temperature",
+    "top_k",
+    "top_p",
+    "truncation",
+    "verbosity",
+)
+# Values with which an ignored field requests what the endpoint does anyway
+_DEFAULTS = {"parallel_tool_calls": True, "truncation": "disabled", "include_reasoning": True}
 # Further fields of the Responses API
 RESPONSES_UNSUPPORTED = UNSUPPORTED | {
     "background": "a request is answered when the turn is complete: leave it out",
@@ -67,3 +94,25 @@ def unsupported_fields(request: Mapping[str, Any], unsupported: Mapping[str, str
         if not is_harmless:
             reasons.append(f"{name}: {reason}")
     return reasons
+
+
+def ignored_fields(request: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields of a request that are ignored. All of them are names of `IGNORED`.
+
+    >>> ignored_fields({"temperature": 0, "top_p": None, "parallel_tool_calls": True, "text": {"verbosity": "low"}})
+    ['temperature', 'verbosity']
+    """
+    fields = dict(request)
+    text_settings = request.get("text")
+    # The Responses API has the verbosity among the settings of the text
+    if isinstance(text_settings, Mapping):
+        fields.setdefault("verbosity", text_settings.get("verbosity"))
+    names = []
+    for name in IGNORED:
+        value = fields.get(name)
+        is_default = name in _DEFAULTS and value == _DEFAULTS[name]
+        # With a required call, the number of calls is part of the form that the turn must have (see `typed_output`)
+        is_form = name == "parallel_tool_calls" and request.get("tool_choice") == "required"
+        if value is not None and not is_default and not is_form:
+            names.append(name)
+    return names

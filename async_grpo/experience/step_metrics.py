@@ -13,6 +13,7 @@ import numpy as np
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
 from async_grpo.metrics.alarms import repeated_endings
+from async_grpo.metrics.free_numbers import IGNORED_PREFIX
 from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Completion, Group, Outcome, RewardStatus, Sample
 
@@ -61,7 +62,7 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return means over the trajectories of a run with an environment, or {} for other runs.
 
     They include the numbers that the environments report, and the mean numbers of turns, of sampled tokens per turn,
-    and of sequences.
+    and of sequences. The numbers of requests with ignored fields are sums.
     """
     trajectories = [sample.completion for sample in samples if sample.completion.outcome is not None]
     if not trajectories:
@@ -78,7 +79,8 @@ def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     }
     for name in sorted(set[str]().union(*(outcome.numbers for outcome in outcomes))):
         values = [outcome.numbers[name] for outcome in outcomes if name in outcome.numbers]
-        stats[f"environment/{name}"] = _mean(values)
+        is_count = name.startswith(IGNORED_PREFIX)
+        stats[f"environment/{name}"] = sum(values) if is_count else _mean(values)
     return stats
 
 

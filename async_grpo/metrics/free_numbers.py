@@ -13,6 +13,8 @@ MAX_EXTRA = 1e38
 # Maximum number of names that one source may use in a run. Each source has a limit of its own, so that agents cannot
 # use up the names that rewards need
 MAX_NUMBER_NAMES = 500
+# Numbers of trajectories whose names begin with this are counts of requests. Their sum becomes a metric, not their mean
+IGNORED_PREFIX = "ignored/"
 NUMBER_NAME = r"[\w./-]{1,100}"
 _NAME = re.compile(NUMBER_NAME)
 MAX_LOGGED_CHARACTERS = 200  # maximum length of a name in a warning
