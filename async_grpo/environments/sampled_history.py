@@ -19,6 +19,7 @@ from typing import Any
 
 from async_grpo.environments.chat import Chat
 from async_grpo.experience.row_messages import Message
+from async_grpo.processes.untrusted_files import parse_json
 
 
 class Spelling(Enum):
@@ -106,6 +107,33 @@ def message_key(message: Message, *, with_thought: bool = False) -> str:
     for call in message.get("tool_calls") or ():
         if isinstance(call, Mapping):
             function = call.get("function", {})
-            calls.append([call.get("id"), function.get("name"), function.get("arguments")])
+            arguments = _canonical(function.get("arguments"))
+            calls.append([call.get("id"), function.get("name"), arguments])
     thought = message.get("reasoning_content") if with_thought else None
     return json.dumps([message.get("content") or "", calls, thought])
+
+
+def _canonical(arguments: Any) -> Any:
+    """Return the arguments of a call in one form, whatever a client changed when it parsed them and wrote them again.
+
+    Clients in JavaScript write no spaces, and 1 for 1.0.
+
+    >>> _canonical('{"a": 1.0}') == _canonical('{"a":1}')
+    True
+    """
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = parse_json(arguments)
+        except ValueError:
+            return arguments
+    return json.dumps(_with_integers(value), sort_keys=True)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return a JSON value with an integer for each number that is one."""
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -61,8 +61,8 @@ REFUSED = {
 ANSWERED = {
     "n2": '"index": 1, "message"',
     "stream": "data: [DONE]",
-    "stream_usage": '"choices": [], "usage": {"prompt_tokens": 17',
-    "stream_n2": '"index": 1, "delta"',
+    "stream_usage": '"finish_reason": null}], "usage": null',
+    "stream_n2": '"index": 0, "delta": {"role": "assistant"',
     "models": '"data": [{"id": "policy", "object": "model", "created"',
     "model": '{"id": "policy", "object": "model", "created"',
     "result_text": '"reward": 1.0',

@@ -61,3 +61,27 @@ def test_a_structured_message_has_the_policy_s_own_fields_alone():
 )
 def test_roles_are_lost_whose_texts_are_not_in_what_the_template_wrote(text, contents, lost):
     assert lost_roles(text, [{"role": "tool", "content": content} for content in contents]) == lost
+
+
+def call(arguments: str) -> list[dict]:
+    return [{"id": "c00000000", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+
+
+@pytest.mark.parametrize(
+    "arguments, is_same",
+    [
+        ('{"a": 1, "b": [1.0, "é"]}', True),
+        ('{"a":1,"b":[1,"é"]}', True),
+        ('{"b": [1, "\\u00e9"], "a": 1}', True),
+        ('{"a": 1, "b": [1.5, "é"]}', False),
+        ('{"a": "1", "b": [1, "é"]}', False),
+        ('{"a": 1, "b": [1, "é"]', False),
+        ("", False),
+        ("[" * 100_000, False),
+        ('{"a": Infinity, "b": [1, "é"]}', False),
+    ],
+)
+def test_a_call_whose_arguments_a_client_wrote_anew_is_the_policy_s(arguments, is_same):
+    turns = SampledHistory()
+    turns.add(said(tool_calls=call('{"a": 1, "b": [1.0, "é"]}')), FIRST)
+    assert (turns.turns_of([said(tool_calls=call(arguments))]) == {0: FIRST}) is is_same
