@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from engine_thread import MODEL, SETTINGS, hf_logprobs, send, weights
+from openai import AsyncOpenAI
 from real_runs import left_behind
 
 from async_grpo.data import COUNTDOWN_TRAIN as DATA
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
+from async_grpo.environments.trajectory import TrajectoryRecorder
+from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.types import Prompt, RewardStatus, Sample, Verdict
 
@@ -95,6 +100,37 @@ def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_betw
             [40, 41] if sync_after < turns - 1 else [40]
         )
         assert (completion.versions[: ends[sync_after]] == 40).all()
+
+
+def test_the_responses_api_continues_the_tokens_of_the_real_engine(engine, model):
+    """An answer and its continuation by `previous_response_id` are one sequence, streamed or not."""
+    send(engine, weights(model), 50)
+    direct = Direct(engine.worker)
+    limits = TrajectoryLimits(20, SETTINGS.max_total_tokens, None, 60)
+    prompt = Prompt(0, np.empty(0, np.int32), {})
+    recorder = TrajectoryRecorder(Chat(load_tokenizer(MODEL)))
+    policy = TrajectoryClient(direct, recorder, prompt, 0, limits)
+
+    async def story():
+        endpoint = AgentEndpoint()
+        await endpoint.start()
+        key, _ = endpoint.open(policy)
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
+            create = partial(client.responses.create, model="policy", max_output_tokens=8)
+            first = await create(input="3+4?")
+            events = [
+                event async for event in await create(input="5", previous_response_id=first.id, stream=True)
+            ]
+        await endpoint.close()
+        return first, events[-1].response
+
+    answers = engine.run(story())
+    completion = policy.trajectory(1.0)
+    (sequence,) = Sample(prompt, completion, Verdict(RewardStatus.OK, 1.0)).sequences
+    sampled = [turn.num_tokens for turn in completion.turns]
+    assert [answer.usage.output_tokens for answer in answers] == sampled
+    np.testing.assert_array_equal(direct.seen[1], sequence.token_ids[: -sampled[1]])
+    np.testing.assert_array_equal(direct.seen[0], direct.seen[1][: len(direct.seen[0])])
 
 
 def environments_of(run) -> list[psutil.Process]:
