@@ -3,10 +3,10 @@
     python -m benchmarks.rewriting_costs FOLDER
 
 The folder contains chat templates (NAME.jinja). The policy plays a chat and a tool loop under each template, and thinks
-in each turn if the template writes thoughts. A request whose history the template rewrote begins a new sequence, and all
-sequences are trained on. Printed is the number of tokens of all sequences, divided by the number of tokens of one
-sequence to which each message is only appended. The tokenizer is that of the tiny model, with the control tokens of the
-template; a token is about one letter.
+in each turn if the template writes thoughts and the prompt does not end with an empty one. A request whose history the
+template rewrote begins a new sequence, and all sequences are trained on. Printed is the number of tokens of all
+sequences, divided by the number of tokens of one sequence to which each message is only appended. The tokenizer is that
+of the tiny model, with the control tokens of the template; a token is about one letter.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from async_grpo.experience.template_turns import _common_beginning
 TURNS = 8  # of the policy, in the chat and in the tool loop
 WORDS_OF_THOUGHT = 120
 WORDS_OF_ANSWER = 60
+ENDS = (*model_families.ENDS, "<|return|>")
 WORDS_OF_MESSAGE = 30  # of a user's message, and of a tool's answer
 
 
@@ -52,14 +53,29 @@ def turn(
     essential = calls[0]["function"]["name"] if calls else content
     thought = words(WORDS_OF_THOUGHT, 100 + seed)
     text = ""
-    for further in ({"reasoning_content": thought}, {"thinking": thought}, {}):
+    # A prompt that ends with an empty thought asks the policy not to think
+    may_think = not any(question.rstrip().endswith(end) for _, end in THOUGHT_TAGS)
+    thoughts = ({"reasoning_content": thought}, {"thinking": thought}) if may_think else ()
+    for further in (*thoughts, {}):
         whole = chat.prompts.whole_text([model_families.QUESTION, message | further], tools)
-        text = whole[_common_beginning(question, whole) :].rstrip()
-        for end in model_families.ENDS:
-            text = text.removesuffix(end)
+        text = without_end(whole[_common_beginning(question, whole) :], essential)
+        if essential in text and not may_think:
+            return text
         if essential in text and (thought in text or not further):
             return with_thought(chat, question, text, thought)
     raise ConfigurationError("the template does not write such a turn")
+
+
+def without_end(text: str, essential: str) -> str:
+    """Return a turn without the token that ends it, and what the template writes behind it.
+
+    Args:
+        text: The turn.
+        essential: A part of the turn, behind which the end is searched.
+    """
+    begin = text.find(essential) + len(essential)
+    places = [text.find(end, begin) for end in ENDS]
+    return text[: min((place for place in places if place >= 0), default=len(text))].rstrip()
 
 
 def with_thought(chat: Chat, question: str, text: str, thought: str) -> str:
