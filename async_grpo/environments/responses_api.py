@@ -45,13 +45,14 @@ async def answer_responses_request(request: web.Request, trajectory: Trajectory)
         typed=parsed.typed_output(),
     )
     (reply,) = await trajectory.take_turns(take_turn, count=1)
-    # Hexadecimal digits alone, so that the id of an item contains the id of its answer in a readable way
-    response = response_of(parsed, secrets.token_hex(12), reply)
+    # The answer repeats the tools and the instructions of the request
+    size = len(body) + len(reply.text)
+    response = await offloaded(size, response_of, parsed, secrets.token_hex(12), reply)
     if parsed.store is not False:
         trajectory.responses.add(response, conversation, reply.message)
     if parsed.stream:
-        return await send_events(request, response_events(response), len(reply.text), names_events=True)
-    text = await offloaded(len(reply.text), json.dumps, response)
+        return await send_events(request, response_events(response), size, names_events=True)
+    text = await offloaded(size, json.dumps, response)
     return web.Response(text=text, content_type="application/json")
 
 

@@ -66,3 +66,40 @@ def test_the_page_lists_what_is_ignored_and_what_is_refused():
     section = PAGE.read_text().partition("### What is ignored")[2].partition("### ")[0]
     names = [name for name in (*IGNORED, *RESPONSES_UNSUPPORTED) if not name.startswith("guided_")]
     assert [name for name in names if f"`{name}`" not in section] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "faults"),
+    [
+        (
+            "chat/completions",
+            {"messages": [], "logprobs": True, "best_of": 2, "n": 0, "stream": "perhaps"},
+            ["messages: ", "logprobs: ", "best_of: ", "n: ", "stream: "],
+        ),
+        (
+            "completions",
+            {"prompt": [], "suffix": "a", "audio": {"a": 1}, "stop": [""]},
+            ["suffix: ", "audio: ", "stop.0: "],
+        ),
+        ("completions", {"echo": True, "stop_token_ids": [1]}, ["prompt: ", "echo: ", "stop_token_ids: "]),
+        ("result", {"reward": "much", "numbers": 3}, ["reward: ", "numbers: "]),
+    ],
+)
+def test_a_refused_request_names_all_its_faults(path, body, faults):
+    async def story():
+        async with Server() as server:
+            status, answer = await server.ask(server.keys[0], path, body)
+            message = answer["error"]["message"]
+            assert status == 400 and [fault for fault in faults if fault not in message] == [], message
+
+    run(story())
+
+
+def test_a_request_with_a_thousand_faults_is_refused_in_a_few_lines():
+    async def story():
+        async with Server() as server:
+            body = {"numbers": {f"{number} {'x' * 100}": 1 for number in range(1000)}, "reward": "a" * 5000}
+            status, answer = await server.ask(server.keys[0], "result", body)
+            assert status == 400 and len(answer["error"]["message"]) < 2000
+
+    run(story())

@@ -9,6 +9,8 @@ import pytest
 from agent_endpoint import CALL, Server
 from scripted_play import OneSession, run
 
+from async_grpo.environments.responses_request import ResponsesRequest, messages_of_input
+
 TOOL = {
     "type": "function",
     "name": "add",
@@ -137,6 +139,83 @@ def test_an_answer_that_is_cut_off_is_incomplete_and_says_why(stream):
             assert answer.output[-1].status == "incomplete"
 
     run(story())
+
+
+def test_calls_of_a_turn_are_one_message_even_if_the_answer_of_each_follows_it_at_once():
+    async def story():
+        async with saying(f"so {CALL} and {CALL}", ANSWER, "bye") as server:
+            create = client_of(server).responses.create
+            first = await create(model="policy", input="1 + 1?", tools=[TOOL])
+            conversation = [{"role": "user", "content": "1 + 1?"}]
+            for item in first.output:
+                conversation.append(item)
+                if item.type == "function_call":
+                    conversation.append(output_of(item.call_id))
+            await create(model="policy", input=conversation, tools=[TOOL])
+            assert is_one_sequence(server) and seen(server)[-1].count("<|im_start|>tool\n2") == 2
+
+    run(story())
+
+
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "hm"}],
+}
+TEXT = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
+FOREIGN_CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+CHAT_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([THOUGHT, TEXT], [{"content": "so", "reasoning_content": "hm"}]),
+        ([THOUGHT], [{"content": "", "reasoning_content": "hm"}]),
+        ([THOUGHT, FOREIGN_CALL], [{"content": None, "reasoning_content": "hm", "tool_calls": [CHAT_CALL]}]),
+        ([TEXT, FOREIGN_CALL, FOREIGN_CALL], [{"content": "so", "tool_calls": [CHAT_CALL, CHAT_CALL]}]),
+        ([{**THOUGHT, "content": None}, TEXT], [{"content": "so"}]),
+        ([{"role": "assistant", "content": "so"}], [{"content": "so"}]),
+        # A turn ends before the next thought, and before a second text
+        ([TEXT, THOUGHT, TEXT], [{"content": "so"}, {"content": "so", "reasoning_content": "hm"}]),
+        ([TEXT, TEXT], [{"content": "so"}, {"content": "so"}]),
+        ([FOREIGN_CALL, TEXT], [{"content": None, "tool_calls": [CHAT_CALL]}, {"content": "so"}]),
+        # Ids of other servers do not say which calls belong together
+        (
+            [FOREIGN_CALL | {"id": "fc_1"}, TEXT, FOREIGN_CALL | {"id": "fc_2"}],
+            [{"content": None, "tool_calls": [CHAT_CALL]}, {"content": "so", "tool_calls": [CHAT_CALL]}],
+        ),
+    ],
+)  # fmt: skip
+def test_the_items_of_a_turn_are_one_message_of_a_chat(items, messages):
+    request = ResponsesRequest.model_validate({"input": items})
+    assert messages_of_input(request.input) == [{"role": "assistant", **message} for message in messages]
+
+
+def test_a_turn_whose_thought_the_agent_changed_is_not_the_policy_s():
+    async def story():
+        async with saying(ANSWER, "bye", "bye") as server:
+            first = await response(server, {"input": "1 + 1?"})
+            conversation = [
+                {"role": "user", "content": "1 + 1?"},
+                *first["output"],
+                {"role": "user", "content": "b"},
+            ]
+            await response(server, {"input": conversation})
+            assert is_one_sequence(server)
+            conversation[1]["content"][0]["text"] = "another thought"
+            await response(server, {"input": conversation})
+            assert "<think>" not in seen(server)[-1]  # the template writes contents alone
+
+    run(story())
+
+
+async def response(server: Server, body: dict) -> dict:
+    """Return the answer to a request that is answered."""
+    status, answer = await server.ask(server.keys[0], "responses", body)
+    assert status == 200, answer
+    return answer
 
 
 async def refusal(server: Server, body: dict, key: int = 0) -> dict:
