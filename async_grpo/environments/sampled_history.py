@@ -22,6 +22,9 @@ from async_grpo.experience.row_messages import Message
 from async_grpo.processes.untrusted_files import parse_json
 
 
+MAX_CANONICAL_CHARACTERS = 32_768  # arguments of a call that are longer are compared as they are written
+
+
 class Spelling(Enum):
     """How a turn of the policy goes back into the conversation."""
 
@@ -123,6 +126,9 @@ def _canonical(arguments: Any) -> Any:
     """
     value = arguments
     if isinstance(arguments, str):
+        # To parse all arguments of a large request could take seconds
+        if len(arguments) > MAX_CANONICAL_CHARACTERS:
+            return arguments
         try:
             value = parse_json(arguments)
         except ValueError:

@@ -123,7 +123,7 @@ class TrajectoryRecorder:
             tools: JSON schemas of the tools.
             size: Number of characters in the conversation, if the caller knows it; otherwise 0.
         """
-        sampled_turns = self._history.turns_of(messages)
+        sampled_turns = await offloaded(size, self._history.turns_of, messages)
         latest = max(sampled_turns, default=-1)
         renderings: dict[Spelling, Rendered] = {}
         refusal: ConfigurationError | None = None
