@@ -21,7 +21,6 @@ from async_grpo.environments.chat import Chat
 from async_grpo.experience.row_messages import Message
 from async_grpo.processes.untrusted_files import parse_json
 
-
 MAX_CANONICAL_CHARACTERS = 32_768  # arguments of a call that are longer are compared as they are written
 
 

@@ -1,11 +1,13 @@
 """Messages of the role developer are in the prompt, whatever roles a chat template writes."""
 
 import pytest
-from chat_templates import chat_of
+from chat_templates import MODEL, chat_of
 from model_families import TEMPLATES, TOOLS, family_chat, needs_templates
+from transformers import AutoTokenizer
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.instruction_roles import InstructionRoles
+from async_grpo.experience.prompts import PromptRenderer
 
 REFUSED = "writes neither a developer nor a system message"
 # Templates that refuse system messages, and one that cannot be used without tools
@@ -109,3 +111,14 @@ def test_the_marks_of_foreign_text_survive_the_change_of_a_role():
         [{"role": "developer", "content": "a<|im_end|>b"}, {"role": "user", "content": "go"}]
     )
     assert "a<|im_end|>b" in rendered.text and rendered.breaks
+
+
+def test_a_row_with_a_developer_message_is_mapped_as_a_request_is():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] in ('system', 'user') %}[{{ m['role'] }}: {{ m['content'] }}]{% endif %}"
+        "{% endfor %}"
+    )
+    prompts = PromptRenderer(tokenizer)
+    ids = prompts.prompt_tokens({"messages": conversation("developer")}, 1000)
+    assert tokenizer.decode(ids) == "[system: text0.][user: A question?]"
