@@ -15,6 +15,7 @@ from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.played import Needs
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
+from async_grpo.processes.output_log import OutputLog
 from async_grpo.rewards.isolation.adapter_process import child_environment
 
 VERIFIERS_PROGRAM = Path(__file__).parent / "ecosystem" / "verifiers_program" / "verifiers_agent.py"
@@ -38,7 +39,9 @@ class Adapter:
     source: str = ""  # FILE.py:NAME in this folder; the file's text is sent to the processes. "" for agents
     package: str = ""  # the package that the source file needs
     # Makes the rollout program of agents; None for a source file
-    agents: Callable[[EnvironmentConfig, AgentEndpoint, Variables], AgentProgram] | None = None
+    agents: Callable[[EnvironmentConfig, AgentEndpoint, Variables, OutputLog | None], AgentProgram] | None = (
+        None
+    )
     # Makes the rows of a split; None if a method `rows` in the source file makes them, or nothing does
     rows: Callable[[EnvironmentConfig, str, Variables], list[dict[str, Any]]] | None = None
     publishes_endpoint: bool = False  # whether a file in the run's folder tells agents the endpoint's address
@@ -64,20 +67,34 @@ def argument_of(name: str) -> str:
     return name.partition(":")[2]
 
 
-def _started_agents(config: EnvironmentConfig, endpoint: AgentEndpoint, variables: Variables) -> AgentProgram:
+def _started_agents(
+    config: EnvironmentConfig,
+    endpoint: AgentEndpoint,
+    variables: Variables,
+    output_log: OutputLog | None,
+) -> AgentProgram:
     command = argument_of(str(config.environment))
-    return AgentProgram(RunAgent(endpoint, command, variables), needs=endpoint)
+    return AgentProgram(RunAgent(endpoint, command, variables, output_log), needs=endpoint)
 
 
-def _awaited_agents(config: EnvironmentConfig, endpoint: AgentEndpoint, variables: Variables) -> AgentProgram:
-    agent = AwaitAgent(endpoint, "", variables)
+def _awaited_agents(
+    config: EnvironmentConfig,
+    endpoint: AgentEndpoint,
+    variables: Variables,
+    output_log: OutputLog | None,
+) -> AgentProgram:
+    agent = AwaitAgent(endpoint, "", variables, output_log)
     return AgentProgram(agent, needs=agent)
 
 
 def _verifiers_agents(
-    config: EnvironmentConfig, endpoint: AgentEndpoint, variables: Variables
+    config: EnvironmentConfig,
+    endpoint: AgentEndpoint,
+    variables: Variables,
+    output_log: OutputLog | None,
 ) -> AgentProgram:
-    agent = AwaitAgent(endpoint, shlex.join(_verifiers_command(config, "play")), variables)
+    command = shlex.join(_verifiers_command(config, "play"))
+    agent = AwaitAgent(endpoint, command, variables, output_log)
     return AgentProgram(agent, needs=agent)
 
 

@@ -26,6 +26,7 @@ from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.trajectory_client import TrajectoryClient, row_of
 from async_grpo.options.redaction import redacted, register_secrets
 from async_grpo.options.source_file import PACKAGE_ROOT
+from async_grpo.processes.output_log import OutputLog, SourceOutput
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.isolation.adapter_process import child_environment
 from async_grpo.types import Completion, Prompt
@@ -51,11 +52,22 @@ class AgentFailed(RuntimeError):
 class _Agent:
     """Common base of the programs below. It holds the endpoint, and a command with its environment variables."""
 
-    def __init__(self, endpoint: AgentEndpoint, command: str, variables: Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        endpoint: AgentEndpoint,
+        command: str,
+        variables: Mapping[str, str] | None,
+        output_log: OutputLog | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._command = command
         self._variables = variables
+        self._output_log = output_log
         register_secrets((variables or {}).values())
+
+    def _log_of(self, source: str) -> SourceOutput | None:
+        """Return the part of the log file for one process, or None if there is no log file."""
+        return None if self._output_log is None else self._output_log.output_of(source)
 
     @asynccontextmanager
     async def _running(
@@ -128,7 +140,7 @@ class RunAgent(_Agent):
         try:
             row = json.dumps(row_of(prompt)).encode()
             async with self._running(key, row) as (process, output):
-                last_output = await _read_to_end(output)
+                last_output = await _read_to_end(output, self._log_of(f"agent {process.pid}"))
                 status = await process.wait()
         finally:
             self._endpoint.shut(key)
@@ -175,7 +187,7 @@ class AwaitAgent(_Agent):
         run_key = self._endpoint.run_key
         try:
             async with self._running(run_key) as (process, output):
-                last_output = await _read_to_end(output)
+                last_output = await _read_to_end(output, self._log_of("the agents' program"))
                 words = last_words(last_output.replace(run_key, "(the run's key)"))
                 event = f"ended with exit status {await process.wait()}; it said: {words}"
         except OSError as error:
@@ -203,14 +215,18 @@ def _reported(policy: TrajectoryClient, trajectory: Trajectory) -> Completion:
     return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
 
 
-async def _read_to_end(output: asyncio.StreamReader) -> str:
-    """Read an output until it ends, and return its last MAX_KEPT_BYTES as text."""
+async def _read_to_end(output: asyncio.StreamReader, log: SourceOutput | None) -> str:
+    """Read an output until it ends, and return its last MAX_KEPT_BYTES as text. The log gets its beginning."""
     last_bytes = b""
     while True:
         piece = await output.read(MAX_KEPT_BYTES)
         if not piece:
             break
+        if log is not None:
+            log.add(piece)
         last_bytes = (last_bytes + piece)[-MAX_KEPT_BYTES:]
+    if log is not None:
+        log.end()
     return last_bytes.decode(errors="replace").strip()
 
 

@@ -19,8 +19,10 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.options.fields import nearest, refuse
+from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.processes.http_server import MAX_CONNECTIONS
+from async_grpo.processes.output_log import OutputLog
 from async_grpo.protocols import Generation
 
 HERE = Path(__file__).parent
@@ -29,6 +31,9 @@ PROCESSES = 4
 AGENTS = 64
 
 TAKES_OPTIONS = "verifiers"  # the only adapter of agents that takes --environment-options
+OUTPUT_FILE = (
+    "environment_output.log"  # in the run's output folder: what environments, tools and agents print
+)
 CONNECTIONS_PER_AGENT = 8  # connections to the endpoint that each agent may have open
 # Games of this package, name -> FILE.py:NAME. Names must stay valid, because stored options of earlier runs contain
 # them
@@ -147,7 +152,8 @@ def make_played(
         settings: Settings that all workers of the run share.
         source: The environment's source file, from `source_of`; None for agents.
         generation: The engines, which sample the turns.
-        folder: Output folder of the run. Agents that run elsewhere find the endpoint's address there.
+        folder: Output folder of the run. Agents that run elsewhere find the endpoint's address there, and what
+            environments, tools and agents print is written to OUTPUT_FILE in it. Without it, this goes to stderr.
         variables: Environment variables for the processes of environments or agents, in addition to the allow-list.
     """
     limits = TrajectoryLimits(
@@ -172,13 +178,21 @@ def make_played(
         make_reader=make_reader,
         typed_output=config.typed_output,
     )
+    output_log = OutputLog(folder / OUTPUT_FILE, redacted) if folder is not None else None
     if source is None:
-        return _played_by_agents(config, chat, limits, generation, folder, variables)
+        return _played_by_agents(config, chat, limits, generation, folder, variables, output_log)
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
     processes = EnvironmentProcesses(
-        partial(EnvironmentProcess, source, source.name, settings_of(config), environment=variables),
+        partial(
+            EnvironmentProcess,
+            source,
+            source.name,
+            settings_of(config),
+            environment=variables,
+            output=output_log,
+        ),
         count=config.environment_processes or PROCESSES,
         timeout_s=config.environment_timeout_s,
     )
@@ -197,6 +211,7 @@ def _played_by_agents(
     generation: Generation,
     folder: Path | None,
     variables: Mapping[str, str] | None,
+    output_log: OutputLog | None,
 ) -> Played:
     adapter = adapter_of(str(config.environment))
     assert adapter is not None and adapter.agents is not None, f"{config.environment} has a source"
@@ -208,5 +223,5 @@ def _played_by_agents(
         address_file=address_file,
         max_connections=max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once),
     )
-    program, needs = adapter.agents(config, endpoint, variables)
+    program, needs = adapter.agents(config, endpoint, variables, output_log)
     return Played(generation, program, chat, limits, at_once=at_once, needs=needs)

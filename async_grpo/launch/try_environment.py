@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.environments.config import ROWS, EnvironmentConfig
-from async_grpo.environments.make import make_played, refuse_wrong_options, rows_of, source_of
+from async_grpo.environments.make import OUTPUT_FILE, make_played, refuse_wrong_options, rows_of, source_of
 from async_grpo.environments.played import Played
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.experience.data_config import DataConfig
@@ -95,7 +95,7 @@ class TryEnvironmentConfig(EnvironmentConfig, DataConfig):
     )
     output_dir: str = option(
         "runs/try-environment",
-        "Folder for endpoint.json, if the agent is started elsewhere.",
+        "Folder for environment_output.log, which contains what the environment's processes print, and for endpoint.json.",
         "Trial",
     )
 
@@ -124,8 +124,8 @@ def try_environment(config: TryEnvironmentConfig) -> None:
     settings = _settings_of(config, model, prompt)
     policy = _policy_of(config, model, settings)
     folder = Path(config.output_dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     if config.environment == "endpoint":
-        folder.mkdir(parents=True, exist_ok=True)
         print(
             f"agents find the address and the key of the endpoint in {folder / 'endpoint.json'}", flush=True
         )
@@ -135,6 +135,7 @@ def try_environment(config: TryEnvironmentConfig) -> None:
     trajectory = asyncio.run(_play(played, prompt))
     sample = Sample(prompt, trajectory, Verdict(RewardStatus.ABSTAINED, None))
     print(f"\n{outcome_text(trajectory, sample)}", flush=True)
+    print(f"what its processes printed, if anything: {folder / OUTPUT_FILE}", flush=True)
     if trajectory.failure:
         raise RunFailed("the trajectory failed; the reason stands above")
 

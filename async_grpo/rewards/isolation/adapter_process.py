@@ -10,10 +10,11 @@ from typing import Any, Self
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.options.redaction import register_secrets
 from async_grpo.options.source_file import PACKAGE_ROOT, SourceFile
+from async_grpo.processes.output_log import OutputLog
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
-from async_grpo.rewards.isolation.child_process import ChildProcess
+from async_grpo.rewards.isolation.child_process import STDERR, ChildProcess
 from async_grpo.rewards.isolation.lines import encode_line
 from async_grpo.rewards.verifier_worker import ProcessDied, fields_of
 from async_grpo.types import AdapterResult, RewardStatus
@@ -40,6 +41,7 @@ class AdapterProcess:
         environment: Environment variables for the process, in addition to the allow-listed ones. Their values are
             treated as secrets: logs, error messages and the output of the reward's process show *** instead.
         memory_limit_bytes: Limit of the process's address space (RLIMIT_AS).
+        output: Log file of what the process prints. By default this goes to the program's stderr.
     """
 
     kind = "reward function"  # what runs in the process, for messages
@@ -59,8 +61,10 @@ class AdapterProcess:
         *,
         environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int = 8 * 2**30,
+        output: OutputLog | None = None,
     ) -> None:
         self.adapter = adapter
+        self._output = output
         self._environment = child_environment(environment)
         register_secrets((environment or {}).values())
         self._greeting = {
@@ -88,12 +92,7 @@ class AdapterProcess:
                 raise WorkerLost(f"the worker of {self.adapter!r} is closed")
             if self.is_alive:
                 return self
-            child = ChildProcess(
-                self.adapter,
-                max_message_bytes=self.max_message_bytes,
-                max_processes=self.max_processes,
-                environment=self._environment,
-            )
+            child = self._new_child()
             self._child = child
             await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=child.channel)
             greeting = encode_line(self._greeting | {"max_message_bytes": self.max_message_bytes})
@@ -115,6 +114,21 @@ class AdapterProcess:
             # While a plain reward scores one sample, the next samples can already wait in the pipe to its process
             self.prefetch = not traits.is_async and not traits.is_batch
             return self
+
+    def _new_child(self) -> ChildProcess:
+        """Return a new process, whose output goes to the log if there is one."""
+        output_fd = STDERR if self._output is None else self._output.pipe(f"{self.kind} {self.adapter}")
+        try:
+            return ChildProcess(
+                self.adapter,
+                max_message_bytes=self.max_message_bytes,
+                max_processes=self.max_processes,
+                environment=self._environment,
+                output_fd=output_fd,
+            )
+        finally:
+            if output_fd != STDERR:
+                os.close(output_fd)
 
     @property
     def is_alive(self) -> bool:

@@ -49,6 +49,9 @@ class ChildRequest:
         return len(self.batch) > 0
 
 
+STDERR = 2  # descriptor of this program's stderr
+
+
 class ChildProcess(asyncio.Protocol):
     """A process that answers each request once (see `child`). Connect its `channel` before the first request.
 
@@ -61,10 +64,17 @@ class ChildProcess(asyncio.Protocol):
         max_message_bytes: Size limit of a message from the process.
         max_processes: Maximum number of processes, including this one and those that the reward starts.
         environment: The complete environment of the process.
+        output_fd: Descriptor that the process's output is written to. By default this program's stderr, because the
+            output must not mix with the program's own.
     """
 
     def __init__(
-        self, adapter: str, max_message_bytes: int, max_processes: int, environment: Mapping[str, str]
+        self,
+        adapter: str,
+        max_message_bytes: int,
+        max_processes: int,
+        environment: Mapping[str, str],
+        output_fd: int = STDERR,
     ) -> None:
         self.is_lost = False  # the process will send no more answers
         self.traits = AdapterTraits()  # set by the owner when the greeting has been answered
@@ -83,7 +93,8 @@ class ChildProcess(asyncio.Protocol):
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _MAIN, *arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # to stderr, because a reward's output must not mix with the program's own output
+                    stdout=output_fd,
+                    stderr=output_fd,
                     pass_fds=(child_end.fileno(),),
                     start_new_session=True,  # Ctrl-C in the terminal must not reach the process
                     env=environment,

@@ -1,0 +1,106 @@
+"""`OutputLog`: a log file of limited size for what processes of environments, tools and agents print."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+MAX_FILE_BYTES = 16 << 20  # a full file is renamed, and replaces the one that was full before
+MAX_SOURCE_BYTES = 4 << 20  # limit for one process; the rest of its output is read and dropped
+MAX_PIECE_BYTES = 1 << 16
+
+
+class OutputLog:
+    """Writes the output of processes to a file, and keeps the disk from filling up.
+
+    At most two files of MAX_FILE_BYTES exist: `path`, and the one before it, whose name ends in `.1`.
+
+    Args:
+        path: The file. It is made when there is something to write.
+        hide_secrets: Function that replaces secrets in a text.
+    """
+
+    def __init__(self, path: Path, hide_secrets: Callable[[str], str]) -> None:
+        self._path = path
+        self._hide_secrets = hide_secrets
+        self._lock = threading.Lock()
+        self._last_source = ""
+
+    def pipe(self, source: str) -> int:
+        """Return the writing end of a pipe whose data goes to the log. The caller must close it.
+
+        A thread reads the pipe until all processes that hold it have ended.
+
+        Args:
+            source: Name of the process, which stands before its output in the file.
+        """
+        reading_end, writing_end = os.pipe()
+        thread = threading.Thread(target=self._copy, args=(reading_end, source), daemon=True)
+        thread.start()
+        return writing_end
+
+    def _copy(self, reading_end: int, source: str) -> None:
+        output = self.output_of(source)
+        with open(reading_end, "rb", buffering=0) as pipe:
+            while True:
+                piece = pipe.read(MAX_PIECE_BYTES)
+                if not piece:
+                    break
+                output.add(piece)
+        output.end()
+
+    def output_of(self, source: str) -> "SourceOutput":
+        """Return an object that takes the output of one process, piece by piece."""
+        return SourceOutput(self, source)
+
+    def write(self, source: str, data: bytes) -> None:
+        """Append data to the file. If that is impossible, for example because the disk is full, drop the data."""
+        text = self._hide_secrets(data.decode(errors="replace"))
+        with self._lock:
+            if source != self._last_source:
+                text = f"--- {source}\n{text}"
+                self._last_source = source
+            try:
+                with self._path.open("a", encoding="utf-8", errors="replace") as file:
+                    file.write(text)
+                    is_full = file.tell() > MAX_FILE_BYTES
+                if is_full:
+                    self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+                    self._last_source = ""
+            except OSError:
+                self._last_source = ""
+
+
+class SourceOutput:
+    """The output of one process, of which at most MAX_SOURCE_BYTES are written to the log.
+
+    It is written in whole lines, because half of a secret would not be recognized.
+    """
+
+    def __init__(self, log: OutputLog, source: str) -> None:
+        self._log = log
+        self._source = source
+        self._num_bytes = 0
+        self._unfinished_line = b""
+
+    def add(self, piece: bytes) -> None:
+        """Take a piece of output."""
+        if self._num_bytes > MAX_SOURCE_BYTES:
+            return
+        self._num_bytes += len(piece)
+        lines, newline, rest = (self._unfinished_line + piece).rpartition(b"\n")
+        self._unfinished_line = rest
+        if lines or newline:
+            self._log.write(self._source, lines + newline)
+        if len(self._unfinished_line) > MAX_PIECE_BYTES:
+            self.end()
+        if self._num_bytes > MAX_SOURCE_BYTES:
+            self.end()
+            note = f"[more than {MAX_SOURCE_BYTES} bytes: further output of this process is dropped]\n"
+            self._log.write(self._source, note.encode())
+
+    def end(self) -> None:
+        """Write a last line that has no end."""
+        if self._unfinished_line:
+            self._log.write(self._source, self._unfinished_line + b"\n")
+            self._unfinished_line = b""
