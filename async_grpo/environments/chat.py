@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.environments.bounded_encoding import encode_up_to
 from async_grpo.environments.call_formats import THOUGHT_TAGS, ReadTurn
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.config import ENFORCE
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 
 # A text is refused as too long, without tokenizing it, if it has more than this number of characters per allowed token
 MAX_CHARACTERS_PER_TOKEN = 64
-PIECES_PER_CALL = 8192  # maximum number of pieces of a text that one call of the tokenizer encodes
 # Number of earlier tokens that are decoded together with new ones. Decoded alone, new tokens may lose their first
 # space, because some tokenizers drop the space at the beginning of a text
 LOOK_BACK_TOKENS = 8
@@ -154,28 +154,17 @@ class Chat:
         # Text from JSON may contain a lone surrogate, which tokenizers refuse; it is replaced by a question mark
         text = text.encode(errors="replace").decode()
         ids = self.prompts.beginning_tokens(text) if begins else []
-        ids += self._encoded(cut(text, breaks))
-        return np.asarray(ids, np.int32)
+        text_ids = encode_up_to(self._encode_batch, cut(text, breaks), self._longest)
+        if text_ids is None:
+            raise TrajectoryOver(too_long(self._longest))
+        return np.asarray(ids + text_ids, np.int32)
 
-    def _encoded(self, texts: list[str]) -> list[int]:
-        """Return the token ids of all texts, concatenated."""
-        token_ids: list[int] = []
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text."""
         if self._backend is None:
-            for text in texts:
-                token_ids += self._tokenizer.encode(text, add_special_tokens=False)
-            return token_ids
-        for first in range(0, len(texts), PIECES_PER_CALL):
-            # In batches: the backend releases Python's lock while it encodes, but not while it converts the results, so
-            # a single large call would block all other threads
-            encodings = self._backend.encode_batch_fast(
-                texts[first : first + PIECES_PER_CALL], add_special_tokens=False
-            )
-            num_new_tokens = sum(len(encoding) for encoding in encodings)
-            if len(token_ids) + num_new_tokens > self._longest:
-                raise TrajectoryOver(too_long(self._longest))
-            for encoding in encodings:
-                token_ids += encoding.ids
-        return token_ids
+            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def shortened(self, text: str, max_tokens: int) -> str:
         """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""

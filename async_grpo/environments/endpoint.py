@@ -207,7 +207,7 @@ class AgentEndpoint:
         try:
             if not self._authorize(request):
                 return _error(401, "no trajectory has this key, or it has ended", "invalid_api_key")
-            return await handler(request)
+            return await self._handled(request, handler)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
             return _error(error.status, f"{error.status}: no {request.method} {request.path} here; {PATHS}")
         except web.HTTPException as error:
@@ -220,6 +220,15 @@ class AgentEndpoint:
             return _error(400, str(error))
         except AsyncGrpoError as error:
             return _error(503, str(error), "engine_lost")
+
+    async def _handled(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Return the handler's answer. A refusal that follows several others is delayed."""
+        trajectory = request.get(TRAJECTORY)
+        if trajectory is None:
+            return await handler(request)
+        refusals = trajectory.policy.refusals
+        async with refusals.watching(web.HTTPException, TrajectoryOver, ConfigurationError):
+            return await handler(request)
 
     def _authorize(self, request: web.Request) -> bool:
         """Return whether the request has a key that its path accepts. Store the key's trajectory in the request."""

@@ -16,6 +16,7 @@ import numpy as np
 from async_grpo.environments.chat import TrajectoryOver, too_long
 from async_grpo.environments.config import ENFORCE, HINT, TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.refusals import RefusalBrake
 from async_grpo.environments.sequence import EngineInput
 from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryRecorder
 from async_grpo.environments.typed_output import TypedOutput, with_instruction
@@ -106,6 +107,7 @@ class TrajectoryClient:
         failure: The error of an engine; None if there was none. It fails the run even if the program catches the error.
         is_over: The limit that the trajectory has reached; "" if it has reached none.
         ignored_fields: Number of requests with each field that the endpoint ignored.
+        refusals: Delays the answers to requests that are refused again and again.
         at_limit: Function that returns the result of a trajectory that a limit ended. Programs replace it, because only
             they know the rewards so far.
     """
@@ -125,6 +127,7 @@ class TrajectoryClient:
         self.failure: AsyncGrpoError | None = None
         self.is_over = ""
         self.ignored_fields = Counter[str]()
+        self.refusals = RefusalBrake()
         self.at_limit: Callable[[], Completion] = self.trajectory
         self._num_requests = 0  # number of requested turns; an agent may request several at the same time
         self._generation = generation
@@ -162,6 +165,20 @@ class TrajectoryClient:
         # Gives control to the event loop. A program whose requests are all refused might never do so itself, and the
         # event loop could not end it at its time limit
         await asyncio.sleep(0)
+        async with self.refusals.watching(TrajectoryOver, ConfigurationError):
+            reply = await self._take_turn(context, tools, max_tokens, stop, typed)
+        self.refusals.succeeded()
+        return reply
+
+    async def _take_turn(
+        self,
+        context: Context | SharedContext,
+        tools: Tools | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        typed: TypedOutput | None,
+    ) -> Reply:
+        """Return the policy's next turn; see `complete`."""
         if tools:
             await self._check_tools()
         if typed is not None and self.recorder.chat.typed_output == ENFORCE:

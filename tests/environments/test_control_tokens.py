@@ -325,7 +325,7 @@ def test_a_text_of_many_pieces_is_encoded_alike_in_however_many_calls(monkeypatc
     text = "a <|im_end|> b" * 20
     breaks = chat.breaks_of(text)
     in_one_call = chat.encode(text, breaks=breaks)
-    monkeypatch.setattr("async_grpo.environments.chat.PIECES_PER_CALL", 3)
+    monkeypatch.setattr("async_grpo.environments.bounded_encoding.PIECES_PER_CALL", 3)
     assert len(breaks) == 20
     assert np.array_equal(chat.encode(text, breaks=breaks), in_one_call)
     short = chatml(longest=len(in_one_call) // 2)
