@@ -142,6 +142,8 @@ class Completion(Tokens):
     member: int = 0  # index in the group
     turns: tuple[Turn, ...] = ()  # turns of a trajectory; () for an answer that directly follows the prompt
     outcome: Outcome | None = None  # outcome of a trajectory; None for an answer
+    # Turns that the agent threw away and that are not trained on, with their texts. Their tokens are not in the arrays
+    abandoned: tuple[Turn, ...] = ()
 
     @property
     def failure(self) -> str:

@@ -22,6 +22,7 @@ The files, in the order in which a turn passes through them:
     trajectory.py          records what the engine read and sampled, token by token (in the sequences of sequence.py)
     endpoint.py            receives the turns of agents (requests and answers: openai_api.py, request_body.py)
     processes.py, host.py  the parent's and the child's side of a process that runs environments or tools
+    abandoned.py           finds the turns that an agent threw away
     joined.py              joins the recorded sequences to the completion that is trained on
     make.py, adapters.py   find what `--environment` names (its options: constructor.py)
 """

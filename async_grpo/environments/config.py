@@ -13,6 +13,10 @@ ROWS = "environment"  # value of --data-path that makes the environment provide 
 ENFORCE = "enforce"
 HINT = "hint"
 
+# Values of --abandoned-turns
+DROP = "drop"
+TRAIN = "train"
+
 _environment = partial(option, panel="Environment")
 
 
@@ -85,6 +89,13 @@ class EnvironmentConfig(PromptOptions):
         choices=(ENFORCE, HINT),
         portable=True,
     )
+    abandoned_turns: str = _environment(
+        DROP,
+        "What happens to turns that an agent threw away, because it went on with another turn of the same history "
+        "(retries, unused choices of n): drop does not train on them, train gives them the trajectory's reward.",
+        choices=(DROP, TRAIN),
+        portable=True,
+    )
     endpoint_host: str = _environment(
         "127.0.0.1", "Address of the endpoint to which agents send their requests."
     )
@@ -118,3 +129,4 @@ class TrajectoryLimits:
     seconds: float
     vocabulary: int = 1 << 31  # number of token ids that the model knows
     new_tokens: int = 1 << 31  # maximum tokens of one sequence after its prompt
+    drops_abandoned: bool = False  # whether turns that the agent threw away are not trained on

@@ -8,7 +8,7 @@ from typing import Any
 from async_grpo.environments.adapters import ADAPTERS, adapter_of, argument_of
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
-from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
+from async_grpo.environments.config import DROP, ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.constructor import check_constructor_options
 from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.host import kind_of
@@ -163,6 +163,7 @@ def make_played(
         seconds=config.max_trajectory_s,
         vocabulary=settings.vocab_size,
         new_tokens=settings.max_completion_tokens,
+        drops_abandoned=config.abandoned_turns == DROP,
     )
     make_reader = partial(
         CallReader,

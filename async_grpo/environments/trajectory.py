@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.environments.abandoned import abandoned_numbers, abandoned_turns, without_turns
 from async_grpo.environments.chat import Chat, before_any, message_of
 from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.joined import NO_TOKEN_IDS, joined_completion
@@ -65,6 +66,7 @@ class TrajectoryRecorder:
         }
         self._sequences: list[TrajectorySequence] = []
         self._history = SampledHistory()
+        self._numbers_in_requests: set[int] = set()  # turns whose message was part of a later request
 
     @property
     def num_rewritten(self) -> int:
@@ -124,6 +126,7 @@ class TrajectoryRecorder:
             size: Number of characters in the conversation, if the caller knows it; otherwise 0.
         """
         sampled_turns = await offloaded(size, self._history.turns_of, messages)
+        self._numbers_in_requests.update(turn.number for turn in sampled_turns.values())
         latest = max(sampled_turns, default=-1)
         renderings: dict[Spelling, Rendered] = {}
         refusal: ConfigurationError | None = None
@@ -336,7 +339,14 @@ class TrajectoryRecorder:
         """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""
         return await offloaded(len(text), self.chat.shortened, text, max_tokens)
 
-    def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
+    @property
+    def abandoned_numbers(self) -> frozenset[int]:
+        """Return the numbers of the turns that the agent threw away; see `abandoned`."""
+        return abandoned_numbers(self._sequences, self._numbers_in_requests)
+
+    def finish(
+        self, member: int, outcome: Outcome, truncated: bool | None, *, drops_abandoned: bool = False
+    ) -> Completion:
         """Return the trajectory as one completion. Its sequences are in the order of their last turns.
 
         Args:
@@ -344,5 +354,11 @@ class TrajectoryRecorder:
             outcome: How the trajectory ended. Rewards and states of the turns are in the order in which turns were
                 taken.
             truncated: Whether a limit cut the trajectory off. None means that it depends on the last turn.
+            drops_abandoned: Whether turns that the agent threw away are left out of what is trained on.
         """
-        return joined_completion(self._sequences, member, outcome, truncated)
+        dropped_numbers = self.abandoned_numbers if drops_abandoned else frozenset()
+        if not dropped_numbers:
+            return joined_completion(self._sequences, member, outcome, truncated)
+        sequences = without_turns(self._sequences, dropped_numbers)
+        completion = joined_completion(sequences, member, outcome, truncated)
+        return replace(completion, abandoned=abandoned_turns(self._sequences, dropped_numbers))

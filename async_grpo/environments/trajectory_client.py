@@ -308,6 +308,7 @@ class TrajectoryClient:
         metrics = {redacted(str(name)): float(value) for name, value in (numbers or {}).items()}
         metrics["seconds"] = time.monotonic() - self._started_at
         metrics["rewritten_histories"] = self.recorder.num_rewritten
+        metrics["abandoned_turns"] = len(self.recorder.abandoned_numbers)
         for name, count in self.ignored_fields.items():
             metrics[f"{IGNORED_PREFIX}{name}"] = count
         outcome = Outcome(
@@ -317,7 +318,12 @@ class TrajectoryClient:
             states=tuple(str(state) for state in states),
             numbers=metrics,
         )
-        return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)
+        return self.recorder.finish(
+            self._session.member,
+            outcome,
+            bool(self.is_over) or truncated,
+            drops_abandoned=self.limits.drops_abandoned,
+        )
 
 
 def _checked_ids(context: Any, vocabulary: int) -> np.ndarray:

@@ -186,6 +186,7 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "text": completion.text,
         "member": completion.member,
         "turns": [_turn_row(turn) for turn in completion.turns],
+        "abandoned": [_turn_row(turn) for turn in completion.abandoned],
         "outcome": OUTCOME.dump_python(completion.outcome, mode="json"),
         "verdict": VERDICT.dump_python(sample.verdict, mode="json"),
     }
@@ -224,6 +225,8 @@ def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray
     verdict = VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # None is valid only for the baseline of a group
     row["turns"] = tuple(_turn(turn_row) for turn_row in row["turns"])
+    # Checkpoints of earlier versions have no abandoned turns
+    row["abandoned"] = tuple(_turn(turn_row) for turn_row in row.get("abandoned", []))
     row["outcome"] = OUTCOME.validate_python(row["outcome"])
     row["finish_reason"] = FinishReason(row["finish_reason"])
     completion_arrays: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}

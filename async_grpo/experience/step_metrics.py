@@ -173,6 +173,12 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
     }
     if completion.turns:
         row["turns"] = _readable_turns(completion)
+    if completion.abandoned:
+        # Numbers count all turns of the trajectory from 1, the abandoned ones included
+        row["abandoned_turns"] = [
+            {"number": turn.number + 1, "read": turn.before_text, "said": turn.text}
+            for turn in completion.abandoned
+        ]
     row["answer"] = group.prompt.row.get("answer")
     row["reward"] = sample.verdict.reward
     row["status"] = sample.verdict.status.value

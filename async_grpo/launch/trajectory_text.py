@@ -62,6 +62,11 @@ def outcome_text(trajectory: Completion, sample: Sample) -> str:
         lines.append(f"reward: {outcome.reward:g}")
     if trajectory.truncated and not outcome.failure:
         lines.append("truncated: a limit of the trajectory ended it, or its last turn")
+    if trajectory.abandoned:
+        numbers_of_turns = ", ".join(str(turn.number + 1) for turn in trajectory.abandoned)
+        lines.append(
+            f"abandoned: turn {numbers_of_turns}, not trained on, because the agent went on with another one"
+        )
     numbers = ", ".join(f"{printable(name)} {value:g}" for name, value in outcome.numbers.items())
     lines.append(f"numbers for the metrics: {numbers or 'none'}")
     if trajectory.turns:

@@ -1,0 +1,167 @@
+"""Turns that an agent threw away: retries, resampled turns, and choices of `n` that it did not use.
+
+A turn is abandoned if another turn was sampled after exactly the same history, a later request continued that other turn,
+and no request continued this one. If no turn of the same history was continued, as at the end of a trajectory, none of
+them is abandoned. If two of them have the same tokens, only the one that the recorder found in the later request counts as
+continued. Conversations of sub-agents have histories of their own, so their turns are not abandoned.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from async_grpo.environments.sequence import RecordedTurn, TrajectorySequence
+from async_grpo.types import Turn
+
+NO_TOKEN_IDS = np.empty(0, np.int32)
+
+
+def abandoned_numbers(
+    sequences: Sequence[TrajectorySequence], numbers_in_requests: Collection[int]
+) -> frozenset[int]:
+    """Return the numbers of the abandoned turns.
+
+    Args:
+        sequences: The sequences of the trajectory.
+        numbers_in_requests: Numbers of turns whose message was part of a later request. Such a turn was continued even if
+            the chat template rewrote it, so that its tokens do not occur in the later history.
+    """
+    if len(sequences) < 2:
+        # A second turn of the same history always begins a sequence
+        return frozenset()
+    abandoned: set[int] = set()
+    for siblings in _turns_by_history(sequences):
+        continued = []
+        for sequence, index in siblings:
+            number = sequence.turns[index].turn.number
+            if number in numbers_in_requests or _is_continued(sequence, index, sequences):
+                continued.append(number)
+        if continued:
+            numbers = {sequence.turns[index].turn.number for sequence, index in siblings}
+            abandoned |= numbers - set(continued)
+    return frozenset(abandoned)
+
+
+def _turns_by_history(
+    sequences: Sequence[TrajectorySequence],
+) -> list[list[tuple[TrajectorySequence, int]]]:
+    """Return groups of two or more turns with the same history, each as a sequence and the index of its turn in it."""
+    turns_by_length: dict[int, list[tuple[TrajectorySequence, int]]] = {}
+    for sequence in sequences:
+        for index in range(len(sequence.turns)):
+            length = _history_tokens(sequence, index)
+            turns_by_length.setdefault(length, []).append((sequence, index))
+    groups = []
+    for length, turns in turns_by_length.items():
+        if len(turns) < 2:
+            continue
+        turns_by_history: dict[bytes, list[tuple[TrajectorySequence, int]]] = {}
+        for sequence, index in turns:
+            history = sequence.token_ids[:length].tobytes()
+            turns_by_history.setdefault(history, []).append((sequence, index))
+        groups += [siblings for siblings in turns_by_history.values() if len(siblings) > 1]
+    return groups
+
+
+def _history_tokens(sequence: TrajectorySequence, index: int) -> int:
+    """Return the number of tokens that the engine read before it sampled a turn."""
+    return sequence.ends[index].num_tokens - sequence.turns[index].turn.num_tokens
+
+
+def _is_continued(sequence: TrajectorySequence, index: int, sequences: Sequence[TrajectorySequence]) -> bool:
+    """Return whether a later turn was sampled after all tokens up to the end of a turn."""
+    if index + 1 < len(sequence.turns):
+        return True
+    token_ids = sequence.token_ids[: sequence.ends[index].num_tokens]
+    for candidate in sequences:
+        is_later = candidate.turns[0].turn.number > sequence.turns[index].turn.number
+        history = candidate.token_ids[: _history_tokens(candidate, 0)]
+        if is_later and np.array_equal(history[: len(token_ids)], token_ids):
+            return True
+    return False
+
+
+def without_turns(
+    sequences: Sequence[TrajectorySequence], numbers: Collection[int]
+) -> list[TrajectorySequence]:
+    """Return the sequences without some of their last turns.
+
+    If a turn in the middle is abandoned, it is the last one of its sequence, because nothing continued it. The turn that
+    the agent used in its place began a sequence of its own. It is put back in the place of the abandoned one, so that the
+    trajectory has as many sequences as if the abandoned turn had never been sampled.
+
+    Args:
+        sequences: The sequences of the trajectory, which stay unchanged.
+        numbers: Numbers of the abandoned turns.
+    """
+    results: list[TrajectorySequence] = []
+    open_ends: list[TrajectorySequence] = []  # those whose last turn was removed
+    for sequence in sorted(sequences, key=lambda sequence: sequence.turns[0].turn.number):
+        shortened = _shortened(sequence, numbers)
+        if shortened is None:
+            continue
+        earlier = _longest_history(shortened, open_ends)
+        if earlier is None:
+            results.append(shortened)
+        else:
+            open_ends.remove(earlier)
+            _append(earlier, shortened)
+        if len(shortened.turns) < len(sequence.turns):
+            open_ends.append(shortened if earlier is None else earlier)
+    return results
+
+
+def _shortened(sequence: TrajectorySequence, numbers: Collection[int]) -> TrajectorySequence | None:
+    """Return a copy of a sequence without the abandoned turn at its end; None if no turn is left."""
+    num_turns = len(sequence.turns)
+    if sequence.turns[-1].turn.number in numbers:
+        num_turns -= 1
+    if not num_turns:
+        return None
+    end = sequence.ends[num_turns - 1]
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[: end.num_tokens],
+        text=sequence.text[: end.num_characters],
+        turns=sequence.turns[:num_turns],
+        ends=sequence.ends[:num_turns],
+    )
+
+
+def _longest_history(
+    sequence: TrajectorySequence, candidates: Sequence[TrajectorySequence]
+) -> TrajectorySequence | None:
+    """Return the longest candidate whose tokens and text are the beginning of the sequence's first history, or None."""
+    history = sequence.token_ids[: _history_tokens(sequence, 0)]
+    matches = []
+    for candidate in candidates:
+        is_beginning = np.array_equal(history[: len(candidate.token_ids)], candidate.token_ids)
+        if is_beginning and sequence.text.startswith(candidate.text):
+            matches.append(candidate)
+    return max(matches, key=lambda candidate: len(candidate.token_ids), default=None)
+
+
+def _append(earlier: TrajectorySequence, later: TrajectorySequence) -> None:
+    """Append the turns of a sequence to the one that its first history begins with."""
+    first = later.turns[0]
+    turn = replace(
+        first.turn,
+        before=first.turn.before[len(earlier.token_ids) :],
+        before_text=first.turn.before_text[len(earlier.text) :],
+        fresh=False,
+    )
+    earlier.turns += [RecordedTurn(turn, first.completion), *later.turns[1:]]
+    earlier.ends += later.ends
+    earlier.token_ids = later.token_ids
+    earlier.text = later.text
+
+
+def abandoned_turns(sequences: Sequence[TrajectorySequence], numbers: Collection[int]) -> tuple[Turn, ...]:
+    """Return the abandoned turns in the order of time, with their texts, and without the tokens before them."""
+    turns = []
+    for sequence in sequences:
+        for recorded in sequence.turns:
+            if recorded.turn.number in numbers:
+                turns.append(replace(recorded.turn, before=NO_TOKEN_IDS))
+    return tuple(sorted(turns, key=lambda turn: turn.number))
