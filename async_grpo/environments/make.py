@@ -156,29 +156,8 @@ def make_played(
             environments, tools and agents print is written to OUTPUT_FILE in it. Without it, this goes to stderr.
         variables: Environment variables for the processes of environments or agents, in addition to the allow-list.
     """
-    limits = TrajectoryLimits(
-        turns=config.max_turns,
-        tokens=settings.max_total_tokens,
-        turn_tokens=config.max_turn_tokens,
-        seconds=config.max_trajectory_s,
-        vocabulary=settings.vocab_size,
-        new_tokens=settings.max_completion_tokens,
-        drops_abandoned=config.abandoned_turns == DROP,
-    )
-    make_reader = partial(
-        CallReader,
-        model_path=model_path,
-        tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
-    chat = Chat(
-        load_tokenizer(model_path),
-        limits.tokens,
-        config.split_control_tokens,
-        options=config,
-        make_reader=make_reader,
-        typed_output=config.typed_output,
-    )
+    limits = _limits_of(config, settings)
+    chat = _chat_of(config, model_path, limits)
     output_log = OutputLog(folder / OUTPUT_FILE, redacted) if folder is not None else None
     if source is None:
         return _played_by_agents(config, chat, limits, generation, folder, variables, output_log)
@@ -203,6 +182,37 @@ def make_played(
         else UseTools(processes, config.max_tool_tokens)
     )
     return Played(generation, program, chat, limits, needs=processes)
+
+
+def _limits_of(config: EnvironmentConfig, settings: SharedRunSettings) -> TrajectoryLimits:
+    """Return the limits of a trajectory."""
+    return TrajectoryLimits(
+        turns=config.max_turns,
+        tokens=settings.max_total_tokens,
+        turn_tokens=config.max_turn_tokens,
+        seconds=config.max_trajectory_s,
+        vocabulary=settings.vocab_size,
+        new_tokens=settings.max_completion_tokens,
+        drops_abandoned=config.abandoned_turns == DROP,
+    )
+
+
+def _chat_of(config: EnvironmentConfig, model_path: str, limits: TrajectoryLimits) -> Chat:
+    """Return the model's tokenizer with its chat template."""
+    make_reader = partial(
+        CallReader,
+        model_path=model_path,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+    return Chat(
+        load_tokenizer(model_path),
+        limits.tokens,
+        config.split_control_tokens,
+        options=config,
+        make_reader=make_reader,
+        typed_output=config.typed_output,
+    )
 
 
 def _played_by_agents(
