@@ -7,7 +7,9 @@ first: 64 Ki characters, then 4 times as many, and so on.
 from collections.abc import Callable, Iterator, Sequence
 
 FIRST_BEGINNING_CHARACTERS = 65_536
-GROWTH = 4  # factor from one beginning to the next; the beginnings of a text that fits cost a third of its own time
+GROWTH = (
+    4  # factor from one beginning to the next. All beginnings of a text have at most 4/3 of its characters
+)
 # A cut may change the tokens before it, but not those far before it. So many tokens at the end of a beginning are not
 # counted
 UNCERTAIN_TOKENS = 1024
