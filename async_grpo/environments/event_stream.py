@@ -1,4 +1,4 @@
-"""`send_events`: sends an answer as server-sent events."""
+"""`send_events`: sends an answer as server-sent events; `pieces_of`: the pieces in which a text is streamed."""
 
 import asyncio
 import json
@@ -9,6 +9,22 @@ from aiohttp import web
 
 from async_grpo.processes.http_server import ANSWER_WITHIN_S
 from async_grpo.processes.offload import offloaded
+
+MAX_PIECES = 32  # events of one streamed text
+MIN_PIECE_CHARACTERS = 16
+
+
+def pieces_of(text: str) -> list[str]:
+    """Return the pieces in which a text is streamed; none for an empty text.
+
+    Clients that look for the parts of a text while it arrives, such as DSPy, take a text in one piece for the answer of
+    a cache, and do not stream it.
+
+    >>> pieces_of("The answer is 42, as everybody knows.")
+    ['The answer is 42', ', as everybody k', 'nows.']
+    """
+    size = max(MIN_PIECE_CHARACTERS, -(-len(text) // MAX_PIECES))
+    return [text[begin : begin + size] for begin in range(0, len(text), size)]
 
 
 async def send_events(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
+from async_grpo.environments.event_stream import pieces_of
 from async_grpo.environments.trajectory_client import Reply
 from async_grpo.environments.typed_output import Name, NamedTool, ResponseFormat, ToolChoice
 from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME
@@ -162,13 +163,13 @@ def events_of(request: OpenAIRequest, answer: dict[str, Any]) -> list[dict[str, 
 def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a choice as events: its role, its thought, its content, its calls, and the finish reason.
 
-    A call is two events, one with its id and name and one with its arguments, because some clients expect this.
+    A long text is several events. A call is two events, one with its id and name and one with its arguments, because
+    some clients expect this.
     """
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for name in ("reasoning_content", "content"):
-        if message.get(name):
-            deltas.append({name: message[name]})
+        deltas += [{name: piece} for piece in pieces_of(message.get(name) or "")]
     for number, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
         named_call = {**call, "index": number, "function": {"name": function["name"], "arguments": ""}}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.environments.event_stream import pieces_of
 from async_grpo.environments.responses_request import (
     CALL_PREFIX,
     ChosenFunction,
@@ -171,9 +172,12 @@ def _events_of_part(place: dict[str, Any], part: dict[str, Any]) -> list[dict[st
     kind = f"response.{part['type']}"
     # In OpenAI's API, only texts of messages have a list of log probabilities
     further: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+    deltas = [
+        {"type": f"{kind}.delta", **place, "delta": piece, **further} for piece in pieces_of(part["text"])
+    ]
     return [
         {"type": "response.content_part.added", **place, "part": part | {"text": ""}},
-        {"type": f"{kind}.delta", **place, "delta": part["text"], **further},
+        *deltas,
         {"type": f"{kind}.done", **place, "text": part["text"], **further},
         {"type": "response.content_part.done", **place, "part": part},
     ]

@@ -42,6 +42,30 @@ def test_a_turn_is_streamed_as_its_role_thought_text_and_calls_each_in_an_event_
     run(story())
 
 
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("length, num_pieces", [(0, 0), (16, 1), (17, 2), (100, 7), (10_000, 32)])
+def test_a_long_text_is_streamed_in_a_few_pieces(api, length, num_pieces):
+    text = ("été 🙂 0123456789" * length)[:length]
+
+    async def pieces(client: openai.AsyncOpenAI) -> list[str]:
+        if api == "chat":
+            asked = {**MESSAGES, "model": "policy", "stream": True}
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
+            return [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+        events = [
+            event async for event in await client.responses.create(model="policy", input="a", stream=True)
+        ]
+        return [event.delta for event in events if event.type == "response.output_text.delta"]
+
+    async def story():
+        async with Server(generation=OneSession(lambda: text), turns=2) as server:
+            client = openai.AsyncOpenAI(base_url=server.endpoint.base_url, api_key=server.keys[0])
+            sent = await pieces(client)
+            assert len(sent) == num_pieces and "".join(sent) == text
+
+    run(story())
+
+
 def test_the_usage_comes_in_a_last_event_without_choices():
     async def story():
         async with Server() as server:

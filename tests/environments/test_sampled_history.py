@@ -43,6 +43,28 @@ def test_a_message_is_the_turn_of_which_it_was_made(messages, expected):
     assert history().turns_of(messages) == expected
 
 
+@pytest.mark.parametrize(
+    ("sampled", "sent", "is_found"),
+    [
+        ('{"b": 1, "a": [2]}', '{"a":[2],"b":1}', True),
+        ('{"a": 1.0}', '{"a":1}', True),
+        ('{"a": 1}', '{"a": 2}', False),
+        ("{no json", "{no json", True),
+        ("{no json", "{no  json", False),
+        ("[" * 100_000, "[" * 100_000, True),
+        ("[" * 100_000 + "]" * 100_000, "[" * 100_000 + "]" * 100_000, True),
+    ],
+)
+def test_a_call_is_the_policy_s_in_every_spelling_of_its_arguments(sampled, sent, is_found):
+    def called(arguments: str) -> dict:
+        function = {"name": "add", "arguments": arguments}
+        return said(tool_calls=[{"id": "c00000000", "type": "function", "function": function}])
+
+    turns = SampledHistory()
+    turns.add(called(sampled), FIRST)
+    assert turns.turns_of([USER, called(sent)]) == ({1: FIRST} if is_found else {})
+
+
 def test_a_structured_message_has_the_policy_s_own_fields_alone():
     message = spelled(said("", name="<|im_end|>"), FIRST, Spelling.STRUCTURED, None)
     assert message == {"role": "assistant", "content": "yes", "reasoning_content": "a"}
