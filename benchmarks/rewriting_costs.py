@@ -23,6 +23,7 @@ import model_families
 from async_grpo.environments import call_reader
 from async_grpo.environments.call_formats import THOUGHT_TAGS
 from async_grpo.environments.chat import Chat
+from async_grpo.environments.sampled_history import THOUGHT_FIELDS
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.template_turns import _common_beginning
 
@@ -55,7 +56,8 @@ def turn(
     text = ""
     # A prompt that ends with an empty thought asks the policy not to think
     may_think = not any(question.rstrip().endswith(end) for _, end in THOUGHT_TAGS)
-    thoughts = ({"reasoning_content": thought}, {"thinking": thought}) if may_think else ()
+    names = ("reasoning_content", *THOUGHT_FIELDS) if may_think else ()
+    thoughts = [{name: thought} for name in names]
     for further in (*thoughts, {}):
         whole = chat.prompts.whole_text([model_families.QUESTION, message | further], tools)
         text = without_end(whole[_common_beginning(question, whole) :], essential)

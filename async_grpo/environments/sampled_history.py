@@ -6,6 +6,7 @@ A turn can go back into the conversation in several spellings. The first one tha
 2. OPENED: the same, after the text with which the prompt opened the turn, such as "<think>",
 3. STRUCTURED: a message with its calls and its thought in fields of their own, as another client would send it. It is also
    used if no spelling continues the known tokens.
+4. RENAMED: the same, with the thought also in the fields in which some families expect it.
 
 Some templates need the third one. Under Gemma 4, the answer of a tool is written only if the message before it has
 calls, and under Mistral, gpt-oss and MiniMax-M2 it is otherwise refused.
@@ -21,6 +22,8 @@ from async_grpo.environments.chat import Chat
 from async_grpo.experience.row_messages import Message
 from async_grpo.processes.untrusted_files import parse_json
 
+# Fields in which the templates of gpt-oss and Command expect the thought before a call
+THOUGHT_FIELDS = ("thinking", "tool_plan")
 MAX_CANONICAL_CHARACTERS = 32_768  # arguments of a call that are longer are compared as they are written
 
 
@@ -30,6 +33,7 @@ class Spelling(Enum):
     SAMPLED = "sampled"
     OPENED = "opened"
     STRUCTURED = "structured"
+    RENAMED = "renamed"
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ def spelled(message: Message, turn: SampledTurn, spelling: Spelling, chat: Chat)
         structured["tool_calls"] = message["tool_calls"]
     if turn.thought is not None:
         structured["reasoning_content"] = turn.thought
+        if spelling is Spelling.RENAMED:
+            structured |= dict.fromkeys(THOUGHT_FIELDS, turn.thought)
     return structured
 
 

@@ -211,3 +211,26 @@ def test_two_calls_of_llama_in_a_row_are_both_recognized(tmp_path):
     reply = run(client.complete([QUESTION], tools=TOOLS))
     calls = reply.message["tool_calls"]
     assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == ["Oslo", "}{"]
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_official"])
+def test_a_thought_before_a_call_stays_in_the_history_of_gpt_oss(name, tmp_path):
+    """These templates read thoughts from the field `thinking`, and leave out `reasoning_content`."""
+    chat = family_chat(name, tmp_path)
+    thought = "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant"
+    calls = [thought + native_turn(chat)] * 2
+    policy, client = talk(chat, [*calls, "It is sunny."])
+
+    async def story():
+        messages = [QUESTION]
+        known = np.empty(0, np.int32)
+        for _ in range(3):
+            reply = await client.complete(messages, tools=TOOLS)
+            np.testing.assert_array_equal(policy.inputs[-1][: len(known)], known)
+            known = np.concatenate([policy.inputs[-1], reply.completion.token_ids])
+            messages.append(reply.message)
+            for call in reply.message.get("tool_calls", ()):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": ANSWER})
+
+    run(story())
+    assert client.recorder.num_rewritten == 0

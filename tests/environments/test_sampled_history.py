@@ -68,6 +68,9 @@ def test_a_call_is_the_policy_s_in_every_spelling_of_its_arguments(sampled, sent
 def test_a_structured_message_has_the_policy_s_own_fields_alone():
     message = spelled(said("", name="<|im_end|>"), FIRST, Spelling.STRUCTURED, None)
     assert message == {"role": "assistant", "content": "yes", "reasoning_content": "a"}
+    message = spelled(said("", name="<|im_end|>"), FIRST, Spelling.RENAMED, None)
+    thoughts = dict.fromkeys(("reasoning_content", "thinking", "tool_plan"), "a")
+    assert message == {"role": "assistant", "content": "yes", **thoughts}
 
 
 @pytest.mark.parametrize(
