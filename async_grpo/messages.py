@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.types import PROMPT_TOKEN
 
 # Entry of `MicroBatch.times` for a token that was not sampled, or whose sample has a single sequence
@@ -39,6 +40,8 @@ class MicroBatch:
     members: np.ndarray | None = None  # (S,) int64, index of the sequence's sample in its group
     # (N,) int32, position of the token among the sampled tokens of its trajectory, in the order of time; or NO_TIME
     times: np.ndarray | None = None
+    # Set if a grammar restricted the sampled tokens: (N,), with ALL_TOKENS at tokens that were not sampled
+    allowed: AllowedTokens | None = None
     # True for a micro-batch without trained tokens, which an idle rank runs so that all ranks run the same collectives
     is_dummy: bool = False
 
@@ -118,6 +121,7 @@ class SharedRunSettings:
     samples_in_flight: int = 0
     checkpoint: str = ""  # path of the checkpoint that the ranks resume from; "" if they start from the model
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
+    has_grammars: bool = False  # whether requests may have a grammar (`Sampling.grammar`)
     library: str = ""  # version of this library that the trainer runs
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import WorkerLost
 from async_grpo.messages import Message, SharedRunSettings
 from async_grpo.types import Completion, Prompt, Sampling, Session, Tokens, Verdict
@@ -67,13 +68,18 @@ class Logprobs(Protocol):
     """Computes the log-probs of completions under a policy other than the one that sampled them."""
 
     async def logprobs(
-        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+        self,
+        sequences: Sequence[np.ndarray],
+        prompt_lengths: Sequence[int],
+        allowed: Sequence[AllowedTokens | None] | None = None,
     ) -> list[np.ndarray]:
         """Return the log-probs (T,) float32 of each completion.
 
         Args:
             sequences: Token ids (N,) of each prompt and its completion.
             prompt_lengths: Number of prompt tokens of each sequence.
+            allowed: For each sequence, the tokens that a grammar allowed at each of its N tokens, or None. The log-probs
+                are those of a softmax over the allowed tokens. Only passed if a sequence has a grammar.
         """
 
 
@@ -237,13 +243,15 @@ class Engine(Protocol):
         Args:
             prompt_token_ids: Token ids of the prompt, (L,) int32.
             seeds: Seed of the sampling, by member. Under the same weights, a seed always gives the same completion.
-            sampling: Overrides of the run's sampling settings.
+            sampling: Overrides of the run's sampling settings. An engine that cannot enforce its `grammar` raises
+                RequestRefused, and one that does enforce it sets `Completion.allowed`.
             begun: Tokens that another engine has already sampled, by member. The completion starts with them, and
                 continues with the next random draws of the same seed. If an engine never yields tokens of unfinished
                 members, it is never called with `begun`.
 
         Raises:
             WorkerLost: The engine died, or its last update failed.
+            RequestRefused: The grammar cannot be enforced.
         """
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:

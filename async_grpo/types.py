@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.allowed_tokens import AllowedTokens
+
 PROMPT_TOKEN = -1  # entry of `versions` for a token that no policy generated
 GENERATION = "generation"  # the kind of worker that every run needs
 ENVIRONMENT = "environment"  # name of the reward that comes from an environment
@@ -144,6 +146,7 @@ class Completion(Tokens):
     outcome: Outcome | None = None  # outcome of a trajectory; None for an answer
     # Turns that the agent threw away and that are not trained on, with their texts. Their tokens are not in the arrays
     abandoned: tuple[Turn, ...] = ()
+    allowed: AllowedTokens | None = None  # set if a grammar restricted the tokens
 
     @property
     def failure(self) -> str:
@@ -192,6 +195,8 @@ class Sampling:
     temperature: float | None = None  # 0 always takes the most probable token
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()  # texts that end a completion; the completion includes the text
+    # Grammar that the engine enforces, as the JSON text of a structural tag of xgrammar; "" if all tokens are allowed
+    grammar: str = ""
 
 
 @dataclass
@@ -342,20 +347,20 @@ class Sample:
         sequences = []
         for first, beyond in pairwise([*first_turns, len(turns)]):
             tokens = slice(places[first].start, places[beyond - 1].stop)
-            completion = _with_tokens_cut(self.completion, COMPLETION_ARRAYS, tokens)
+            completion = _with_tokens_cut(self.completion, (*COMPLETION_ARRAYS, "allowed"), tokens)
             completion = replace(completion, turns=turns[first:beyond])
             sample = _with_tokens_cut(self, SAMPLE_ARRAYS, tokens)
             sequences.append(replace(sample, completion=completion))
         return sequences
 
 
-# Fields (T,), which `Sample.sequences` cuts at the boundaries of the sequences
+# Arrays (T,) of a completion and a sample. `Sample.sequences` cuts them at the boundaries of the sequences
 COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends")
 SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")
 
 
 def _with_tokens_cut(item: Any, array_names: Sequence[str], tokens: slice) -> Any:
-    """Return a copy of a completion or sample whose arrays contain only the given tokens."""
+    """Return a copy of a completion or sample of which some fields contain only the given tokens."""
     arrays = {}
     for name in array_names:
         array = getattr(item, name)

@@ -7,20 +7,22 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from async_grpo.allowed_tokens import AllowedTokens
+from async_grpo.cluster.unfinished_completions import UnfinishedCompletions
 from async_grpo.errors import PromptSetAside, WorkerLost
 from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
 from async_grpo.messages import WorkerInfo
 from async_grpo.metrics.spans import MOST, Span, condensed
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
-from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session, Tokens
+from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session
 from async_grpo.weights.package import SELF_TEST
 
 # Time limit for statistics at the end of a step. It is short because all ranks wait for the statistics
@@ -204,47 +206,6 @@ def _ignore_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-class _UnfinishedCompletions:
-    """The completions of one prompt that are not finished yet.
-
-    Args:
-        seeds: Seed of each completion, by its index in the group.
-    """
-
-    def __init__(self, seeds: dict[int, int]) -> None:
-        self.seeds = seeds
-        # tokens that workers have reported so far, by index in the group
-        self._tokens: dict[int, Tokens] = {}
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Return a value that changes when a completion finishes or gets tokens."""
-        num_tokens = sum(len(tokens) for tokens in self._tokens.values())
-        return len(self.seeds), num_tokens
-
-    @property
-    def most_tokens(self) -> int:
-        """Return the number of reported tokens of the longest completion."""
-        return max((len(tokens) for tokens in self._tokens.values()), default=0)
-
-    @property
-    def begun(self) -> dict[int, Tokens] | None:
-        """Return the tokens after which the next engine continues, by index in the group.
-
-        The result is None if no engine has reported tokens. `generate` then passes no `begun`, so an engine that never
-        reports tokens need not have this parameter.
-        """
-        if not self._tokens:
-            return None
-        return {member: self._tokens[member] for member in self.seeds if member in self._tokens}
-
-    def add_tokens(self, new_tokens: Mapping[int, Tokens]) -> None:
-        """Append the tokens that were sampled since the last report, by index in the group."""
-        for member, new in new_tokens.items():
-            tokens = self._tokens.get(member)
-            self._tokens[member] = new if tokens is None else tokens + new
-
-
 class GenerationWorkers(RegisteredWorkers):
     """`Generation` that distributes groups among the registered workers.
 
@@ -281,7 +242,7 @@ class GenerationWorkers(RegisteredWorkers):
         for member in members:
             seeds[member] = request_seed(self._seed, prompt.ordinal, member, session.turn)
         session.turn += 1
-        unfinished = _UnfinishedCompletions(seeds)
+        unfinished = UnfinishedCompletions(seeds)
         num_futile_attempts = 0
         for _ in range(MAX_ATTEMPTS):
             progress_before = unfinished.progress
@@ -383,18 +344,24 @@ class LogprobWorkers(RegisteredWorkers):
     """`Logprobs` that are computed by the registered workers."""
 
     async def logprobs(
-        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+        self,
+        sequences: Sequence[np.ndarray],
+        prompt_lengths: Sequence[int],
+        allowed: Sequence[AllowedTokens | None] | None = None,
     ) -> list[np.ndarray]:
         """Return log-probs from the worker that the scheduling policy chooses; see `Logprobs`.
 
         Raises:
             WorkerLost: All workers that were tried were lost.
         """
+        arguments: list[Any] = [list(sequences), list(prompt_lengths)]
+        if allowed is not None:
+            arguments.append(list(allowed))
         num_tokens = sum(len(sequence) for sequence in sequences)
         tokens_each = max(1, num_tokens // len(sequences))
         for _ in range(ATTEMPTS_WITHOUT_PROGRESS):
             async with self.lease("a group", len(sequences), tokens_each) as (link, _):
-                return await link.call("logprobs", list(sequences), list(prompt_lengths))
+                return await link.call("logprobs", *arguments)
         raise WorkerLost(
             f"{ATTEMPTS_WITHOUT_PROGRESS} {self.kind} workers were lost over one group: {self._last_lost}"
         )

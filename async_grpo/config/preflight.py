@@ -14,7 +14,7 @@ from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.row_checks import check_rows
 from async_grpo.config.run import RunConfig
-from async_grpo.environments.config import ROWS
+from async_grpo.environments.config import ENFORCE, ROWS
 from async_grpo.environments.make import refuse_wrong_options, rows_of
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
@@ -131,6 +131,7 @@ def prepare(config: RunConfig) -> Prepared:
         guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
+        has_grammars=config.environment is not None and config.typed_output == ENFORCE,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),
     )

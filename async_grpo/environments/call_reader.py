@@ -83,6 +83,7 @@ class CallReader:
             turn at the tags of THOUGHT_TAGS.
 
     Attributes:
+        model_path: Folder of the model.
         num_unread: Number of turns that the parser's process could not read in time.
     """
 
@@ -95,7 +96,7 @@ class CallReader:
     ) -> None:
         self.num_unread = 0
         self._prompts = prompts
-        self._model_path = model_path
+        self.model_path = model_path
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._process: ParserProcess | None = None
@@ -123,10 +124,19 @@ class CallReader:
         Raises:
             ConfigurationError: The chat template does not show tools to the policy, or its format of calls is unknown.
         """
-        await self._format()
+        await self.call_format()
 
-    async def _format(self) -> str | None:
-        """Return the name of the calls' format; None if calls are not read. It is chosen once."""
+    @property
+    def has_vllm_reasoning_parser(self) -> bool:
+        """Return whether one of vLLM's parsers separates thoughts from answers."""
+        return _of_vllm(self._reasoning_parser)
+
+    async def call_format(self) -> str | None:
+        """Return the name of the calls' format; None if calls are not read. It is chosen once.
+
+        Raises:
+            ConfigurationError: See `check_tools`.
+        """
         if self._tool_parser == NONE:
             return None
         if self._tool_parser is not None:
@@ -211,12 +221,12 @@ class CallReader:
     def _parser_process(self) -> ParserProcess:
         """Return the process of vLLM's parsers, which starts when it is first asked something."""
         if self._process is None:
-            if self._model_path is None:
+            if self.model_path is None:
                 raise ConfigurationError("vLLM's tool parsers need the folder of the model")
             self._process = ParserProcess(
                 SourceFile(module_name="", text="", path="", name=""),
                 "tool parsers",
-                {"model_path": self._model_path},
+                {"model_path": self.model_path},
                 memory_limit_bytes=MEMORY_LIMIT_BYTES,
             )
         return self._process
@@ -229,7 +239,7 @@ class CallReader:
             prompt_text: The text that the policy continued. It may have opened a thought.
             tools: JSON schemas of the tools. Without tools, no calls are looked for.
         """
-        name = await self._format() if tools else None
+        name = await self.call_format() if tools else None
         if self._reasoning_parser in (None, NONE):
             uses_frame = name not in FORMATS
             thought, rest = await offloaded(

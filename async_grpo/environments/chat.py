@@ -17,6 +17,7 @@ from async_grpo.environments.call_formats import THOUGHT_TAGS, ReadTurn
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.config import ENFORCE
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
+from async_grpo.environments.grammars import OutputGrammars
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
@@ -65,6 +66,7 @@ class Chat:
         self._longest = longest
         self.prompts = PromptRenderer(tokenizer, options)
         self.reader = make_reader(self.prompts)
+        self.grammars = OutputGrammars(self.reader, self.prompts)
         self._lost_roles: set[str] = set()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if hasattr(backend, "encode_batch_fast") else None

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.environments.sequence import TrajectorySequence
 from async_grpo.types import Completion, FinishReason, Outcome, Tokens, Turn
 
@@ -41,6 +42,10 @@ def joined_completion(
         char_ends=_char_ends_in_last_text(completions),
         member=member,
         turns=tuple(turns),
+        allowed=AllowedTokens.joined(
+            [completion.allowed for completion in completions],
+            [len(completion) for completion in completions],
+        ),
         outcome=replace(
             outcome,
             turn_rewards=_in_order_of(turns, outcome.turn_rewards),

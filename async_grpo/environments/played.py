@@ -146,7 +146,8 @@ class Played:
             await self._needs.start()
 
     async def close(self) -> None:
-        """Close the resource that the program needs, and end the process of the parsers."""
+        """Close the resource that the program needs, and end the processes of the parsers and grammars."""
         await self._chat.reader.close()
+        await self._chat.grammars.close()
         if self._needs is not None:
             await self._needs.close()

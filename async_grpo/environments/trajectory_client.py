@@ -181,11 +181,6 @@ class TrajectoryClient:
         """Return the policy's next turn; see `complete`."""
         if tools:
             await self._check_tools()
-        if typed is not None and self.recorder.chat.typed_output == ENFORCE:
-            raise RequestRefused(
-                "the form of an answer cannot be enforced: leave out response_format and tool_choice, or start the run "
-                f"with --typed-output {HINT}"
-            )
         try:
             engine_input = await self._prepare(context, tools, typed)
             room_tokens = self._room_tokens(engine_input)
@@ -199,10 +194,20 @@ class TrajectoryClient:
             self._sampling,
             max_tokens=min(limit for limit in token_limits if limit is not None),
             stop=tuple(stop),
+            grammar=await self._grammar(typed, tools, engine_input),
         )
         completion = await self._generate(engine_input, sampling)
         message = await self.recorder.add(engine_input, completion, stop, tools=tools)
         return Reply(message, completion.text, completion, len(engine_input.token_ids))
+
+    async def _grammar(
+        self, typed: TypedOutput | None, tools: Tools | None, engine_input: EngineInput
+    ) -> str:
+        """Return the grammar that the engine enforces in the turn; "" if the policy samples freely."""
+        chat = self.recorder.chat
+        if typed is None or chat.typed_output != ENFORCE:
+            return ""
+        return await chat.grammars.grammar_of(typed, tools, engine_input.rendered.text)
 
     async def _check_tools(self) -> None:
         """Fail the run if calls of tools cannot be read, because the policy would be trained not to use its tools."""
@@ -272,6 +277,8 @@ class TrajectoryClient:
             stream = self._generation.generate(request, 1, sampling, self._session)
             async with aclosing(stream) as completions:
                 return await anext(completions)
+        except RequestRefused:
+            raise
         except AsyncGrpoError as error:
             self.failure = error
             raise

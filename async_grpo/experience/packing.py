@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from async_grpo.allowed_tokens import ALL_TOKENS, AllowedTokens
 from async_grpo.experience.reward_tensors import repeated
 from async_grpo.messages import NO_TIME, MicroBatch, dummy_micro_batch
 from async_grpo.options.fields import refuse
@@ -177,7 +178,24 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         proximal_logprobs=_laid_out_if_present(samples, "proximal_logprobs"),
         members=members,
         times=times,
+        allowed=_joined_masks(samples),
     )
+
+
+def allowed_tokens_of(sample: Sample) -> AllowedTokens | None:
+    """Return the allowed tokens at all N tokens of a sample with one sequence; None if all were allowed everywhere."""
+    allowed = sample.completion.allowed
+    if allowed is None:
+        return None
+    return AllowedTokens(sample.laid_out(allowed.indices, np.int32(ALL_TOKENS)), allowed.masks)
+
+
+def _joined_masks(samples: Sequence[Sample]) -> AllowedTokens | None:
+    """Return the allowed tokens at all tokens of the samples, end to end."""
+    if all(sample.completion.allowed is None for sample in samples):
+        return None
+    masks = [allowed_tokens_of(sample) for sample in samples]
+    return AllowedTokens.joined(masks, [sample.num_tokens for sample in samples])
 
 
 def _trajectories(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:

@@ -14,6 +14,7 @@ from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
 from async_grpo.experience.first_trajectories import FirstTrajectories
+from async_grpo.experience.packing import allowed_tokens_of
 from async_grpo.experience.step_metrics import readable_samples
 from async_grpo.metrics.free_numbers import FreeNumbers
 from async_grpo.metrics.spans import Spans
@@ -239,9 +240,13 @@ class Rollouts:
         # The prompt of a sequence: the tokens before its first turn
         prompts = [sequence.pieces[0][0] for sequence in sequences]
         prompt_lengths = [len(prompt) for prompt in prompts]
+        arguments: list[Any] = [token_ids, prompt_lengths]
+        allowed = [allowed_tokens_of(sequence) for sequence in sequences]
+        if any(masks is not None for masks in allowed):
+            arguments.append(allowed)
         for recomputed in self._recomputed:
             with self.spans.measure(recomputed.role, "logprobs"):
-                logprobs_by_sequence = await recomputed.source.logprobs(token_ids, prompt_lengths)
+                logprobs_by_sequence = await recomputed.source.logprobs(*arguments)
             logprobs_by_sample = _sampled_logprobs(group.samples, logprobs_by_sequence, prompt_lengths)
             samples = []
             for sample, logprobs in zip(group.samples, logprobs_by_sample, strict=True):

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import CheckpointBroken
 from async_grpo.processes.untrusted_files import is_regular, parse_json, read_bytes
 from async_grpo.types import (
@@ -37,6 +38,7 @@ MAX_STATE_BYTES = 4 << 30  # largest experience.json that is read; it holds the 
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+SAVED_MASKS = "allowed."  # beginning of the keys of the arrays of allowed tokens
 SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
 # Keys in the saved files that differ from the names of the fields. They stay, because older checkpoints have them
 SAVED_START_VERSION = "admitted_version"
@@ -88,7 +90,15 @@ class ExperienceState:
                 # In one run, an array is present in either all samples or none
                 if array is not None:
                     parts.setdefault(name, []).append(array)
-        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        joined_arrays = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        completions = [sample.completion for sample in samples]
+        allowed = AllowedTokens.joined(
+            [completion.allowed for completion in completions], list(map(len, completions))
+        )
+        if allowed is not None:
+            for name, array in allowed.as_arrays().items():
+                joined_arrays[SAVED_MASKS + name] = array
+        return joined_arrays
 
     @classmethod
     def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
@@ -115,6 +125,7 @@ class ExperienceState:
         if not is_regular(file):
             raise ValueError(f"{file.name} is not a regular file")
         arrays = load_file(file)
+        allowed = _taken_masks(arrays)
         begin = 0  # index in the arrays where the next sample begins
         alive: dict[int, Group | UnfinishedGroup] = {}
         for row in content.pop("groups"):
@@ -132,7 +143,8 @@ class ExperienceState:
                     raise ValueError(f"group {number} has more tokens than {file.name} holds")
                 sample_row.pop("tokens")
                 sample_arrays = {name: array[begin:end] for name, array in arrays.items()}
-                samples.append(_sample(group_prompt, sample_row, sample_arrays))
+                sample_masks = allowed and AllowedTokens.joined([allowed[begin:end]], [end - begin])
+                samples.append(_sample(group_prompt, sample_row, sample_arrays, sample_masks))
                 begin = end
             if not is_order_known:
                 alive[number] = unfinished_group
@@ -220,8 +232,21 @@ def _has_unknown_order(row: Mapping[str, Any]) -> bool:
     return has_no_times and num_sequences > 1
 
 
-def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
-    """Make a sample from its row and its arrays (T,)."""
+def _taken_masks(arrays: dict[str, np.ndarray]) -> AllowedTokens | None:
+    """Remove the arrays of the allowed tokens of all samples, and return the allowed tokens; None if there are none."""
+    names = [name for name in arrays if name.startswith(SAVED_MASKS)]
+    if not names:
+        return None
+    return AllowedTokens.from_arrays({name.removeprefix(SAVED_MASKS): arrays.pop(name) for name in names})
+
+
+def _sample(
+    prompt: Prompt,
+    row: dict[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    allowed: AllowedTokens | None,
+) -> Sample:
+    """Make a sample from its row, its arrays (T,) and the tokens that were allowed at its T tokens."""
     verdict = VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # None is valid only for the baseline of a group
     row["turns"] = tuple(_turn(turn_row) for turn_row in row["turns"])
@@ -231,4 +256,5 @@ def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray
     row["finish_reason"] = FinishReason(row["finish_reason"])
     completion_arrays: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
     sample_arrays: dict[str, Any] = {name: arrays.get(name) for name in SAVED_SAMPLE_ARRAYS}
-    return Sample(prompt, Completion(**completion_arrays, **row), verdict, **sample_arrays)
+    completion = Completion(**completion_arrays, **row, allowed=allowed)
+    return Sample(prompt, completion, verdict, **sample_arrays)

@@ -45,8 +45,12 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     """
     arguments: dict[str, Any] = {
         "model": options.model_path,
-        # The engine needs no tokenizer: it reads and returns token ids, and the worker decodes finished completions
-        "skip_tokenizer_init": True,
+        # The engine reads and returns token ids, and the worker decodes finished completions. So it only needs a
+        # tokenizer to enforce grammars, and that of transformers, which the worker also uses
+        "skip_tokenizer_init": not settings.has_grammars,
+        "tokenizer_mode": "hf",
+        # No other backend, because the worker finds out which tokens were allowed with xgrammar
+        "structured_outputs_config": {"backend": "xgrammar"},
         "dtype": settings.dtype,
         "max_model_len": settings.max_total_tokens,
         "max_num_seqs": options.max_num_seqs,

@@ -20,10 +20,12 @@ from vllm.outputs import CompletionOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import WorkerLost
 from async_grpo.inference.char_ends import char_ends
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
+from async_grpo.inference.grammar_replay import GrammarReplay, refuse_grammar
 from async_grpo.inference.read_back_places import ReadBack
 from async_grpo.inference.requests import (
     NO_TOKENS,
@@ -32,6 +34,7 @@ from async_grpo.inference.requests import (
     RequestTimes,
     TokenTimeline,
     new_name,
+    new_tokens_by_member,
     tokens_of,
 )
 from async_grpo.inference.vllm_edges.continued_draws import model_runner
@@ -81,6 +84,7 @@ class GenerationWorker:
         self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
         self._requests = RequestTimes()
         self._read_back = ReadBack()
+        self._grammar_replay = GrammarReplay(engine, tokenizer)
 
         # Locked from `pause` to `resume`
         self._update_lock = asyncio.Lock()
@@ -128,11 +132,10 @@ class GenerationWorker:
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield finished completions, and every few seconds the new tokens of unfinished ones. See `protocols.Engine`.
 
-        `seeds` has the seed of each member of the group. `begun` has the tokens of members that a lost engine had
-        already sampled.
+        `seeds` has the seed of each member of the group, and `begun` the tokens that a lost engine had sampled.
 
         Raises:
-            ConfigurationError: The prompt leaves no room for an answer.
+            ConfigurationError: The prompt leaves no room for an answer, or its grammar is refused (RequestRefused).
             WorkerLost: The engine died, or its last update failed.
         """
         begun = begun or {}
@@ -161,22 +164,13 @@ class GenerationWorker:
                     yield await task
                 if time.monotonic() >= next_report_at:
                     next_report_at += PARTIAL_RESULTS_EVERY_S
-                    new_tokens = self._new_tokens(requests)
+                    new_tokens = new_tokens_by_member(requests, self.engine)
                     if new_tokens:
                         yield new_tokens
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _new_tokens(self, requests: Sequence[EngineRequest]) -> dict[int, Tokens]:
-        """Return the tokens sampled since the last call, by member. Requests without new tokens are left out."""
-        new_tokens = {}
-        for request in requests:
-            tokens = request.new_tokens(self.engine)
-            if len(tokens):
-                new_tokens[request.member] = tokens
-        return new_tokens
 
     async def _complete(self, request: EngineRequest) -> Completion:
         self._refuse_if_broken()
@@ -192,7 +186,8 @@ class GenerationWorker:
         with self._requests.measure(request.name):
             final = await self._last_output(prompt, request.params, request.name)
         self._refuse_if_broken()
-        return self._completion(final.outputs[0], request.member, request.first_tokens)
+        allowed = await self._grammar_replay.allowed_tokens(request, final.outputs[0])
+        return self._completion(final.outputs[0], request.member, request.first_tokens, allowed)
 
     def _refuse_if_broken(self) -> None:
         if self._broken_reason:
@@ -204,11 +199,16 @@ class GenerationWorker:
         except Exception as error:
             if self.engine.errored:
                 raise WorkerLost(f"the vLLM engine died: {error or type(error).__name__}") from error
+            refuse_grammar(params, error)
             raise
         return outputs[-1]
 
     def _completion(
-        self, output: CompletionOutput, member: int, first_tokens: Tokens = NO_TOKENS
+        self,
+        output: CompletionOutput,
+        member: int,
+        first_tokens: Tokens = NO_TOKENS,
+        allowed: AllowedTokens | None = None,
     ) -> Completion:
         """Return the completion of a finished request.
 
@@ -216,6 +216,7 @@ class GenerationWorker:
             output: The tokens that this engine sampled.
             member: Index of the completion in its group.
             first_tokens: The tokens before those of `output`, which a lost engine had sampled.
+            allowed: The tokens that a grammar allowed; None without a grammar.
         """
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
@@ -237,6 +238,7 @@ class GenerationWorker:
             text=text,
             char_ends=ends_of_tokens,
             member=member,
+            allowed=allowed,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:

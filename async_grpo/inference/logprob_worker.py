@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
@@ -31,8 +32,11 @@ from async_grpo.weights.package import unpack
 class _Request:
     """A sequence (L,) in the queue. `answer` will hold the log-probs (T,) of its completion."""
 
-    def __init__(self, token_ids: np.ndarray, prompt_length: int) -> None:
+    def __init__(
+        self, token_ids: np.ndarray, prompt_length: int, allowed: AllowedTokens | None = None
+    ) -> None:
         self.token_ids = token_ids
+        self.allowed = allowed  # the tokens that a grammar allowed at each of the L tokens
         self.prompt_length = prompt_length
         self.arrived_at = time.monotonic()
         self.answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
@@ -77,12 +81,18 @@ class LogprobWorker:
         check_forward(policy, torch_dtype(settings.dtype))
         return cls(policy, config, settings.temperature)
 
-    async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
+    async def logprobs(
+        self,
+        sequences: list[np.ndarray],
+        prompt_lengths: list[int],
+        allowed: list[AllowedTokens | None] | None = None,
+    ) -> list[np.ndarray]:
         """Compute the log-probs of completions. If a forward pass fails, all callers of its batch get the error.
 
         Args:
             sequences: Token ids (L,) of prompt and completion.
             prompt_lengths: Number of prompt tokens of each sequence.
+            allowed: For each sequence, the tokens that a grammar allowed at each of its L tokens, or None.
 
         Returns:
             (T,) float32 log-probs of each sequence's tokens after the prompt.
@@ -100,8 +110,11 @@ class LogprobWorker:
                 "raise max_tokens_per_gpu or shorten the completions"
             )
         requests = []
-        for token_ids, prompt_length in zip(sequences, prompt_lengths, strict=True):
-            requests.append(_Request(token_ids, prompt_length))
+        masks_of_sequences = allowed or [None] * len(sequences)
+        for token_ids, prompt_length, masks in zip(
+            sequences, prompt_lengths, masks_of_sequences, strict=True
+        ):
+            requests.append(_Request(token_ids, prompt_length, masks))
         self._queue += requests
         self._arrival.set()
         if self._serving is None:
@@ -191,11 +204,14 @@ class LogprobWorker:
         is_completion = np.ones(len(input_ids), bool)
         for begin, request in zip(bounds[:-1], batch, strict=True):
             is_completion[begin : begin + request.prompt_length] = False
+        allowed = AllowedTokens.joined([request.allowed for request in batch], lengths)
+        masks = () if allowed is None else (self._policy.token_masks(allowed),)
         logprobs, *_ = self._policy(
             torch.tensor(input_ids, dtype=torch.int64, device=self._policy.device),
             torch.tensor(bounds),
             torch.tensor(is_completion, device=self._policy.device),
             temperature,
+            *masks,
         )
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,7 +11,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -91,6 +91,12 @@ class EngineRequest:
             ConfigurationError: The prompt leaves no room to answer.
         """
         sampling = sampling or Sampling()
+        structured_outputs = None
+        if sampling.grammar:
+            structured_outputs = StructuredOutputsParams(structural_tag=sampling.grammar)
+            # vLLM begins the grammar with the first token that it samples, so the completion starts again from its
+            # beginning. The seed makes the same draws
+            first_tokens = NO_TOKENS
         room = settings.max_total_tokens - len(prompt)
         if room < 1:
             raise ConfigurationError(
@@ -118,12 +124,23 @@ class EngineRequest:
             # vLLM need not copy the parameters, because nothing changes them
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=structured_outputs,
         )
         token_ids = [*prompt.tolist(), *first_tokens.token_ids.tolist()]
         return cls(member, token_ids, params, first_tokens, new_name())
 
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether a grammar restricts the tokens of the completion."""
+        return self.params.structured_outputs is not None
+
     def new_tokens(self, engine: AsyncLLM) -> Tokens:
-        """Return the tokens sampled since the last call; no tokens if the request has finished."""
+        """Return the tokens sampled since the last call; no tokens if the request has finished or has a grammar.
+
+        A request with a grammar cannot be continued, so its tokens need not be reported.
+        """
+        if self.has_grammar:
+            return NO_TOKENS
         output = unfinished_output(engine, self.name, self.num_reported)
         if output is None:
             return NO_TOKENS
@@ -131,6 +148,16 @@ class EngineRequest:
         first_new = self.num_reported
         self.num_reported = len(tokens)
         return Tokens(*(array[first_new:] for array in tokens.arrays))
+
+
+def new_tokens_by_member(requests: Sequence[EngineRequest], engine: AsyncLLM) -> dict[int, Tokens]:
+    """Return the tokens sampled since the last call, by member. Requests without new tokens are left out."""
+    tokens_by_member = {}
+    for request in requests:
+        tokens = request.new_tokens(engine)
+        if len(tokens):
+            tokens_by_member[request.member] = tokens
+    return tokens_by_member
 
 
 class RequestTimes:

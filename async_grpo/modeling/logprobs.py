@@ -7,9 +7,11 @@ tokens at a time, in the forward and again in the backward. Only a few numbers p
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from async_grpo.modeling.token_masks import TokenMasks, forbid
 
 PRODUCT_ROWS = 1 << 14  # rows of the head whose gradient is computed at once on a GPU
 
@@ -21,6 +23,7 @@ def chunked_logprobs(
     targets: Int64[Tensor, " tokens"],
     temperature: float,
     chunk_tokens: int,
+    masks: TokenMasks | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Return log softmax((hidden @ weight.T + bias) / temperature)[targets], and the softmax's entropy.
 
@@ -34,20 +37,24 @@ def chunked_logprobs(
         targets: The token ids whose log-probs are computed.
         temperature: Divisor of the logits.
         chunk_tokens: Number of tokens whose logits are in memory at once.
+        masks: The tokens over which each softmax is taken; None if it is always over all tokens. A target must be among
+            them.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
     >>> (logprobs.exp()).tolist()
     [0.25, 0.25, 0.25]
     """
-    return _ChunkedHead.apply(hidden, weight, bias, targets, temperature, chunk_tokens)
+    indices = None if masks is None else masks.indices
+    bits = None if masks is None else masks.bits
+    return _ChunkedHead.apply(hidden, weight, bias, targets, temperature, chunk_tokens, indices, bits)
 
 
 class _ChunkedHead(torch.autograd.Function):
     """Log-probs and entropies, with a backward that computes the logits again.
 
     With logits z / T, their softmax p and its entropy H, the gradients are d logprob / dz = (onehot - p) / T and
-    dH / dz = -p (log p + H) / T.
+    dH / dz = -p (log p + H) / T. A masked token has p = 0, so that both of its gradients are 0.
     """
 
     @staticmethod
@@ -59,6 +66,8 @@ class _ChunkedHead(torch.autograd.Function):
         targets: Int64[Tensor, " tokens"],
         temperature: float,
         chunk_tokens: int,
+        mask_indices: Int64[Tensor, " tokens"] | None,
+        mask_bits: UInt8[Tensor, "masks bytes"] | None,
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
         result_dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(hidden), dtype=result_dtype)
@@ -66,11 +75,13 @@ class _ChunkedHead(torch.autograd.Function):
         normalisers = torch.empty_like(logprobs)
         for rows in _chunks(len(hidden), chunk_tokens):
             logits = _logits(hidden[rows], weight, bias, temperature)
+            if mask_indices is not None and mask_bits is not None:
+                forbid(logits, mask_indices[rows], mask_bits)
             normalisers[rows] = logits.logsumexp(dim=1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
             entropies[rows] = normalisers[rows] - torch.linalg.vecdot(probs, logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies, mask_indices, mask_bits)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         # Make autograd pass None instead of zeros as the gradient of an unused entropy. Zeros would cost as much as a
@@ -85,7 +96,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_logprobs: Float[Tensor, " tokens"] | None,
         grad_entropies: Float[Tensor, " tokens"] | None,
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, normalisers, entropies, mask_indices, mask_bits = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
@@ -94,7 +105,10 @@ class _ChunkedHead(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             scale = pull = grad_logprobs[rows, None] / ctx.temperature
-            log_probs = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(normalisers[rows, None])
+            logits = _logits(hidden[rows], weight, bias, ctx.temperature)
+            if mask_indices is not None:
+                forbid(logits, mask_indices[rows], mask_bits)
+            log_probs = logits.sub_(normalisers[rows, None])
             if grad_entropies is not None:
                 entropy_scale = grad_entropies[rows, None] / ctx.temperature
                 pull = (log_probs + entropies[rows, None]).mul_(entropy_scale).add_(scale)
@@ -111,7 +125,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:

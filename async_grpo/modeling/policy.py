@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.modeling import compute_device, full_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
+from async_grpo.modeling.token_masks import TokenMasks
 
 # Number of tokens whose logits are in memory at once: with a vocabulary of 152,000 in float32, 0.6 GB
 DEFAULT_CHUNK_TOKENS = 1024
@@ -81,6 +83,7 @@ class PolicyModel(nn.Module):
         cu_seqlens: Int[Tensor, " boundaries"],
         loss_mask: Bool[Tensor, " packed"],
         temperature: float,
+        masks: TokenMasks | None = None,
     ) -> tuple[Float[Tensor, " packed"], ...]:
         """Compute the log-probs and entropies of the tokens that the mask selects.
 
@@ -89,6 +92,7 @@ class PolicyModel(nn.Module):
             cu_seqlens: Boundaries of the sequences.
             loss_mask: True at the tokens whose log-probs are needed.
             temperature: Divisor of the logits.
+            masks: The tokens among which each token was sampled; None if it was always among all tokens.
 
         Returns:
             (log-probs, entropies), and with a value head also the values; 0 where the mask is False.
@@ -108,12 +112,24 @@ class PolicyModel(nn.Module):
         # A token is predicted from the hidden state of the token before it
         states = hidden.index_select(0, packing.rows_of_tokens[positions - 1])
         results: tuple[Tensor, ...] = chunked_logprobs(
-            states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
+            states,
+            head.weight,
+            head.bias,
+            input_ids[positions],
+            temperature,
+            self.chunk_tokens,
+            None if masks is None else masks[positions],
         )
         if self.value_head is not None:
             value_states = states if self.value_trunk_gradient else states.detach()
             results = (*results, self.value_head(value_states))
         return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
+
+    def token_masks(self, allowed: AllowedTokens) -> TokenMasks:
+        """Return the masks of packed sequences on the policy's device, for `forward`."""
+        # The number of rows of the head, which the engines' vocabulary has as well
+        vocab_size = self.model.get_output_embeddings().weight.shape[0]
+        return TokenMasks.of(allowed, vocab_size, self.device)
 
     def plain_logprobs(
         self, input_ids: Int64[Tensor, " tokens"], attention: str

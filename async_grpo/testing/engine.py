@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from async_grpo.errors import WorkerLost
+from async_grpo.errors import RequestRefused, WorkerLost
 from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling
@@ -47,6 +47,8 @@ class FakeEngine:
         self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
         """Yield completions, all drawn from the same distribution; see `Engine`."""
+        if sampling is not None and sampling.grammar:
+            raise RequestRefused("the engine draws tokens at random: start the run with --typed-output hint")
         started_at = time.time()
         for member, seed in seeds.items():
             await asyncio.sleep(0)

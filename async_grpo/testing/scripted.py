@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.types import (
     GREEDY,
     AdapterResult,
@@ -144,7 +145,10 @@ class FakeLogprobs:
         self._value = value
 
     async def logprobs(
-        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+        self,
+        sequences: Sequence[np.ndarray],
+        prompt_lengths: Sequence[int],
+        allowed: Sequence[AllowedTokens | None] | None = None,
     ) -> list[np.ndarray]:
         """Return one array of log-probs for each sequence; see `Logprobs`."""
         logprobs = []

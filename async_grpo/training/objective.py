@@ -19,6 +19,7 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.off_policy import importance_weights, mismatch_sums, ratio_histogram, rejection_mask
 from async_grpo.algorithm.process_advantages import value_loss
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import MicroBatch
 from async_grpo.modeling.policy import PolicyModel
@@ -53,6 +54,7 @@ class BatchTensors:
     proximal_logprobs: Float[Tensor, "1 packed"] | None
     members: Int64[Tensor, "1 packed"] | None
     times: Int[Tensor, "1 packed"] | None
+    allowed: AllowedTokens | None
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -80,6 +82,7 @@ class BatchTensors:
         # For each token, the index of its sample in the group, and its index in time within its trajectory
         self.members = None if batch.members is None else row(batch.members[sequence_ids])
         self.times = optional_row(batch.times)
+        self.allowed = batch.allowed  # the tokens among which each token was sampled
 
 
 class Objective:
@@ -159,7 +162,14 @@ class Objective:
 
     def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
         """Return (log-probs, entropies) of the trained tokens, and with a critic also the values."""
-        outputs = policy(batch.input_ids, batch.cu_seqlens, batch.mask[0], self.config.temperature)
+        masks = None if batch.allowed is None else policy.token_masks(batch.allowed)
+        outputs = policy(
+            batch.input_ids,
+            batch.cu_seqlens,
+            batch.mask[0],
+            self.config.temperature,
+            masks,
+        )
         return tuple(output[None] for output in outputs)
 
     def __call__(

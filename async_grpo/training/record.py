@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import Message, MicroBatch, StepEnd
 from async_grpo.metrics.writer import as_json
@@ -25,7 +26,8 @@ from async_grpo.protocols import ExperienceSource
 from async_grpo.types import PROMPT_TOKEN
 
 log = logging.getLogger(__name__)
-ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name != "is_dummy")
+OTHER_FIELDS = ("is_dummy", "allowed")
+ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name not in OTHER_FIELDS)
 MAX_STEP_BYTES = 64 << 20  # largest accepted rank_<r>.json
 # Largest accepted rank_<r>.safetensors, about 100 million tokens. A sparse file may claim any size
 MAX_ARRAYS_BYTES = 4 << 30
@@ -99,6 +101,9 @@ class Recorder:
                 array = getattr(batch, name)
                 if array is not None:
                     arrays[f"{number}.{name}"] = np.ascontiguousarray(array)
+            if batch.allowed is not None:
+                for name, array in batch.allowed.as_arrays().items():
+                    arrays[f"{number}.allowed.{name}"] = array
         for number, logprobs in enumerate(self._logprobs):
             arrays[f"{number}.trained_logprobs"] = logprobs
         save_file(arrays, folder / f"rank_{rank}.safetensors")
@@ -189,7 +194,13 @@ class Recording:
         messages: list[Message] = []
         for number, is_dummy in enumerate(content.pop("dummies")):
             fields: dict[str, Any] = {name: arrays.get(f"{number}.{name}") for name in ARRAYS}
-            messages.append(MicroBatch(**fields, is_dummy=bool(is_dummy)))
+            prefix = f"{number}.allowed."
+            mask_arrays = {}
+            for name, array in arrays.items():
+                if name.startswith(prefix):
+                    mask_arrays[name.removeprefix(prefix)] = array
+            allowed = AllowedTokens.from_arrays(mask_arrays) if mask_arrays else None
+            messages.append(MicroBatch(**fields, allowed=allowed, is_dummy=bool(is_dummy)))
         step_end = {field.name: content[field.name] for field in dataclasses.fields(StepEnd)}
         messages.append(StepEnd(**step_end))
         return messages

@@ -50,9 +50,9 @@ def answers(monkeypatch):
 def test_the_preferred_one_of_the_parsers_that_read_the_probes_is_chosen_once(answers, tmp_path):
     reader = family_chat("qwen3_coder", tmp_path).reader
     answers.append({"names": ["seed_oss", "qwen3_coder", "step3p5"]})
-    assert run(reader._format()) == "qwen3_coder"
+    assert run(reader.call_format()) == "qwen3_coder"
     assert not answers
-    assert run(reader._format()) == "qwen3_coder"
+    assert run(reader.call_format()) == "qwen3_coder"
     answers.append({"thought": None, "content": "", "calls": []})
     run(reader.read(TEXT, "", TOOLS))
     assert reader._process.asked[-1] == ("read", "qwen3_coder", None, TEXT, TOOLS)
@@ -61,7 +61,7 @@ def test_the_preferred_one_of_the_parsers_that_read_the_probes_is_chosen_once(an
 def test_parsers_that_read_one_call_are_taken_if_none_reads_two(answers, tmp_path):
     reader = family_chat("ax_llama4", tmp_path).reader
     answers += [{"names": []}, {"names": ["llama4_json"]}]
-    assert run(reader._format()) == "llama4_json"
+    assert run(reader.call_format()) == "llama4_json"
 
 
 def test_a_format_that_no_parser_reads_ends_the_run_and_shows_the_call(answers, tmp_path):

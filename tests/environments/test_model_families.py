@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from grammars_here import GrammarsHere, accepts
 from model_families import (
     ANSWER,
     ARGUMENTS,
@@ -20,9 +21,11 @@ from model_families import (
     talk,
 )
 from scripted_play import run
+from transformers import AutoTokenizer
 
-from async_grpo.environments import call_reader
-from async_grpo.errors import ConfigurationError
+from async_grpo.environments import call_reader, grammars
+from async_grpo.environments.typed_output import TypedOutput
+from async_grpo.errors import ConfigurationError, RequestRefused
 
 pytestmark = [needs_templates, pytest.mark.slow]
 
@@ -108,7 +111,7 @@ def test_a_native_call_is_recognized_and_the_answer_of_its_tool_is_read_by_the_p
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_the_parser_of_a_family_is_chosen_by_its_template(name, tmp_path):
-    assert run(family_chat(name, tmp_path).reader._format()) == PARSERS[name]
+    assert run(family_chat(name, tmp_path).reader.call_format()) == PARSERS[name]
 
 
 @pytest.mark.parametrize("name", WITHOUT_TOOLS)
@@ -131,7 +134,7 @@ def test_a_parser_that_the_user_names_is_used_with_a_template_that_does_not_show
 @pytest.mark.parametrize("name", ["qwen3_coder", "gemma4_v5", "gptoss", "mistral_nemo", "minimax_m2"])
 def test_with_tool_parser_none_a_call_stays_text(name, tmp_path):
     chat = family_chat(name, tmp_path, tool_parser="none")
-    native = native_turn(chat)
+    native = native_turn(chat) or FROM_MODEL_CARDS[name]
     _, client = talk(chat, [native])
     reply = run(client.complete([QUESTION], tools=TOOLS))
     assert "tool_calls" not in reply.message and "get_weather" in reply.message["content"]
@@ -234,3 +237,29 @@ def test_a_thought_before_a_call_stays_in_the_history_of_gpt_oss(name, tmp_path)
 
     run(story())
     assert client.recorder.num_rewritten == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_coder", "qwen3_5_think", "llama3_1", "kimi_k2", "glm46", "minimax_m2", "hermes3"]
+)
+def test_a_required_call_may_be_written_as_the_template_writes_it(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(grammars, "GrammarProcess", GrammarsHere)
+    chat = family_chat(name, tmp_path)
+    question = chat.prompts.whole_text([QUESTION], TOOLS, begins_turn=True)
+    native = native_turn(chat) or FROM_MODEL_CARDS[name]
+    typed = TypedOutput(required_tools=("get_weather",), has_one_call=True)
+    grammar = run(chat.grammars.grammar_of(typed, TOOLS, question))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert accepts(tokenizer, grammar, native.rstrip())
+    assert not accepts(tokenizer, grammar, native.rstrip().replace("get_weather", "get_news"))
+    assert not accepts(tokenizer, grammar, as_thought(chat, question, "It is sunny."))
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral_nemo", "granite33", "gemma4_it", "gptoss", "ax_command_a_tool_use"]
+)
+def test_a_family_whose_calls_cannot_be_required_is_refused_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(grammars, "GrammarProcess", GrammarsHere)
+    chat = family_chat(name, tmp_path)
+    with pytest.raises(RequestRefused, match=r"cannot be enforced.*--typed-output hint"):
+        run(chat.grammars.grammar_of(TypedOutput(required_tools=("get_weather",)), TOOLS, ""))

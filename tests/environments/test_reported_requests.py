@@ -14,22 +14,17 @@ from async_grpo.environments.unsupported_fields import UNSUPPORTED, unsupported_
 
 NUM_GROUPS = 4  # of requests in the program
 FREELY = "turns are sampled freely"
-NOT_ENFORCED = "the form of an answer cannot be enforced"
 # Requests that are not answered with status 200, by name: the status and the reason
 REFUSED = {
     "n0": (400, "n: Input should be greater than or equal to 1"),
     "n65": (400, "n: Input should be less than or equal to 64"),
     "stop_empty": (400, "stop: String should have at least 1 character"),
     "stop_many": (400, "stop: List should have at most 16 items"),
-    "rf_json": (400, NOT_ENFORCED),
-    "rf_schema": (400, NOT_ENFORCED),
     "logprobs": (400, "logprobs: answers have no log probabilities"),
     "mct0": (400, "max_completion_tokens: Input should be greater than or equal to 1"),
     "mt_neg": (400, "max_tokens: Input should be greater than or equal to 1"),
     "image": (400, "messages.0.content.0.type: Input should be 'text' (a text, or a list of parts"),
     "input_text": (400, "messages.0.content.0.type: Input should be 'text' (a text, or a list of parts"),
-    "tc_required": (400, NOT_ENFORCED),
-    "tc_named": (400, NOT_ENFORCED),
     "functions": (400, "functions: use `tools`"),
     "ctk": (400, "chat_template_kwargs: the chat template is used in the same way"),
     "guided": (400, "only JSON schemas can be required of answers: use `response_format`"),
@@ -77,6 +72,8 @@ async def answers_of(folder: Path) -> dict[str, tuple[int, str]]:
     """Run the program for each group of requests, and return status and text of each answer by name."""
     answers: dict[str, tuple[int, str]] = {}
     async with Server(NUM_GROUPS) as server:
+        # All policies share one chat
+        server.policies[0].recorder.chat.typed_output = "hint"
         for group in range(NUM_GROUPS):
             environment = os.environ | {
                 "OPENAI_BASE_URL": server.endpoint.base_url,

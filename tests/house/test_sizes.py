@@ -20,5 +20,5 @@ def test_no_file_is_longer_than_400_lines_and_no_function_longer_than_60(room):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
 
 
-def test_the_root_of_the_package_holds_at_most_six_modules():
-    assert len(list(PACKAGE.glob("*.py"))) <= 6
+def test_the_root_of_the_package_holds_at_most_seven_modules():
+    assert len(list(PACKAGE.glob("*.py"))) <= 7

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from grammar_masks import masks_of, random_table
 from safetensors.torch import save
 from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 
@@ -86,6 +87,24 @@ async def test_answers_are_the_completions_logprobs_at_the_temperature_whatever_
         expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:, None], dtype=torch.int64))[:, 0]
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, expected.numpy()[prompt - 1 :], atol=1e-5)
+
+
+async def test_log_probs_of_a_completion_with_a_grammar_are_those_over_the_allowed_tokens():
+    model = tiny_model()
+    random = np.random.default_rng(1)
+    sequences = [random.integers(0, VOCAB, length).astype(np.int32) for length in (9, 5, 7)]
+    tables = [random_table(random, ids.tolist(), VOCAB) for ids in sequences]
+    tables[1][:] = True
+    allowed = [masks_of(tables[0]), None, masks_of(tables[2])]
+    async with serving(PolicyModel(copy.deepcopy(model)), temperature=0.7) as server:
+        rows = await server.logprobs(sequences, [2, 1, 3], allowed)
+    model.set_attn_implementation("eager")
+    for ids, table, begin, row in zip(sequences, tables, (2, 1, 3), rows, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None], dtype=torch.int64)).logits[0, :-1].double() / 0.7
+        logits[~torch.tensor(table[1:])] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:, None], dtype=torch.int64))[:, 0]
+        np.testing.assert_allclose(row, expected.numpy()[begin - 1 :], atol=1e-5)
 
 
 async def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the_budget():

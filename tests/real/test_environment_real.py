@@ -7,27 +7,44 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from engine_thread import MODEL, SETTINGS, hf_logprobs, send, weights
+from engine_thread import MODEL, SETTINGS, EngineThread, hf_logprobs, send, weights
 from openai import AsyncOpenAI
 from real_runs import left_behind
 
+from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.data import COUNTDOWN_TRAIN as DATA
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.environments.trajectory_client import TrajectoryClient
+from async_grpo.environments.typed_output import TypedOutput
+from async_grpo.errors import RequestRefused
+from async_grpo.experience.packing import pack
 from async_grpo.modeling.load import load_tokenizer
-from async_grpo.types import Prompt, RewardStatus, Sample, Verdict
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.types import Prompt, RewardStatus, Sample, Sampling, Tokens, Verdict
 
 pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def engine(engine_environment) -> Iterator[EngineThread]:
+    """One engine of the sample model that can enforce grammars, as in runs with an environment."""
+    with closing(EngineThread(has_grammars=True)) as thread:
+        yield thread
 
 
 class Direct:
@@ -131,6 +148,94 @@ def test_the_responses_api_continues_the_tokens_of_the_real_engine(engine, model
     assert [answer.usage.output_tokens for answer in answers] == sampled
     np.testing.assert_array_equal(direct.seen[1], sequence.token_ids[: -sampled[1]])
     np.testing.assert_array_equal(direct.seen[0], direct.seen[1][: len(direct.seen[0])])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"enum": ["yes", "no"]}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+def test_under_a_json_schema_the_trainer_s_log_probs_are_the_engine_s(engine, model):
+    """Typed turns, with a free one and one that ends too early between them, and a weight sync, at a temperature of 0.7."""
+    send(engine, weights(model), 50)
+    chat = Chat(load_tokenizer(MODEL), make_reader=partial(CallReader, model_path=str(MODEL)))
+    typed = TypedOutput(schema=json.dumps(SCHEMA))
+    numbers = TypedOutput(schema='{"type": "array", "items": {"type": "integer"}, "minItems": 30}')
+    bad = TypedOutput(schema='{"type": "nonsense"}')
+    texts = []
+
+    async def program(prompt, policy):
+        for turn in range(6):
+            message = {"role": "user", "content": f"{turn}?"}
+            with pytest.raises(RequestRefused, match="Unsupported type"):
+                await policy.complete([message], typed=bad)
+            if turn == 3:
+                from safetensors.torch import save
+
+                await engine.worker.update(51, [memoryview(save(weights(model)))])
+            form = {1: None, 2: numbers}.get(turn, typed)
+            reply = await policy.complete([message], typed=form, max_tokens=60 if form is numbers else 200)
+            assert reply.completion.truncated or form is not numbers
+            if form is typed:
+                texts.append(reply.text)
+        return policy.trajectory(1.0)
+
+    prompt = Prompt(0, np.empty(0, np.int32), {})
+    played = Played(Direct(engine.worker), program, chat, TrajectoryLimits(20, 256, None, 120, 300))
+
+    async def one():
+        try:
+            (completion,) = [one async for one in played.generate(prompt, 1)]
+            return completion
+        finally:
+            await played.close()
+
+    completion = engine.run(one(), 120)
+    assert not completion.failure, completion.failure
+    answers = [json.loads(text) for text in texts]
+    assert len(answers) == 4 and all(answer["ok"] in ("yes", "no") for answer in answers)
+    ones = np.ones(len(completion))
+    sample = Sample(
+        prompt, completion, Verdict(RewardStatus.OK, 1.0), ones.astype(np.float32), ones.astype(bool)
+    )
+    batch = pack(sample.sequences)
+    policy = PolicyModel(model, chunk_tokens=50)
+    objective = Objective(AlgorithmConfig(temperature=SETTINGS.temperature))
+    rows = BatchTensors(batch, torch.device("cpu"))
+    with torch.no_grad():
+        logprobs, entropies = objective.forward(policy, rows)
+        free_logprobs, _ = objective.forward(
+            policy, BatchTensors(replace(batch, allowed=None), policy.device)
+        )
+    differences = (logprobs - rows.behaviour_logprobs)[rows.mask].abs()
+    assert len(differences) == len(completion) and differences.max() < 1e-4
+    assert entropies.isfinite().all()
+    assert (free_logprobs - rows.behaviour_logprobs)[rows.mask].abs().max() > 1, "the masks make a difference"
+
+
+def test_a_request_with_a_grammar_begins_again_after_a_lost_engine_and_a_bad_one_leaves_the_engine_alive(
+    engine,
+):
+    grammar = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}})
+    question = np.arange(4, dtype=np.int32)
+
+    async def complete(grammar, begun=None):
+        sampling = Sampling(grammar=grammar, max_tokens=40)
+        (completion,) = [one async for one in engine.worker.complete(question, {0: 9}, sampling, begun)]
+        return completion
+
+    first = engine.run(complete(grammar))
+    begun = {0: Tokens(first.token_ids[:5], first.logprobs[:5], first.versions[:5])}
+    again = engine.run(complete(grammar, begun))
+    np.testing.assert_array_equal(again.token_ids, first.token_ids)
+    np.testing.assert_array_equal(again.allowed.indices, first.allowed.indices)
+    for bad in ("no JSON", "{}", grammar.replace("object", "nonsense")):
+        with pytest.raises(RequestRefused, match="the engine refuses the form of the answer"):
+            engine.run(complete(bad))
+    np.testing.assert_array_equal(engine.run(complete(grammar)).token_ids, first.token_ids)
 
 
 def environments_of(run) -> list[psutil.Process]:

@@ -1,0 +1,209 @@
+"""The host of a process that makes the grammar of a typed answer, and compiles it once before an engine does.
+
+The request that it receives, and the answer:
+
+    {"call": "grammar", "arguments": [fields of GrammarRequest]}     ->  the grammar, a structural tag of xgrammar
+
+It runs in a process of its own, because a JSON schema may make the compiler crash, or take any time and memory. Then
+only this process ends, and the request is refused. The engine compiles the same grammar with the same library.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from async_grpo.errors import ConfigurationError, RequestRefused
+from async_grpo.modeling.load import load_tokenizer
+from async_grpo.rewards.adapter.decorators import AdapterTraits
+from async_grpo.rewards.adapter.result import describe, failure
+from async_grpo.rewards.isolation.child import Answers
+from async_grpo.rewards.isolation.lines import Message
+
+# Most white space in a row between two parts of JSON, enough for an indentation. Without a limit, a policy that hesitates
+# before the next part could write white space until the turn's last token
+MAX_WHITE_SPACE = 40
+# White space that may stand between a thought and the answer
+AFTER_THOUGHT = {"type": "regex", "pattern": "[ \\n]{0,4}"}
+
+
+@dataclass(frozen=True)
+class GrammarRequest:
+    """What a turn of the policy must look like.
+
+    Attributes:
+        schema: JSON text of the schema of an answer; "" if the turn must be calls.
+        tools: JSON schemas of the tools that the turn may call. If there are tools and a schema, it may be either.
+        tool_parser: Name of vLLM's tool parser for the format of the calls; None without tools.
+        has_one_call: Whether the turn must not have more than one call.
+        thought_begin: Text with which a thought begins; "" if the policy has already begun one.
+        thought_end: Text with which a thought ends; "" if there is no thought before the answer.
+    """
+
+    schema: str
+    tools: Sequence[Mapping[str, Any]]
+    tool_parser: str | None
+    has_one_call: bool
+    thought_begin: str
+    thought_end: str
+
+
+def hosted_grammars(greeting: Message) -> tuple[bool, Callable[[], "GrammarHost"]]:
+    """Return that the host is not async, and a function that makes it (see `isolation.child`)."""
+    logging.disable()
+    return False, partial(GrammarHost, **greeting["options"])
+
+
+class GrammarHost:
+    """A `Host` that makes grammars.
+
+    Args:
+        model_path: Folder of the model, for whose tokenizer grammars are compiled.
+
+    Raises:
+        ConfigurationError: vLLM or xgrammar cannot be imported.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        try:
+            import xgrammar
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise ConfigurationError(
+                f"vLLM and xgrammar, which make grammars of answers, cannot be imported ({error}): install them, or give "
+                "--typed-output hint"
+            ) from error
+        self.traits = AdapterTraits()
+        self._tool_parsers = ToolParserManager
+        self._tokenizer = load_tokenizer(model_path)
+        self._compiler = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo.from_huggingface(self._tokenizer),
+            max_threads=1,
+            cache_enabled=False,
+        )
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        """Do nothing, because there is nothing to warm up or close."""
+
+    async def replies(self, requests: Sequence[Message]) -> list[Answers]:
+        """Return one answer to each request. See `Host`."""
+        return [[self._reply(request["sample"])] for request in requests]
+
+    def _reply(self, request: Message) -> dict[str, Any]:
+        try:
+            return {"status": "ok", "grammar": self._grammar(GrammarRequest(**request["arguments"][0]))}
+        except Exception as error:
+            return failure(describe(error))
+
+    def _grammar(self, request: GrammarRequest) -> str:
+        """Return the grammar as the JSON text of a structural tag.
+
+        Raises:
+            RequestRefused: xgrammar does not support the schema, or the format of the calls.
+        """
+        from vllm.sampling_params import check_json_nesting
+        from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
+        answers: list[dict[str, Any]] = []
+        if request.schema:
+            schema = json.loads(request.schema)
+            check_json_nesting(schema)
+            _refuse_outside_references(schema)
+            if has_xgrammar_unsupported_json_features(schema):
+                raise RequestRefused(
+                    "the schema has a keyword that cannot be enforced, such as multipleOf, uniqueItems, contains, a format "
+                    "or pattern together with a length, or several allOf"
+                )
+            answers.append(
+                {
+                    "type": "json_schema",
+                    "json_schema": schema,
+                    "max_whitespace_cnt": MAX_WHITE_SPACE,
+                }
+            )
+        if request.tools:
+            answers.append(self._calls(request))
+        tag = {"type": "structural_tag", "format": _after_thought(request, _any_of(answers))}
+        grammar = json.dumps(tag)
+        check_json_nesting(grammar, structural_tag=True)
+        try:
+            self._compiler.compile_structural_tag(grammar)
+        except RuntimeError as error:
+            raise RequestRefused(f"xgrammar refuses it: {_reason_of(error)}") from error
+        return grammar
+
+    def _calls(self, request: GrammarRequest) -> dict[str, Any]:
+        """Return the format of one or several calls, as the model's family writes them."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers.structural_tag_registry import limit_to_single_tool_call
+
+        tools = []
+        for tool in request.tools:
+            # Without `strict`, the arguments of a call could be any JSON
+            tools.append({**tool, "function": {**tool["function"], "strict": True}})
+        chat_request = ChatCompletionRequest(
+            model="policy",
+            messages=[{"role": "user", "content": ""}],
+            tools=tools,
+            tool_choice="required",
+        )
+        assert request.tool_parser is not None, "the format of calls is known if there are tools"
+        parser_class = self._tool_parsers.get_tool_parser(request.tool_parser)
+        # Some parsers name a format for which vLLM has no structural tag
+        try:
+            tag = parser_class(self._tokenizer, chat_request.tools).get_structural_tag(chat_request)
+        except ValueError:
+            tag = None
+        if tag is None:
+            raise RequestRefused(
+                f"calls in the format {request.tool_parser} cannot be enforced, because vLLM has no grammar of them"
+            )
+        if request.has_one_call:
+            tag = limit_to_single_tool_call(tag)
+        return tag.model_dump(mode="json")["format"]
+
+
+def _refuse_outside_references(value: Any) -> None:
+    """Refuse references to other documents, in place of which xgrammar would allow any JSON."""
+    if isinstance(value, dict):
+        reference = value.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise RequestRefused(f"the schema refers to another document, {reference[:100]!r}")
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _refuse_outside_references(item)
+
+
+def _reason_of(error: RuntimeError) -> str:
+    """Return the message of an error of xgrammar without its place in the source code."""
+    line = str(error).splitlines()[0]
+    _, mark, after_file = line.partition(".cc:")
+    return after_file.partition(": ")[2] if mark else line
+
+
+def _any_of(formats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
+
+
+def _after_thought(request: GrammarRequest, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the format of an answer that may follow a thought, which may be any text."""
+    if not request.thought_end:
+        return answer
+    thought: dict[str, Any] = {
+        "type": "sequence",
+        "elements": [
+            {
+                "type": "tag",
+                "begin": request.thought_begin,
+                "content": {"type": "any_text"},
+                "end": request.thought_end,
+            },
+            AFTER_THOUGHT,
+        ],
+    }
+    if request.thought_begin:
+        thought = {"type": "optional", "content": thought}
+    return {"type": "sequence", "elements": [thought, answer]}
