@@ -177,11 +177,11 @@ def test_samples_metrics_and_checkpoints_show_abandoned_turns():
         "logprobs": completion.logprobs,
         "versions": completion.versions,
     }
-    restored = _sample(prompt_of(), dict(saved), arrays).completion
+    restored = _sample(prompt_of(), dict(saved), arrays, None).completion
     assert tokens == len(restored) and trained(restored) == trained(completion)
     assert [(turn.number, turn.text) for turn in restored.abandoned] == [(0, "bad<|im_end|>")]
     del saved["abandoned"]  # as an earlier version saved it
-    assert _sample(prompt_of(), saved, arrays).completion.abandoned == ()
+    assert _sample(prompt_of(), saved, arrays, None).completion.abandoned == ()
 
 
 def test_a_turn_of_equal_length_but_other_history_is_no_sibling():
