@@ -46,9 +46,9 @@ class FirstTrajectories:
         all_failures = [failure for failures in self._failures_by_group.values() for failure in failures]
         counts = Counter(failure.partition(":")[0] for failure in all_failures)
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        # The reason's first line follows at once, because the console shows the first line of an error
         raise EnvironmentNeverWorked(
             f"all {len(all_failures)} trajectories of the first {self._num_needed} groups failed ({kinds}), and no other "
-            "has succeeded: the environment cannot work like this. `async-grpo try-environment`, with the run's "
-            "--environment and its options, plays one trajectory and shows each turn. The first reason:\n"
-            f"{all_failures[0]}"
+            "has succeeded. `async-grpo try-environment`, with the run's --environment and its options, plays one "
+            f"trajectory and shows each turn. The first reason: {all_failures[0]}"
         )
