@@ -59,7 +59,6 @@ def options_of(model: str, folder: Path, num_frameworks: int, num_steps: int) ->
         "environment": f"agent:exec {sys.executable} {PROGRAMS / 'any_agent.py'}",
         "environment-processes": 3,
         "chat-template": folder / "template.jinja",  # the models' own templates do not show tools
-        "typed-output": "hint",
         "reward-fns": f"environment,{PROGRAMS / 'varied_reward.py'}:varied",
         "num-training-batches": num_steps,
         "batch-size": num_frameworks,
