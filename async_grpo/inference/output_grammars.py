@@ -103,13 +103,17 @@ class GrammarHost:
         Raises:
             RequestRefused: xgrammar does not support the schema, or the format of the calls.
         """
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import check_json_nesting
         from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
         answers: list[dict[str, Any]] = []
         if request.schema:
             schema = json.loads(request.schema)
-            check_json_nesting(schema)
+            try:
+                check_json_nesting(schema)
+            except VLLMValidationError as error:
+                raise RequestRefused(str(error)) from None
             _refuse_outside_references(schema)
             if has_xgrammar_unsupported_json_features(schema):
                 raise RequestRefused(
@@ -131,7 +135,7 @@ class GrammarHost:
         try:
             self._compiler.compile_structural_tag(grammar)
         except RuntimeError as error:
-            raise RequestRefused(f"xgrammar refuses it: {_reason_of(error)}") from error
+            raise RequestRefused(f"xgrammar refuses it: {_reason_of(error)}") from None
         return grammar
 
     def _calls(self, request: GrammarRequest) -> dict[str, Any]:
@@ -162,7 +166,22 @@ class GrammarHost:
             )
         if request.has_one_call:
             tag = limit_to_single_tool_call(tag)
-        return tag.model_dump(mode="json")["format"]
+        call_format: dict[str, Any] = tag.model_dump(mode="json")["format"]
+        _limit_white_space(call_format)
+        return call_format
+
+
+def _limit_white_space(value: Any) -> None:
+    """Limit the white space in the arguments of calls, in place."""
+    if isinstance(value, dict):
+        # The value of `json_schema` is the user's, and describes no format
+        if value.get("type") == "json_schema" and "json_schema" in value:
+            value["max_whitespace_cnt"] = MAX_WHITE_SPACE
+            return
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _limit_white_space(item)
 
 
 def _refuse_outside_references(value: Any) -> None:

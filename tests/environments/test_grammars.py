@@ -100,6 +100,15 @@ def test_a_grammar_accepts_what_the_request_requires(
         assert not accepts(tokenizer, grammar, text), text
 
 
+def test_white_space_has_a_limit_in_answers_and_in_arguments(here, tokenizer):
+    answer = run(grammars().grammar_of(ANSWER, None, ""))
+    call = run(grammars().grammar_of(TypedOutput(required_tools=("add",)), [ADD], ""))
+    for num_spaces, is_accepted in ((40, True), (41, False)):
+        space = " " * num_spaces
+        assert accepts(tokenizer, answer, f'{{"sum":{space}4}}') is is_accepted
+        assert accepts(tokenizer, call, ADDED.replace('"a": 1', f'"a":{space}1')) is is_accepted
+
+
 def test_a_model_that_may_think_may_do_so_before_its_answer(here, tokenizer):
     grammar = run(grammars(template="{{ '<think>' }}").grammar_of(ANSWER, None, "assistant\n"))
     for text in ('{"sum": 4}', '<think>\n2 and 2\n</think>\n\n{"sum": 4}'):

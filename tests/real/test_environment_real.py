@@ -317,6 +317,8 @@ for turn in range(3):
             usage = chunk.usage or usage
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
     else:
+        if turn == 2:
+            asked |= {"tools": [], "response_format": {"type": "json_object"}}
         answer = client.chat.completions.create(**asked)
         text, usage = answer.choices[0].message.content or "", answer.usage
     told.append(usage.completion_tokens)
@@ -328,7 +330,7 @@ sys.exit(0 if len(text) % 2 else 100)
 
 
 def test_a_script_with_the_official_client_is_trained_and_loses_no_token_with_a_killed_engine(tmp_path):
-    """Four steps of an unmodified script with tools and streaming, two rewards; the only engine dies on the way."""
+    """Four steps of an unmodified script with tools, streaming and typed output; the only engine dies on the way."""
     (tmp_path / "agent.py").write_text(AGENT)
     rows = [json.loads(line) for line in DATA.read_text().splitlines()[:64]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -379,6 +381,7 @@ def test_a_script_with_the_official_client_is_trained_and_loses_no_token_with_a_
     assert all(line["samples_in_batch"] == 2 and not line["environment_failures"] for line in lines)
     told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
     assert len(told) == 8 and all(len(turns) == 3 for turns in told)
+    assert abs(lines[0]["mismatch_k1"]) < 1e-4, "the trainer's softmax has the masks of the engine's"
     trained = sum(line["avg_output_tokens"] * line["samples_in_batch"] for line in lines)
     # Every token that a client was told of, and no other
     assert trained == pytest.approx(sum(map(sum, told)))
