@@ -4,9 +4,10 @@
     python -m tests.long.agent_training                                  # a tiny model, every framework: some minutes
     python -m tests.long.agent_training --model smollm2 --only openai,pydantic-ai
 
-The steps together have two trajectories of each framework for each step; the rows are shuffled. The policy is on-policy, so that in every step the trainer's log-probs
-of the sampled tokens must equal the engine's: a token in a wrong place, lost or trained twice would show. All tokens
-that the engine sampled are trained on. The exit status is 1 if a framework's agents fail, or tokens do not add up.
+The steps together have two trajectories of each framework for each step; the rows are shuffled. The policy is on-policy,
+so that in every step the trainer's log-probs of the sampled tokens must equal the engine's: a token in a wrong place, lost
+or trained twice would show. All tokens that the engine sampled are trained on. The exit status is 1 if a framework's
+agents fail, or tokens do not add up.
 """
 
 import json
