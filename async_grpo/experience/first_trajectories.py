@@ -46,9 +46,25 @@ class FirstTrajectories:
         all_failures = [failure for failures in self._failures_by_group.values() for failure in failures]
         counts = Counter(failure.partition(":")[0] for failure in all_failures)
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        # The reason's first line follows at once, because the console shows the first line of an error
         raise EnvironmentNeverWorked(
             f"all {len(all_failures)} trajectories of the first {self._num_needed} groups failed ({kinds}), and no other "
             "has succeeded. `async-grpo try-environment`, with the run's --environment and its options, plays one "
-            f"trajectory and shows each turn. The first reason: {all_failures[0]}"
+            f"trajectory and shows each turn. The first reason: {_with_last_line_first(all_failures[0])}"
         )
+
+
+def _with_last_line_first(reason: str) -> str:
+    """Return a reason with what ends it in its first line, because the console shows the first line of an error.
+
+    The last line of a traceback says what happened.
+
+    >>> print(_with_last_line_first("AgentFailed: it said: Traceback:\\n  line 3\\nKeyError: 'a'"))
+    AgentFailed: it said: Traceback: ... KeyError: 'a'
+    AgentFailed: it said: Traceback:
+      line 3
+    KeyError: 'a'
+    """
+    lines = reason.strip().splitlines()
+    if len(lines) < 2:
+        return reason
+    return f"{lines[0]} ... {lines[-1].strip()}\n{reason}"
