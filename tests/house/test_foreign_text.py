@@ -626,20 +626,11 @@ IN_THE_LOOP = {
     "Retry-After",
 }
 NUM_CHARACTERS = 1_000_000  # for what runs in the controller's event loop
-NUM_OTHER_CHARACTERS = 30_000  # for what runs in processes that can be killed
-NUM_PAIR_CHARACTERS = 30_000
+NUM_OTHER_CHARACTERS = 100_000  # for what runs in processes that can be killed
+NUM_PAIR_CHARACTERS = 60_000
 PAIRED = ["{", "}", "<", "\\", "$", '"', " ", "1", "a", "\n", "<think>", r"\boxed{"]
 MANY_SECONDS = {"math_verify's answer", "notation", "free text"}  # in all, for all of UNITS
-SECONDS = 2.0  # of processor time; what is linear takes some milliseconds, what is quadratic many seconds
-
-
-def test_a_quadratic_pattern_takes_too_long_at_the_smallest_size():
-    FEEDS["planted"] = re.compile(r"\d+x").search
-    try:
-        with pytest.raises(TooSlow):
-            feed("planted", "1", NUM_PAIR_CHARACTERS)
-    finally:
-        del FEEDS["planted"]
+SECONDS = 2.0  # of processor time; what is linear takes some milliseconds, what is quadratic minutes
 
 
 class TooSlow(BaseException):
