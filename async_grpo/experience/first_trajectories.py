@@ -54,11 +54,11 @@ class FirstTrajectories:
 
 
 def _with_last_line_first(reason: str) -> str:
-    """Return a reason with what ends it in its first line, because the console shows the first line of an error.
+    r"""Return a reason with what ends it in its first line, because the console shows the first line of an error.
 
     The last line of a traceback says what happened.
 
-    >>> print(_with_last_line_first("AgentFailed: it said: Traceback:\\n  line 3\\nKeyError: 'a'"))
+    >>> print(_with_last_line_first("AgentFailed: it said: Traceback:\n  line 3\nKeyError: 'a'"))
     AgentFailed: it said: Traceback: ... KeyError: 'a'
     AgentFailed: it said: Traceback:
       line 3
