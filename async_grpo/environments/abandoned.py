@@ -1,12 +1,14 @@
 """Turns that an agent threw away: retries, resampled turns, and choices of `n` that it did not use.
 
-A turn is abandoned if another turn was sampled after exactly the same history, a later request continued that other turn,
-and no request continued this one. If no turn of the same history was continued, as at the end of a trajectory, none of
-them is abandoned. If two of them have the same tokens, only the one that the recorder found in the later request counts as
-continued. Conversations of sub-agents have histories of their own, so their turns are not abandoned.
+A turn is abandoned if another turn was sampled after exactly the same history, a request that came after both continued
+that other turn, and no request continued this one. If no turn of the same history was continued, as at the end of a
+trajectory, none of them is abandoned. The answer of an agent that started over is not abandoned either, because nothing came
+after it. If two turns have the same tokens, only the later one counts as continued. Conversations of sub-agents have
+histories of their own, so their turns are not abandoned. If a sub-agent begins with the same tokens as another one, its turns
+cannot be distinguished from retries.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,31 +17,34 @@ from async_grpo.environments.sequence import RecordedTurn, TrajectorySequence
 from async_grpo.types import Turn
 
 NO_TOKEN_IDS = np.empty(0, np.int32)
+NEVER = -1  # stands for the number of a turn if no turn continued another one
 
 
 def abandoned_numbers(
-    sequences: Sequence[TrajectorySequence], numbers_in_requests: Collection[int]
+    sequences: Sequence[TrajectorySequence], latest_requests: Mapping[int, int]
 ) -> frozenset[int]:
     """Return the numbers of the abandoned turns.
 
     Args:
         sequences: The sequences of the trajectory.
-        numbers_in_requests: Numbers of turns whose message was part of a later request. Such a turn was continued even if
-            the chat template rewrote it, so that its tokens do not occur in the later history.
+        latest_requests: For each turn whose message was part of a later request, how many turns were recorded when the
+            latest such request arrived. Such a turn was continued even if the chat template rewrote it, so that its tokens
+            do not occur in the later history.
     """
     if len(sequences) < 2:
         # A second turn of the same history always begins a sequence
         return frozenset()
     abandoned: set[int] = set()
     for siblings in _turns_by_history(sequences):
-        continued = []
+        continuation_by_number = {}
         for sequence, index in siblings:
             number = sequence.turns[index].turn.number
-            if number in numbers_in_requests or _is_continued(sequence, index, sequences):
-                continued.append(number)
-        if continued:
-            numbers = {sequence.turns[index].turn.number for sequence, index in siblings}
-            abandoned |= numbers - set(continued)
+            latest_turn = _latest_continuation(sequence, index, sequences)
+            continuation_by_number[number] = max(latest_turn, latest_requests.get(number, NEVER))
+        latest_continuation = max(continuation_by_number.values())
+        for number, continuation in continuation_by_number.items():
+            if continuation == NEVER and latest_continuation > number:
+                abandoned.add(number)
     return frozenset(abandoned)
 
 
@@ -69,17 +74,21 @@ def _history_tokens(sequence: TrajectorySequence, index: int) -> int:
     return sequence.ends[index].num_tokens - sequence.turns[index].turn.num_tokens
 
 
-def _is_continued(sequence: TrajectorySequence, index: int, sequences: Sequence[TrajectorySequence]) -> bool:
-    """Return whether a later turn was sampled after all tokens up to the end of a turn."""
+def _latest_continuation(
+    sequence: TrajectorySequence, index: int, sequences: Sequence[TrajectorySequence]
+) -> int:
+    """Return the number of the latest turn that was sampled after all tokens up to the end of a turn, or NEVER."""
+    number = sequence.turns[index].turn.number
+    latest = NEVER
     if index + 1 < len(sequence.turns):
-        return True
+        latest = sequence.turns[-1].turn.number
     token_ids = sequence.token_ids[: sequence.ends[index].num_tokens]
     for candidate in sequences:
-        is_later = candidate.turns[0].turn.number > sequence.turns[index].turn.number
+        is_later = candidate.turns[0].turn.number > number
         history = candidate.token_ids[: _history_tokens(candidate, 0)]
         if is_later and np.array_equal(history[: len(token_ids)], token_ids):
-            return True
-    return False
+            latest = max(latest, candidate.turns[-1].turn.number)
+    return latest
 
 
 def without_turns(

@@ -66,7 +66,7 @@ class TrajectoryRecorder:
         }
         self._sequences: list[TrajectorySequence] = []
         self._history = SampledHistory()
-        self._numbers_in_requests: set[int] = set()  # turns whose message was part of a later request
+        self._latest_requests: dict[int, int] = {}  # see `abandoned_numbers`
 
     @property
     def num_rewritten(self) -> int:
@@ -126,7 +126,8 @@ class TrajectoryRecorder:
             size: Number of characters in the conversation, if the caller knows it; otherwise 0.
         """
         sampled_turns = await offloaded(size, self._history.turns_of, messages)
-        self._numbers_in_requests.update(turn.number for turn in sampled_turns.values())
+        for turn in sampled_turns.values():
+            self._latest_requests[turn.number] = self.num_turns
         latest = max(sampled_turns, default=-1)
         renderings: dict[Spelling, Rendered] = {}
         refusal: ConfigurationError | None = None
@@ -212,7 +213,8 @@ class TrajectoryRecorder:
             if sequence.is_history_of(conversation, len(sequence.text)):
                 histories.append(sequence)
         if histories:
-            history = max(histories, key=lambda sequence: len(sequence.text))
+            # Of sequences with the same text, the newest, because an agent that asks again goes on with the new answer
+            history = max(reversed(histories), key=lambda sequence: len(sequence.text))
             return await self._continue(history, text_after(conversation, len(history.text)))
         # The turn begins a new sequence. If its history shares turns with another sequence, it keeps their sampled
         # tokens
@@ -342,7 +344,7 @@ class TrajectoryRecorder:
     @property
     def abandoned_numbers(self) -> frozenset[int]:
         """Return the numbers of the turns that the agent threw away; see `abandoned`."""
-        return abandoned_numbers(self._sequences, self._numbers_in_requests)
+        return abandoned_numbers(self._sequences, self._latest_requests)
 
     def finish(
         self, member: int, outcome: Outcome, truncated: bool | None, *, drops_abandoned: bool = False

@@ -117,6 +117,36 @@ def test_conversations_that_were_both_continued_and_those_of_sub_agents_all_coun
     assert len(completion.turns) == 5 and not completion.abandoned
 
 
+def test_the_answer_of_an_agent_that_started_over_is_trained_on_and_scored():
+    async def program(prompt, policy):
+        first = await policy.complete(QUESTION)
+        await policy.complete([*QUESTION, first.message, MORE])
+        await policy.complete(QUESTION)
+        return policy.trajectory(1.0, turn_rewards=[0.0, 0.0, 1.0])
+
+    completion = played(program, ["call", "lost", "answer"])
+    assert not completion.abandoned and completion.text == "answer"
+    assert completion.outcome.turn_rewards == (0.0, 0.0, 1.0)
+
+
+def test_a_retry_after_the_agent_went_on_is_abandoned_if_the_agent_then_goes_on_without_it():
+    async def program(prompt, policy):
+        first = await policy.complete(QUESTION)
+        await policy.complete([*QUESTION, first.message, MORE])
+        await policy.complete(QUESTION)
+        await policy.complete([*QUESTION, first.message, MORE, MORE])
+        return policy.trajectory(1.0)
+
+    completion = played(program, ["first", "second", "retry", "end"])
+    assert [turn.number for turn in completion.abandoned] == [2] and completion.text == "end"
+
+
+def test_a_retry_with_the_same_tokens_is_the_turn_that_the_agent_goes_on_with():
+    completion = played(retries_once, ["good", "good", "end"])
+    assert [turn.number for turn in completion.abandoned] == [0]
+    assert trained(completion) == trained(played(never_retries, ["good", "end"]))
+
+
 def test_a_turn_whose_thought_the_template_drops_later_was_continued():
     completion = played(
         retries_once, ["bad", "<think>hm</think>\n\ngood", "end"], template="forgets_thoughts"
