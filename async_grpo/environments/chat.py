@@ -70,6 +70,10 @@ class Chat:
         self._lost_roles: set[str] = set()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if hasattr(backend, "encode_batch_fast") else None
+        if self._backend is not None:
+            # A tokenizer that was saved after an earlier training may cut and pad every text of a batch
+            self._backend.no_truncation()
+            self._backend.no_padding()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Return the text that the policy continues.

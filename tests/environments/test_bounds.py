@@ -6,14 +6,15 @@ import time
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from chat_templates import chat_of
+from chat_templates import MODEL, chat_of
 from hypothesis import given, settings
 from scripted_play import OneSession, prompt_of, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from async_grpo.environments import bounded_encoding, refusals
 from async_grpo.environments.bounded_encoding import encode_up_to
-from async_grpo.environments.chat import TrajectoryOver
+from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.played import Played
 from async_grpo.environments.refusals import RefusalBrake
@@ -85,6 +86,17 @@ def test_many_short_pieces_go_into_few_calls_and_stop_early():
     calls = Calls()
     assert encode_up_to(calls, ["cat " * 100] * 1000, 5000) is None
     assert len(calls.characters) == 1 and calls.characters[0] <= bounded_encoding.FIRST_BEGINNING_CHARACTERS
+
+
+def test_a_tokenizer_that_was_saved_with_cutting_and_padding_reads_whole_texts():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    text = "hello world, this text has more than four tokens"
+    pieces = [text[:3], text[3:20], text[20:]]
+    expected = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding()
+    token_ids = Chat(tokenizer).encode(text, breaks=(3, 20))
+    assert token_ids.tolist() == [token_id for piece_ids in expected for token_id in piece_ids]
 
 
 def delays_of(outcomes: str) -> list[float]:
