@@ -2,10 +2,10 @@
 
 A turn is abandoned if another turn was sampled after exactly the same history, a request that came after both continued
 that other turn, and no request continued this one. If no turn of the same history was continued, as at the end of a
-trajectory, none of them is abandoned. The answer of an agent that started over is not abandoned either, because nothing came
-after it. If two turns have the same tokens, only the later one counts as continued. Conversations of sub-agents have
-histories of their own, so their turns are not abandoned. If a sub-agent begins with the same tokens as another one, its turns
-cannot be distinguished from retries.
+trajectory, none of them is abandoned. The answer of an agent that started over is not abandoned either, because nothing
+came after it. If two turns have the same tokens, only the later one counts as continued. Conversations of sub-agents have
+histories of their own, so their turns are not abandoned. If a sub-agent begins with the same tokens as another one, its
+turns cannot be distinguished from retries.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -7,11 +7,9 @@ first: 64 Ki characters, then 4 times as many, and so on.
 from collections.abc import Callable, Iterator, Sequence
 
 FIRST_BEGINNING_CHARACTERS = 65_536
-GROWTH = (
-    4  # factor from one beginning to the next. All beginnings of a text have at most 4/3 of its characters
-)
-# A cut may change the tokens before it, but not those far before it. So many tokens at the end of a beginning are not
-# counted
+# Factor from one beginning to the next. All beginnings of a text together have at most 4/3 of its characters
+GROWTH = 4
+# The cut at the end of a beginning may change the tokens near it, so this number of tokens is not counted
 UNCERTAIN_TOKENS = 1024
 PIECES_PER_CALL = 8192  # maximum number of pieces of a text that one call of the tokenizer encodes
 

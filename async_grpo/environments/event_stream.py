@@ -17,8 +17,7 @@ MIN_PIECE_CHARACTERS = 16
 def pieces_of(text: str) -> list[str]:
     """Return the pieces in which a text is streamed; none for an empty text.
 
-    Clients that look for the parts of a text while it arrives, such as DSPy, take a text in one piece for the answer of
-    a cache, and do not stream it.
+    Some clients, such as DSPy, treat a text that arrives in a single piece as a cached answer, and do not stream it.
 
     >>> pieces_of("The answer is 42, as everybody knows.")
     ['The answer is 42', ', as everybody k', 'nows.']

@@ -31,9 +31,8 @@ PROCESSES = 4
 AGENTS = 64
 
 TAKES_OPTIONS = "verifiers"  # the only adapter of agents that takes --environment-options
-OUTPUT_FILE = (
-    "environment_output.log"  # in the run's output folder: what environments, tools and agents print
-)
+# File in the run's output folder with what environments, tools and agents print
+OUTPUT_FILE = "environment_output.log"
 CONNECTIONS_PER_AGENT = 8  # connections to the endpoint that each agent may have open
 # Games of this package, name -> FILE.py:NAME. Names must stay valid, because stored options of earlier runs contain
 # them

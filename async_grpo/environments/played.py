@@ -127,7 +127,7 @@ class Played:
         if not isinstance(returned, Completion) or returned.outcome is None:
             raise TypeError(f"the program returned a {type(returned).__name__}, not policy.trajectory(...)")
         if not returned.outcome.failure and not len(returned):
-            reason = f": it was over, after {policy.is_over}" if policy.is_over else ""
+            reason = f"; the trajectory was ended after {policy.is_over}" if policy.is_over else ""
             raise ValueError(f"the program never asked the policy for anything{reason}")
         return returned
 

@@ -128,7 +128,7 @@ def _thought_tokens(reply: Reply) -> int:
 
 
 def response_events(response: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events that clients of a stream expect. Each text is one piece, because the answer is complete."""
+    """Return the events that clients of a stream expect. The answer is complete, and its texts are divided into pieces."""
     unanswered = response | {
         "status": "in_progress",
         "incomplete_details": None,

@@ -262,9 +262,8 @@ class _Conversation:
 
     def __init__(self, tool_names: dict[str, str]) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._is_turn_open = (
-            False  # whether the last message is a turn of the policy to which items may be added
-        )
+        # Whether the last message is a turn of the policy to which items may be added
+        self._is_turn_open = False
         self._tool_names = tool_names
         self._turns: dict[str, dict[str, Any]] = {}  # id of a turn -> its message
 

@@ -143,9 +143,11 @@ class TurnFrame:
             thought, end, content = text.removeprefix(self.before_thought).partition(self.after_thought)
             if end:
                 return thought, self._without_end(content)
-            # A call follows the thought, instead of a content
+            # Without a content, a control token ends the thought, and a call may follow it
             control_token = CONTROL_TOKEN.match(self.after_thought)
-            thought, _, call = thought.partition(control_token.group() if control_token else "\0")
+            if control_token is None:
+                return thought, ""
+            thought, _, call = thought.partition(control_token.group())
             return thought, call
         if text.startswith(self.before_content):
             return None, self._without_end(text.removeprefix(self.before_content))

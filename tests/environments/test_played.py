@@ -580,7 +580,7 @@ def test_what_is_longer_than_any_trajectory_is_not_tokenised(tmp_path):
     config = EnvironmentConfig(environment=f"{tmp_path / 'page.py'}:Long")
     playing = make_played(config, str(MODEL), SETTINGS, source_of(config.environment), OneSession())
     (one,) = run(trajectories(playing, prompt_of()))
-    assert "it was over, after 4000 tokens (--max-generation-tokens" in one.outcome.failure
+    assert "the trajectory was ended after 4000 tokens (--max-generation-tokens" in one.outcome.failure
 
 
 def test_a_program_that_asked_for_nothing_has_failed(tmp_path):
