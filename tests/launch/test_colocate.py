@@ -180,6 +180,7 @@ def test_the_engine_s_cache_does_not_depend_on_what_the_trainer_allocates_meanwh
         transport="object_store",
         float32_head=False,
         temperature=1.0,
+        has_grammars=False,
     )
 
     def cache_bytes(**changes) -> int | None:

@@ -172,9 +172,15 @@ def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
     policy.recorder = type(
         "Recorder",
         (),
-        {"num_turns": 0, "num_rewritten": 0, "finish": lambda self, member, outcome, cut: outcome},
+        {
+            "num_turns": 0,
+            "num_rewritten": 0,
+            "abandoned_numbers": frozenset(),
+            "finish": lambda self, member, outcome, cut: outcome,
+        },
     )()
     policy._session, policy._started_at, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
+    policy.ignored_fields = {}
     outcome = policy.trajectory(failure=f"ConnectionError: {KEY}" + "x" * 10**6)
     assert outcome.failure.startswith("ConnectionError: ***") and len(outcome.failure) < 5000
 

@@ -135,7 +135,8 @@ def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(la
     # This engine reads nothing back: one round per layer, one of what lies outside, one of all
     assert len(engine.healthy) == layers + 2 and max(engine.healthy) < 0.75
     assert len(engine.lost) == sum(2 + (hidden >= 2048) if group == 0 else 12 for group in watched)
-    assert min(engine.lost.values()) > 1.5
+    # What exceeds 1 is refused. The smallest is 1.6 with instructions of AVX2, and 1.3 with those of AVX512 for bfloat16
+    assert min(engine.lost.values()) > 1.25
     assert metrics["canary_error"] < 0.1
 
 
