@@ -6,6 +6,7 @@ import json
 import os
 import urllib.parse
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges.judge_replies import quote, quote_end
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.verifier_worker import fields_of
-from async_grpo.types import RewardStatus
+from async_grpo.types import Prompt, RewardStatus
 
 KEY = "sk-(a+b)*/Qw'12.34\\z"  # with characters that mean something to expressions, addresses and quotations
 REWARD = """
@@ -164,23 +165,19 @@ async def test_the_key_of_a_judge_is_hidden_whatever_its_variable_is_called(monk
 
 
 def test_a_trajectory_fails_without_the_key_of_its_program(monkeypatch):
+    from async_grpo.environments.config import TrajectoryLimits
     from async_grpo.environments.trajectory_client import TrajectoryClient
 
     monkeypatch.setenv("MY_SERVICE", KEY)
     register_secrets([KEY])
-    policy = object.__new__(TrajectoryClient)
-    policy.recorder = type(
-        "Recorder",
-        (),
-        {
-            "num_turns": 0,
-            "num_rewritten": 0,
-            "abandoned_numbers": frozenset(),
-            "finish": lambda self, member, outcome, cut: outcome,
-        },
-    )()
-    policy._session, policy._started_at, policy.is_over = type("Session", (), {"member": 0})(), 0.0, ""
-    policy.ignored_fields = {}
+    recorder = SimpleNamespace(
+        num_turns=0,
+        num_rewritten=0,
+        abandoned_numbers=frozenset(),
+        finish=lambda member, outcome, truncated, drops_abandoned: outcome,
+    )
+    prompt = Prompt(0, np.empty(0, np.int32), {})
+    policy = TrajectoryClient(None, recorder, prompt, 0, TrajectoryLimits(9, 99, None, 60))
     outcome = policy.trajectory(failure=f"ConnectionError: {KEY}" + "x" * 10**6)
     assert outcome.failure.startswith("ConnectionError: ***") and len(outcome.failure) < 5000
 
