@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from async_grpo.environments.call_formats import HARMONY_CHANNEL, THOUGHT_TAGS
@@ -102,9 +103,18 @@ class OutputGrammars:
                 # The oldest one, because dictionaries keep the order of insertion
                 del self._grammars[next(iter(self._grammars))]
             task = asyncio.ensure_future(self._made(fields))
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._grammars[key] = task
+            task.add_done_callback(partial(self._forget_failure, key))
         return await asyncio.shield(self._grammars[key])
+
+    def _forget_failure(self, key: str, task: asyncio.Task[str]) -> None:
+        """Forget a grammar that could not be made, so that the next request tries again.
+
+        The machine may have been busy, or another schema may have ended the process.
+        """
+        has_failed = task.cancelled() or task.exception() is not None
+        if has_failed and self._grammars.get(key) is task:
+            del self._grammars[key]
 
     async def _request_fields(
         self, typed: TypedOutput, tools: Sequence[Mapping[str, Any]], prompt_text: str
@@ -175,7 +185,7 @@ class OutputGrammars:
 
     async def close(self) -> None:
         """End the process."""
-        for task in self._grammars.values():
+        for task in list(self._grammars.values()):
             task.cancel()
         if self._process is not None:
             await self._process.close()

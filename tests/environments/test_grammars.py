@@ -169,7 +169,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason_and_the_way
     ],
 )
 def test_a_family_whose_form_is_not_known_is_refused_by_name(here, made, typed, reason):
-    with pytest.raises(RequestRefused, match="") as refusal:
+    with pytest.raises(RequestRefused) as refusal:
         run(made().grammar_of(typed, [ADD], ""))
     assert reason in str(refusal.value)
 
@@ -182,6 +182,22 @@ def test_a_grammar_is_made_once(here):
         assert len(set(await asyncio.gather(*for_all))) == 1 and here.num_asked == before + 1
         await chat_grammars.grammar_of(ANSWER, None, "<think>")
         assert here.num_asked == before + 2
+
+    run(story())
+
+
+def test_a_grammar_that_took_too_long_once_is_made_when_it_is_asked_for_again(here, monkeypatch):
+    async def takes_too_long(*_: Any, **__: Any) -> dict[str, Any]:
+        raise EnvironmentFailed("no answer within 20 s")
+
+    chat_grammars = grammars()
+
+    async def story():
+        with monkeypatch.context() as busy:
+            busy.setattr(here, "ask", takes_too_long)
+            with pytest.raises(RequestRefused, match="no answer within 20 s"):
+                await chat_grammars.grammar_of(ANSWER, None, "")
+        assert json.loads(await chat_grammars.grammar_of(ANSWER, None, ""))
 
     run(story())
 
