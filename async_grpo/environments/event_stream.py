@@ -1,13 +1,12 @@
 """`send_events`: sends an answer as server-sent events; `pieces_of`: the pieces in which a text is streamed."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
-from async_grpo.processes.http_server import ANSWER_WITHIN_S
+from async_grpo.processes.http_server import sending_in_time
 from async_grpo.processes.offload import offloaded
 
 MAX_PIECES = 32  # events of one streamed text
@@ -43,20 +42,13 @@ async def send_events(
             "[DONE]", as in the other parts of OpenAI's API.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    try:
-        async with asyncio.timeout(ANSWER_WITHIN_S):
-            await response.prepare(request)
-            for event in events:
-                name = f"event: {event['type']}\n" if names_events else ""
-                data = await offloaded(event_characters, json.dumps, event)
-                await response.write(f"{name}data: {data}\n\n".encode())
-            if not names_events:
-                await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        # The client has disconnected. Its turn is already recorded, and is trained on
-        pass
+    async with sending_in_time(request):
+        await response.prepare(request)
+        for event in events:
+            name = f"event: {event['type']}\n" if names_events else ""
+            data = await offloaded(event_characters, json.dumps, event)
+            await response.write(f"{name}data: {data}\n\n".encode())
+        if not names_events:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
     return response

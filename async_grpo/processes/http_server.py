@@ -11,6 +11,8 @@ import logging
 import resource
 import time
 import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,9 @@ class ConnectionGate:
         self._busy.add(request.protocol)
         try:
             response = await handler(request)
-            await write_in_time(request, response)
+            async with sending_in_time(request):
+                await response.prepare(request)
+                await response.write_eof()
             return response
         finally:
             self._busy.discard(request.protocol)
@@ -90,12 +94,12 @@ class ConnectionGate:
                 self._last_used[request.protocol] = None  # moves the connection to the end of the order
 
 
-async def write_in_time(request: web.Request, response: web.StreamResponse) -> None:
-    """Send the whole response, or abort the connection after `ANSWER_WITHIN_S`."""
+@asynccontextmanager
+async def sending_in_time(request: web.Request) -> AsyncIterator[None]:
+    """Abort the connection if the block, which sends a response, takes longer than `ANSWER_WITHIN_S`."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
-            await response.prepare(request)
-            await response.write_eof()
+            yield
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()

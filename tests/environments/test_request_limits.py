@@ -11,7 +11,7 @@ from agent_endpoint import CALL, MESSAGES, TOOL, Server, answers_of, post
 from aiohttp.http_exceptions import BadStatusLine
 from scripted_play import OneSession, run
 
-from async_grpo.environments import event_stream, openai_api, request_body, typed_output
+from async_grpo.environments import openai_api, request_body, typed_output
 from async_grpo.environments.call_formats import read_hermes, take_out_calls
 from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
@@ -257,8 +257,7 @@ def test_a_body_that_does_not_come_ends_with_a_status(monkeypatch):
 
 
 def test_an_answer_that_nobody_reads_is_given_up(monkeypatch):
-    for module in (http_server, event_stream):
-        monkeypatch.setattr(module, "ANSWER_WITHIN_S", 0.3)
+    monkeypatch.setattr(http_server, "ANSWER_WITHIN_S", 0.3)
     long = "y" * 100_000
 
     async def story(stream: bool):
