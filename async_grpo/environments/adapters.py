@@ -31,6 +31,9 @@ class AgentProgram(NamedTuple):
     needs: Needs  # resource that is started before the first trajectory, and closed after the last
 
 
+MakeAgents = Callable[[EnvironmentConfig, AgentEndpoint, Variables, OutputLog | None], AgentProgram]
+
+
 @dataclass(frozen=True)
 class Adapter:
     """The meaning of PREFIX in `--environment PREFIX:ARGUMENT`: an environment class in a source file, or agents."""
@@ -38,10 +41,9 @@ class Adapter:
     argument: str = ""  # what the part after the colon is, for error messages; "" if there is no such part
     source: str = ""  # FILE.py:NAME in this folder; the file's text is sent to the processes. "" for agents
     package: str = ""  # the package that the source file needs
-    # Makes the rollout program of agents; None for a source file
-    agents: Callable[[EnvironmentConfig, AgentEndpoint, Variables, OutputLog | None], AgentProgram] | None = (
-        None
-    )
+    agents: MakeAgents | None = None  # makes the rollout program of agents; None for a source file
+    # Whether agents take --environment-options. The class in a source file takes what its constructor takes
+    takes_options: bool = False
     # Makes the rows of a split; None if a method `rows` in the source file makes them, or nothing does
     rows: Callable[[EnvironmentConfig, str, Variables], list[dict[str, Any]]] | None = None
     publishes_endpoint: bool = False  # whether a file in the run's folder tells agents the endpoint's address
@@ -135,7 +137,12 @@ def _verifiers_rows(config: EnvironmentConfig, split: str, variables: Variables)
 
 ADAPTERS: dict[str, Adapter] = {
     "agent": Adapter(argument="COMMAND", agents=_started_agents),
-    "verifiers": Adapter(argument="NAME", agents=_verifiers_agents, rows=_verifiers_rows),
+    "verifiers": Adapter(
+        argument="NAME",
+        agents=_verifiers_agents,
+        takes_options=True,
+        rows=_verifiers_rows,
+    ),
     "reasoning_gym": Adapter("NAME", "ecosystem/reasoning_gym.py:ReasoningGym", "reasoning-gym"),
     "textarena": Adapter("NAME", "ecosystem/textarena.py:TextArena", "textarena"),
     "openenv": Adapter("NAME", "ecosystem/openenv.py:OpenEnv", "openenv-core"),

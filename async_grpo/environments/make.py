@@ -30,7 +30,6 @@ HERE = Path(__file__).parent
 PROCESSES = 4
 AGENTS = 64
 
-TAKES_OPTIONS = "verifiers"  # the only adapter of agents that takes --environment-options
 # File in the run's output folder with what environments, tools and agents print
 OUTPUT_FILE = "environment_output.log"
 CONNECTIONS_PER_AGENT = 8  # connections to the endpoint that each agent may have open
@@ -100,9 +99,10 @@ def refuse_wrong_options(config: EnvironmentConfig) -> None:
     if source is not None:
         check_constructor_options(source.object(), settings_of(config))
         return
-    takes_options = name.startswith(f"{TAKES_OPTIONS}:")
+    adapter = adapter_of(name)
+    assert adapter is not None, f"{name} has no source, so it names an adapter of agents"
     refuse(
-        bool(config.environment_options) and not takes_options,
+        bool(config.environment_options) and not adapter.takes_options,
         f"--environment-options {config.environment_options}: an agent takes no options; write them into its command, "
         "or give its variables by --reward-env",
     )
