@@ -274,9 +274,9 @@ class CallReader:
         if self._reasoning_parser == NONE:
             return None, text
         if uses_frame:
-            thought, rest = self._frame.split(text)
-            if rest != text:
-                return thought, rest
+            parts = self._frame.split(text)
+            if parts is not None:
+                return parts
         ending = prompt_text[-80:].rstrip()
         is_open = any(ending.endswith(begin) for begin, _ in THOUGHT_TAGS)
         return split_thought(text, THOUGHT_TAGS, is_open)

@@ -132,12 +132,16 @@ class TurnFrame:
     before_content: str = ""
     after_content: tuple[str, ...] = ()
 
-    def split(self, text: str) -> tuple[str | None, str]:
+    def split(self, text: str) -> tuple[str | None, str] | None:
         """Divide a turn into its thought, None if there is none, and the rest.
+
+        The result is None if no part of the frame is in the text.
 
         >>> frame = TurnFrame("to=self:", "<end>to=user:", "to=user:", ("<eot>",))
         >>> frame.split("to=self:2 + 2<end>to=user:4<eot>")
         ('2 + 2', '4')
+        >>> frame.split("4") is None
+        True
         """
         if self.before_thought and text.startswith(self.before_thought):
             thought, end, content = text.removeprefix(self.before_thought).partition(self.after_thought)
@@ -149,9 +153,10 @@ class TurnFrame:
                 return thought, ""
             thought, _, call = thought.partition(control_token.group())
             return thought, call
-        if text.startswith(self.before_content):
-            return None, self._without_end(text.removeprefix(self.before_content))
-        return None, text
+        if not text.startswith(self.before_content):
+            return None
+        content = self._without_end(text.removeprefix(self.before_content))
+        return None if content == text else (None, content)
 
     def _without_end(self, content: str) -> str:
         for end in self.after_content:
