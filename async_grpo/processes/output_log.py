@@ -1,5 +1,6 @@
 """`OutputLog`: a log file of limited size for what processes of environments, tools and agents print."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 MAX_FILE_BYTES = 16 << 20  # a full file is renamed, and replaces the one that was full before
 MAX_SOURCE_BYTES = 4 << 20  # limit for one process; the rest of its output is read and dropped
 MAX_PIECE_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
 
 
 class OutputLog:
@@ -25,6 +28,7 @@ class OutputLog:
         self._hide_secrets = hide_secrets
         self._lock = threading.Lock()
         self._last_source = ""
+        self._has_failed = False
 
     def pipe(self, source: str) -> int:
         """Return the writing end of a pipe whose data goes to the log. The caller must close it.
@@ -54,7 +58,10 @@ class OutputLog:
         return SourceOutput(self, source)
 
     def write(self, source: str, data: bytes) -> None:
-        """Append data to the file. If that is impossible, for example because the disk is full, drop the data."""
+        """Append data to the file. If that is impossible, for example because the disk is full, drop the data.
+
+        The first such failure is a warning.
+        """
         text = self._hide_secrets(data.decode(errors="replace"))
         with self._lock:
             if source != self._last_source:
@@ -67,8 +74,15 @@ class OutputLog:
                 if is_full:
                     self._path.replace(self._path.with_name(f"{self._path.name}.1"))
                     self._last_source = ""
-            except OSError:
+            except OSError as error:
                 self._last_source = ""
+                if not self._has_failed:
+                    log.warning(
+                        "output of environments and agents is lost: %s cannot be written: %s",
+                        self._path,
+                        error,
+                    )
+                self._has_failed = True
 
 
 class SourceOutput:

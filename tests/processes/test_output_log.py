@@ -70,11 +70,14 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path):
     assert len(output._unfinished_line) <= output_log.MAX_PIECE_BYTES + 10_000
 
 
-def test_a_full_disk_stops_no_process(tmp_path):
+def test_a_full_disk_stops_no_process_and_is_named_once(tmp_path, caplog):
     log = OutputLog(tmp_path / "missing" / "output.log", str)
     descriptor = log.pipe("program")
     program = "import sys; [print('x' * 1000) for _ in range(2000)]"
     subprocess.run([sys.executable, "-c", program], stdout=descriptor, check=True, timeout=60)
+    log.write("agent", b"lost, too")
+    (warning,) = caplog.messages
+    assert "is lost" in warning and "output.log" in warning
 
 
 def test_what_an_environment_prints_goes_to_the_run_s_folder_and_not_to_the_console(tmp_path, capfd):
