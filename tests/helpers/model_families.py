@@ -1,6 +1,5 @@
 """Public chat templates of model families, which lie beside a checkout, each on the tiny model's tokenizer."""
 
-import json
 import re
 import shutil
 from collections.abc import AsyncGenerator
@@ -11,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import MODEL
+from host_here import HostHere
 from reported_inputs import REPORTS
 from transformers import AutoTokenizer
 
 from async_grpo.environments.call_formats import THOUGHT_TAGS, split_thought
-from async_grpo.environments.call_reader import CallReader, EnvironmentFailed
+from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import TrajectoryRecorder
@@ -77,28 +77,10 @@ FROM_MODEL_CARDS = {
 }
 
 
-class ParserHere:
+class ParserHere(HostHere):
     """A `ParserProcess` without a process."""
 
-    def __init__(self, source: Any, name: str, options: dict[str, Any], **_: Any) -> None:
-        self._options = options
-        self._host: ToolParserHost | None = None
-
-    async def start(self) -> None:
-        if self._host is None:
-            self._host = ToolParserHost(**self._options)
-
-    async def ask(self, call: str, _: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
-        await self.start()
-        # As the process's messages do it: tuples become lists
-        request = json.loads(json.dumps({"call": call, "arguments": arguments}))
-        ((answer,),) = await self._host.replies([{"sample": request}])
-        if answer["status"] != "ok":
-            raise EnvironmentFailed(answer["reason"])
-        return answer
-
-    async def close(self) -> None:
-        pass
+    host_class = ToolParserHost
 
 
 def family_chat(name: str, folder: Path, **options: Any) -> Chat:
