@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from long_tests import long_without_bfloat16
+from long_tests import HAS_BFLOAT16, long_without_bfloat16
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from watched_link import WatchedLink
 
@@ -120,23 +120,25 @@ def publisher_of(engine: Engine, dtype=torch.bfloat16, tolerance: float | None =
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("layers", "hidden", "watched"),
+    ("layers", "hidden", "watched", "smallest"),
     [
-        (12, 256, (0, 7, 12)),
-        pytest.param(28, 256, (28,), marks=long_without_bfloat16),
-        (4, 1024, (0, 4)),
-        pytest.param(2, 2048, (0, 2), marks=long_without_bfloat16),
+        (12, 256, (0, 7, 12), 1.5),
+        # Kernels with AVX512's instructions for bfloat16 round otherwise than those with AVX2's
+        pytest.param(28, 256, (28,), 1.25 if HAS_BFLOAT16 else 1.5, marks=long_without_bfloat16),
+        (4, 1024, (0, 4), 1.5),
+        pytest.param(2, 2048, (0, 2), 1.5, marks=long_without_bfloat16),
     ],
 )
-def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(layers, hidden, watched):
+def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(
+    layers, hidden, watched, smallest
+):
     """Group 0 lies outside the layers. Before, all tensors were changed at once by noise of at least 0.1."""
     engine, sender, policy = synced(layers, hidden, watched)
     metrics = sender.publish(policy, 0, self_test=True)()
     # This engine reads nothing back: one round per layer, one of what lies outside, one of all
     assert len(engine.healthy) == layers + 2 and max(engine.healthy) < 0.75
     assert len(engine.lost) == sum(2 + (hidden >= 2048) if group == 0 else 12 for group in watched)
-    # What exceeds 1 is refused. The smallest is 1.6 with instructions of AVX2, and 1.3 with those of AVX512 for bfloat16
-    assert min(engine.lost.values()) > 1.25
+    assert min(engine.lost.values()) > smallest  # what exceeds 1 is refused
     assert metrics["canary_error"] < 0.1
 
 
