@@ -98,6 +98,19 @@ Message = MicroBatch | StepEnd | WorkersJoined | SaveRequested
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """The LoRA adapter of a run: which layers compute with W + scaling * B A, and how A and B reach the engines."""
+
+    rank: int
+    scaling: float
+    # Names of the layers with an adapter, such as "model.layers.0.self_attn.q_proj", sorted
+    layers: tuple[str, ...]
+    # "merged": engines get W + scaling * B A as the weights of the model; "adapter": they get A and B alone
+    sync: str = "merged"
+    initial_folder: str = ""  # folder of the adapter with which the training begins; "" for a new one
+
+
+@dataclass(frozen=True)
 class SharedRunSettings:
     """Settings that every worker must share. The trainer publishes them, so that a user sets them only once."""
 
@@ -120,6 +133,7 @@ class SharedRunSettings:
     # Maximum number of samples whose generation has begun and that have not been trained on yet; 0 if unknown
     samples_in_flight: int = 0
     checkpoint: str = ""  # path of the checkpoint that the ranks resume from; "" if they start from the model
+    lora: LoraSettings | None = None  # None if all weights are trained
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
     has_grammars: bool = False  # whether requests may have a grammar (`Sampling.grammar`)
     library: str = ""  # version of this library that the trainer runs
