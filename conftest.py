@@ -1,6 +1,7 @@
-"""What all tests take for granted, also when `pytest` is called by hand."""
+"""What all tests take for granted, also when `pytest` is called by hand; and the tiers of `scripts/test`."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,50 @@ NEEDED = {
 }
 for name, value in NEEDED.items():
     os.environ.setdefault(name, value)
+
+# Tier -> the marks of the tests that it leaves out. pyproject.toml describes the marks, and CONTRIBUTING.md the tiers
+TIERS = {"fast": ("exhaustive", "real", "slow"), "usual": ("exhaustive",), "all": ()}
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=list(TIERS), default="all", help="which tests are left out: scripts/test says it"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = {}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that do not belong to the tier, and count them by the first of its marks that they have."""
+    marks = TIERS[config.getoption("--tier")]
+    mark_by_item = {
+        item: next((mark for mark in marks if item.get_closest_marker(mark)), None) for item in items
+    }
+    config.stash[LEFT_OUT] = dict(Counter(mark for mark in mark_by_item.values() if mark is not None))
+    if hasattr(
+        config, "workeroutput"
+    ):  # a process of pytest-xdist, whose terminal is that of another process
+        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
+    config.hook.pytest_deselected(items=[item for item, mark in mark_by_item.items() if mark is not None])
+    items[:] = [item for item, mark in mark_by_item.items() if mark is None]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over the counts of a process of pytest-xdist; each of them has collected all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    tier, left_out = config.getoption("--tier"), config.stash[LEFT_OUT]
+    if tier == "all":
+        return
+    counts = ", ".join(f"{left_out.get(mark, 0)} {mark}" for mark in TIERS[tier])
+    terminalreporter.write_line(f"Tier {tier}: left out were {counts} tests; scripts/test --all runs all")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

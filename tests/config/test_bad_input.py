@@ -9,7 +9,6 @@ from early_starts import nothing_early
 from async_grpo.__main__ import main
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch import local_run, trainer
-from async_grpo.launch.early_start import early_start
 
 GOOD = json.dumps({"input_token_ids": [1, 2, 3], "input": "abc", "answer": 1}) + "\n"
 ROW = "line 3: the column 'judge' of a row says"
@@ -32,14 +31,6 @@ def refusal(capsys, command=main, **changes) -> str:
     assert ended.value.code == 2
     assert set(psutil.Process().children(recursive=True)) <= before
     return capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_refused_run_ends_what_was_started_while_its_inputs_were_checked(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_run, "early_start", early_start)
-    (tmp_path / "data.jsonl").write_text(GOOD + "{broken\n")
-    error = refusal(capsys, **{"data-path": tmp_path / "data.jsonl", "output-dir": tmp_path / "out"})
-    assert "data.jsonl, line 2: not JSON" in error and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from early_starts import nothing_early
+from real_runs import left_behind
 
 from async_grpo.__main__ import main
 from async_grpo.data import TINY_MODEL
@@ -114,13 +116,26 @@ def write(folder: Path, row: object) -> tuple[Path, Path]:
     return good, wrong
 
 
+@pytest.mark.parametrize("kind", ["a null answer there", "no such column"])
+def test_a_wrong_row_among_those_held_out_is_refused_too(tmp_path, monkeypatch, capsys, kind):
+    check_refusal(tmp_path, monkeypatch, capsys, kind, is_held_out=True)
+
+
 def test_there_are_forty_kinds():
     assert len(ROWS) >= 40
 
 
-@pytest.mark.parametrize("is_held_out", [False, True], ids=["training", "held-out"])
+@pytest.mark.parametrize(
+    "is_held_out",
+    [False, pytest.param(True, marks=pytest.mark.exhaustive)],
+    ids=["training", "held-out"],
+)
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_wrong_row_is_refused_at_once_with_file_and_line(tmp_path, monkeypatch, capsys, kind, is_held_out):
+    check_refusal(tmp_path, monkeypatch, capsys, kind, is_held_out)
+
+
+def check_refusal(tmp_path, monkeypatch, capsys, kind: str, is_held_out: bool) -> None:
     monkeypatch.setattr(local_run, "early_start", nothing_early)
     row, message, options = ROWS[kind]
     good, wrong = write(tmp_path, row)
@@ -136,17 +151,17 @@ def test_a_wrong_row_is_refused_at_once_with_file_and_line(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["no JSON", "a null answer there"])
-def test_the_command_refuses_a_wrong_row_at_once(tmp_path, kind):
+def test_the_command_refuses_a_wrong_row_at_once_and_ends_what_it_has_started(tmp_path):
     """All kinds are refused above; a program starts Ray meanwhile, and checks the rows in another process."""
-    row, message, options = ROWS[kind]
+    row, message, options = ROWS["a null answer there"]
     _, wrong = write(tmp_path, row)
     command = [sys.executable, "-m", "async_grpo", *arguments(tmp_path, wrong, None, options)]
+    environment = {**os.environ, "RUN_MARK": str(tmp_path)}
     # On a machine that is busy, one attempt may take longer; the time of the program is that of the fastest
     seconds = math.inf
     for _ in range(3):
         begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
         seconds = min(seconds, time.monotonic() - begin)
         assert done.returncode == 2 and f"{wrong}, line 4: " in done.stderr and message in done.stderr, (
             done.stderr
@@ -154,3 +169,4 @@ def test_the_command_refuses_a_wrong_row_at_once(tmp_path, kind):
         if seconds < LIMIT_S:
             break
     assert seconds < LIMIT_S, f"{seconds:.1f} s"
+    assert left_behind(tmp_path) == [] and not (tmp_path / "out").exists()

@@ -117,7 +117,16 @@ def test_the_real_process_reads_calls_and_thoughts_and_refuses_unknown_names(tmp
 
     async def story():
         try:
-            return await client.complete([QUESTION], tools=TOOLS)
+            reply = await client.complete([QUESTION], tools=TOOLS)
+            for option in ("tool_parser", "reasoning_parser"):
+                reader = family_chat("qwen3_coder", tmp_path / option, **{option: "hermess"}).reader
+                reader._process = (
+                    chat.reader._process
+                )  # of the same tokenizer; a start takes 6 s of the processor
+                refusal = f"--{option.replace('_', '-')} 'hermess' is unknown"
+                with pytest.raises(ConfigurationError, match=refusal):
+                    await reader.start()
+            return reply
         finally:
             await chat.reader.close()
 
@@ -125,7 +134,3 @@ def test_the_real_process_reads_calls_and_thoughts_and_refuses_unknown_names(tmp
     (call,) = message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == CALL["function"]["arguments"]
     assert message["reasoning_content"].strip() == "I ask."
-    for option in ("tool_parser", "reasoning_parser"):
-        reader = family_chat("qwen3_coder", tmp_path / option, **{option: "hermess"}).reader
-        with pytest.raises(ConfigurationError, match=f"--{option.replace('_', '-')} 'hermess' is unknown"):
-            run(reader.start())

@@ -364,7 +364,7 @@ from scripted_play import prompt_of
 async def main():
     playing, _ = agent(Path({str(tmp_path)!r}), "import time; time.sleep(985)")
     await playing.start()
-    for number in range(24):
+    for number in range(12):
         group = playing.generate(prompt_of(), 4)
         task = asyncio.ensure_future(anext(group))
         for _ in range(number % 6):

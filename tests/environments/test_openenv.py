@@ -176,7 +176,7 @@ def test_what_was_told_said_and_rewarded_is_recorded_and_the_row_s_seed_is_the_e
     assert told(one) == ["6: ", "6: hm", "6: hmhm"] and one.outcome.numbers["wrong_actions"] == 0
 
 
-@pytest.mark.parametrize("place", ["of a server", "without one"])
+@pytest.mark.parametrize("place", ["of a server", pytest.param("without one", marks=pytest.mark.exhaustive)])
 def test_an_action_that_is_none_is_told_to_the_policy_and_the_session_goes_on(place, request):
     name = request.getfixturevalue("server").url if place == "of a server" else "counting:Counting"
     wrong = ["hm", "[1]", "{" * 300, '{"mesage": "a"}', '{"message": "a", "times": "often"}']
@@ -194,10 +194,19 @@ def test_an_action_that_is_none_is_told_to_the_policy_and_the_session_goes_on(pl
     ("place", "said", "options", "reason"),
     [
         ("of a server", "raise", {}, "the board fell over"),
-        ("of a server", "hm", {"action_field": "text"}, "a text as 'text' makes no action"),
-        ("without one", '{"message": "invalid"}', {"action_field": None}, "ValidationError"),
-        ("without one", "hm", {"observation_field": "texts"}, "no 'texts', only text, left"),
         ("without one", "nothing", {}, "it is over, and has never given a reward"),
+        pytest.param(
+            *("of a server", "hm", {"action_field": "text"}, "a text as 'text' makes no action"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("without one", '{"message": "invalid"}', {"action_field": None}, "ValidationError"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("without one", "hm", {"observation_field": "texts"}, "no 'texts', only text, left"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_goes_wrong_in_the_environment_is_a_failure(place, said, options, reason, request):

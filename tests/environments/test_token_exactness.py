@@ -21,12 +21,13 @@ from async_grpo.types import Completion, FinishReason, Prompt, RewardStatus, Sam
 COUNT = int(os.environ.get("CONVERSATIONS", 400))  # 2,000 of each template are 10,000
 
 
+@pytest.mark.parametrize("count", [80, pytest.param(COUNT, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_is_packed_is_what_the_engine_saw_and_sampled(template):
+def test_what_is_packed_is_what_the_engine_saw_and_sampled(template, count):
     chat = chat_of(template)
 
     async def all_of_them() -> list[int]:
-        return [check(*await converse(chat, random.Random(seed))) for seed in range(COUNT)]
+        return [check(*await converse(chat, random.Random(seed))) for seed in range(count)]
 
     counts = asyncio.run(all_of_them())
     assert max(counts) > 1  # clients that try again, or tidy: seen in every template

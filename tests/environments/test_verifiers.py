@@ -206,8 +206,13 @@ def test_a_trajectory_at_its_limit_is_scored_as_far_as_it_came(played):
     ("name", "options", "split", "said"),
     [
         ("little_product", "", "train", "No module named 'little_product'.* -m pip install its package"),
-        ("little_sums", "taskset.frist=3", "train", "taskset.frist"),
-        ("little_sums", "", "eval", "which tasks are for evaluation\\?"),
+        # Each takes 4 s of the processor
+        pytest.param(
+            "little_sums", "taskset.frist=3", "train", "taskset.frist", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "little_sums", "", "eval", "which tasks are for evaluation\\?", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_one_line(name, options, split, said):

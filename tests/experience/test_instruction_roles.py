@@ -27,12 +27,17 @@ def conversation(*roles: str) -> list[dict]:
 @pytest.mark.parametrize(
     "roles",
     [
-        ["developer"],
-        ["system", "developer"],
-        ["developer", "system"],
-        ["developer", "developer"],
-        ["user", "assistant", "developer"],
         ["developer", "user", "assistant", "developer"],
+        *(
+            pytest.param(roles, marks=pytest.mark.exhaustive)
+            for roles in (
+                ["developer"],
+                ["system", "developer"],
+                ["developer", "system"],
+                ["developer", "developer"],
+                ["user", "assistant", "developer"],
+            )
+        ),
     ],
     ids="-".join,
 )

@@ -1,5 +1,6 @@
 """What reads foreign text (judges' replies, completions, pages, logs, metrics of other runs) takes time in its proportion.
 
+That a text is read in time is shown by an eighth of it where this suffices; see `reading_time`.
 Every regular expression of the package stands in `PATTERNS`, with the feed of `FEEDS` that shows it hostile text, or with
 the reason why it sees none. A new one must be added there: see first that no two of its parts match the same character.
 """
@@ -7,14 +8,14 @@ the reason why it sees none. A new one must be added there: see first that no tw
 import ast
 import itertools
 import re
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from reading_time import SHARE, TooSlow, is_surely_read_in_time, within
 
 from async_grpo.environments import call_formats, call_reader
 from async_grpo.environments.control_tokens import ControlTokens
@@ -490,20 +491,24 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "torchrun_root": supervisor.torchrun_root,
     "stated_answer": lambda completion: [stated_answer(completion, [form]) for form in get_args(Form)],
     "math_verify's answer": lambda completion: [
-        math_verify._stated(completion),
+        math_verify._stated(completion[:20_000]),
         math_verify._stated(f"<answer>{completion[:19_000]}</answer>"),
     ],
     "free text": lambda completion: [
         free_text.stated_formula(completion[:20_000]),
         free_text.stated_words(completion[:20_000]),
-        formulas.is_formula(completion),
     ],
-    "notation": lambda answer: [
+    "notation of any length": lambda answer: [
+        formulas.is_formula(answer),
         spellings.as_latex(answer),
-        notation.plain_notation(answer[:20_000]),
-        notation.readings(answer[:20_000]),
         units.without_scales(answer),
         units.number_before_unit(answer),
+    ],
+    "notation": lambda answer: [
+        notation.plain_notation(answer[:20_000]),
+        notation.readings(answer[:20_000]),
+    ],
+    "short notation": lambda answer: [
         choices.compared_parts(answer[:2_000], answer[:2_000]),
         qualifiers.contradict(answer[:2_000], answer[:2_000]),
         arithmetic.states_false_equation(answer[:200]),
@@ -629,37 +634,43 @@ NUM_CHARACTERS = 1_000_000  # for what runs in the controller's event loop
 NUM_OTHER_CHARACTERS = 100_000  # for what runs in processes that can be killed
 NUM_PAIR_CHARACTERS = 60_000
 PAIRED = ["{", "}", "<", "\\", "$", '"', " ", "1", "a", "\n", "<think>", r"\boxed{"]
-MANY_SECONDS = {"math_verify's answer", "notation", "free text"}  # in all, for all of UNITS
+# Whatever is longer, these cut to that length
+READ_CHARACTERS = {
+    "math_verify's answer": 20_000,
+    "notation": 20_000,
+    "free text": 20_000,
+    "short notation": 2_000,
+}
 SECONDS = 2.0  # of processor time; what is linear takes some milliseconds, what is quadratic minutes
 
 
-class TooSlow(BaseException):
-    """No Exception, which what is fed may catch."""
+def texts_of(unit: str, num_characters: int) -> tuple[str, str]:
+    """The unit again and again, alone and with something else at begin and end."""
+    babble = unit * max(num_characters // len(unit), 1)
+    return babble, "{" + babble + "x"
 
 
-@contextmanager
-def within(seconds: float, what: str) -> Iterator[None]:
-    """Raise TooSlow in the block after so many seconds of processor time, also in the middle of a match."""
-
-    def interrupt(*_: object) -> None:
-        raise TooSlow(what)
-
-    previous = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
+def read(name: str, text: str) -> None:
+    # A text that is no answer is refused with one of these errors; BadReply is a ValueError
+    with suppress(ValueError, RecursionError):
+        FEEDS[name](text)
 
 
 def feed(name: str, unit: str, num_characters: int) -> None:
-    """Show it the unit again and again, alone and with something else at begin and end."""
-    babble = unit * (num_characters // len(unit))
-    for shown in (babble, "{" + babble + "x"):
-        # A text that is no answer is refused with one of these errors; BadReply is a ValueError
-        with within(SECONDS, f"{name} on {unit!r}"), suppress(ValueError, RecursionError):
-            FEEDS[name](shown)
+    """Show it an eighth of so many characters, and all of them if it is not sure that it reads them in time."""
+    what = f"{name} on {unit!r}"
+    num_characters = min(num_characters, READ_CHARACTERS.get(name, num_characters))
+    shorts, wholes = texts_of(unit, num_characters // SHARE), texts_of(unit, num_characters)
+    for short, whole in zip(shorts, wholes, strict=True):
+        if not is_surely_read_in_time(lambda short=short: read(name, short), SECONDS, what):
+            with within(SECONDS, what):
+                read(name, whole)
+
+
+def feed_whole(name: str, unit: str, num_characters: int) -> None:
+    for whole in texts_of(unit, num_characters):
+        with within(SECONDS, f"{name} on {unit!r}"):
+            read(name, whole)
 
 
 def test_every_pattern_that_sees_foreign_text_has_a_feed():
@@ -667,16 +678,35 @@ def test_every_pattern_that_sees_foreign_text_has_a_feed():
     assert feeds - {OURS, PLAIN, LIMITED, f"{LIMITED}; {CHECKED}"} <= set(FEEDS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in MANY_SECONDS else name for name in FEEDS]
-)
+def num_characters_for(name: str) -> int:
+    return NUM_CHARACTERS if name in IN_THE_LOOP else NUM_OTHER_CHARACTERS
+
+
+@pytest.mark.parametrize("name", FEEDS)
 def test_a_megabyte_of_whatever_it_is_is_read_in_time(name):
     for unit in UNITS:
-        feed(name, unit, NUM_CHARACTERS if name in IN_THE_LOOP else NUM_OTHER_CHARACTERS)
+        feed(name, unit, num_characters_for(name))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FEEDS)
 def test_so_are_two_kinds_that_take_turns(name):
     for pair in itertools.combinations(PAIRED, 2):
         feed(name, "".join(pair), NUM_PAIR_CHARACTERS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FEEDS)
+def test_the_whole_texts_are_read_in_time_too(name):
+    """Without the conclusion from an eighth, which a limit of the length in the code itself could make wrong."""
+    for unit in UNITS:
+        feed_whole(name, unit, num_characters_for(name))
+    for pair in itertools.combinations(PAIRED, 2):
+        feed_whole(name, "".join(pair), NUM_PAIR_CHARACTERS)
+
+
+def test_a_pattern_that_reads_in_quadratic_time_is_noticed(monkeypatch):
+    monkeypatch.setitem(FEEDS, "quadratic", lambda text: re.search(r"a+b", text))
+    monkeypatch.setitem(globals(), "SECONDS", 0.2)
+    with pytest.raises(TooSlow, match="quadratic on 'a'"):
+        feed("quadratic", "a", NUM_OTHER_CHARACTERS)
+    feed("quadratic", "b", NUM_OTHER_CHARACTERS)

@@ -1,8 +1,7 @@
 """Which blocks of a completion are its code, if the tests are known, and ends of blocks that break CommonMark's rules."""
 
-import time
-
 import pytest
+from reading_time import check_reading_time
 from sandboxes import needs_network_off
 
 from async_grpo.rewards.answer_reading.fences import fenced_blocks
@@ -87,29 +86,33 @@ def test_statements_about_the_future_come_first_when_blocks_are_joined():
     compile(code_of(answer, tests=RUN), "solution.py", "exec")
 
 
-HOSTILE_SECONDS = 4.0  # of processor time; texts that are read in quadratic time take minutes
-CHAIN = [f"from __future__ import annotations\ndef f{i}(x): return f{i - 1}(x)\n" for i in range(5_000)]
+def chain(count: int) -> list[str]:
+    return [f"from __future__ import annotations\ndef f{i}(x): return f{i - 1}(x)\n" for i in range(count)]
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text_of", "count"),
     [
-        python(*CHAIN),
-        python(*CHAIN[::-1]),
-        python(*["def f(x): return g(x)\n", "def g(x): return f(x)\n"] * 5_000),
-        python(*[STUB] * 10_000),
-        "```python\n" * 25_000,
-        "```\n```python\n" * 20_000,
-        "```python\na\n```<b>\n" * 10_000,
-        "```python\n" + "```<b>\n" * 20_000,
-        "<answer>```python\n" * 10_000 + "</answer>",
+        (lambda n: python(*chain(n)), 5_000),
+        (lambda n: python(*chain(n)[::-1]), 5_000),
+        (lambda n: python(*["def f(x): return g(x)\n", "def g(x): return f(x)\n"] * n), 5_000),
+        (lambda n: python(*[STUB] * n), 10_000),
+        (lambda n: "```python\n" * n, 25_000),
+        (lambda n: "```\n```python\n" * n, 20_000),
+        (lambda n: "```python\na\n```<b>\n" * n, 10_000),
+        (lambda n: "```python\n" + "```<b>\n" * n, 20_000),
+        (lambda n: "<answer>```python\n" * n + "</answer>", 10_000),
     ],
 )
-def test_hostile_texts_are_read_in_linear_time(text):
-    started_s = time.process_time()
-    code_of(text, tests=[{"assert": "assert f4999(1) == f(1)"}])
-    code_of(text, tests=RUN)
-    assert time.process_time() - started_s < HOSTILE_SECONDS
+def test_hostile_texts_are_read_in_linear_time(text_of, count):
+    """What takes quadratic time would take minutes."""
+
+    def read(text: str) -> None:
+        last = text.count("def f") - 1
+        code_of(text, tests=[{"assert": f"assert f{last}(1) == f(1)"}])
+        code_of(text, tests=RUN)
+
+    check_reading_time(read, text_of, count, limit_s=4.0)
 
 
 def test_names_of_the_prelude_are_not_what_the_answer_must_define():

@@ -22,7 +22,9 @@ def reported_rows() -> list:
     not REPORTS.exists(), reason="the shared folder with the reports is not beside this checkout"
 )
 @pytest.mark.parametrize("row", reported_rows())
-def test_a_reported_answer_gets_the_reward_of_its_label(row):
+def test_a_reported_answer_gets_the_reward_of_its_label(row, monkeypatch):
+    if row["kind"] == "endless work":
+        monkeypatch.setattr(math_verify, "SECONDS", 0.5)
     sample = {"completion": row["completion"], "answer": row["answer"]}
     try:
         reward = REWARDS[row["adapter"]](sample)["reward"]

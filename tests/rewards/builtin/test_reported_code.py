@@ -1,8 +1,7 @@
 """Answers with code as models write them: fences, blocks that are no answer, exits, preludes, numbers in the output."""
 
-import time
-
 import pytest
+from reading_time import check_reading_time
 from reported_inputs import reported_rows
 from sandboxes import needs_network_off
 
@@ -375,34 +374,34 @@ def test_the_absolute_tolerance_helps_near_zero_and_negative_ones_are_refused():
         score({"completion": "print(7)", "tests": [PRINT_7]}, relative_tolerance=-1)
 
 
-HOSTILE_SECONDS = 2.0  # of processor time; texts that are read in quadratic time take minutes
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text_of", "count"),
     [
-        "```python\n    ```\n" * 20_000,
-        "```python\n'''\n```\n" * 20_000,
-        "> ```\n" * 20_000,
-        ">" * 50_000 + "```\n" + ">" * 50_000,
-        "~~~\n```a\n" * 20_000,
-        "```python\na```\n" * 20_000,
-        "```python\n" + "a```\n" * 20_000,
-        "a ```python\n" * 20_000,
-        "````a\n```\n" * 20_000,
-        "- " * 50_000 + "```",
-        " \t" * 50_000 + "```\n" + " \t" * 50_000,
-        "1.0" * 40_000,
-        python(*["def f(x):\n    return f(x)\nf(1)\n"] * 2000),
-        python("x\n", "from __future__ import annotations\n" * 2500),
+        (lambda n: "```python\n    ```\n" * n, 20_000),
+        (lambda n: "```python\n'''\n```\n" * n, 20_000),
+        (lambda n: "> ```\n" * n, 20_000),
+        (lambda n: ">" * n + "```\n" + ">" * n, 50_000),
+        (lambda n: "~~~\n```a\n" * n, 20_000),
+        (lambda n: "```python\na```\n" * n, 20_000),
+        (lambda n: "```python\n" + "a```\n" * n, 20_000),
+        (lambda n: "a ```python\n" * n, 20_000),
+        (lambda n: "````a\n```\n" * n, 20_000),
+        (lambda n: "- " * n + "```", 50_000),
+        (lambda n: " \t" * n + "```\n" + " \t" * n, 50_000),
+        (lambda n: "1.0" * n, 40_000),
+        (lambda n: python(*["def f(x):\n    return f(x)\nf(1)\n"] * n), 2000),
+        (lambda n: python("x\n", "from __future__ import annotations\n" * n), 2500),
     ],
 )
-def test_hostile_texts_are_read_in_linear_time(text):
-    started_s = time.process_time()
-    code_of(text)
-    with_prelude("import math", text)
-    same_output(text, text[::-1], TOLERANCE)
-    assert time.process_time() - started_s < HOSTILE_SECONDS
+def test_hostile_texts_are_read_in_linear_time(text_of, count):
+    """What takes quadratic time would take minutes."""
+
+    def read(text: str) -> None:
+        code_of(text)
+        with_prelude("import math", text)
+        same_output(text, text[::-1], TOLERANCE)
+
+    check_reading_time(read, text_of, count, limit_s=2.0)
 
 
 @needs_network_off
