@@ -48,7 +48,7 @@ class GrammarReplay:
             return None
         if output.finish_reason == "error":
             raise RequestRefused(
-                "the engine cannot enforce the form of the answer: it could not compile the grammar"
+                "the engine cannot enforce the form of the answer: it could not compile the grammar, or no token may follow"
             )
         return await asyncio.to_thread(self._replayed, request.params, output.token_ids)
 

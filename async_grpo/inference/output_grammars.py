@@ -16,6 +16,11 @@ from functools import partial
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, RequestRefused
+from async_grpo.inference.enforceable_schemas import (
+    refuse_ignored_keywords,
+    refuse_without_answers,
+    with_lengths_as_patterns,
+)
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.result import describe, failure
@@ -114,16 +119,18 @@ class GrammarHost:
                 check_json_nesting(schema)
             except VLLMValidationError as error:
                 raise RequestRefused(str(error)) from None
-            _refuse_outside_references(schema)
+            refuse_ignored_keywords(schema)
+            refuse_without_answers(schema)
+            # vLLM knows of combinations that xgrammar ignores, for example of keywords for the names of properties
             if has_xgrammar_unsupported_json_features(schema):
                 raise RequestRefused(
-                    "the schema has a keyword that cannot be enforced, such as multipleOf, uniqueItems, contains, a format "
-                    "or pattern together with a length, or several allOf"
+                    "the schema has keywords that cannot be enforced together, such as a pattern and a length, "
+                    "properties and patternProperties, or several allOf, or a format that is not known"
                 )
             answers.append(
                 {
                     "type": "json_schema",
-                    "json_schema": schema,
+                    "json_schema": with_lengths_as_patterns(schema),
                     "max_whitespace_cnt": MAX_WHITE_SPACE,
                 }
             )
@@ -146,7 +153,10 @@ class GrammarHost:
         tools = []
         for tool in request.tools:
             # Without `strict`, the arguments of a call could be any JSON
-            tools.append({**tool, "function": {**tool["function"], "strict": True}})
+            function = {**tool["function"], "strict": True}
+            if isinstance(function.get("parameters"), dict):
+                function["parameters"] = _enforceable_parameters(tool["function"])
+            tools.append({**tool, "function": function})
         chat_request = ChatCompletionRequest(
             model="policy",
             messages=[{"role": "user", "content": ""}],
@@ -171,6 +181,22 @@ class GrammarHost:
         return call_format
 
 
+def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, as far as it can be enforced. A strict tool's schema must be so in full.
+
+    Raises:
+        RequestRefused: The policy might find no arguments, or the schema is strict and cannot be enforced.
+    """
+    parameters = function["parameters"]
+    try:
+        if function.get("strict"):
+            refuse_ignored_keywords(parameters)
+        refuse_without_answers(parameters)
+    except RequestRefused as refusal:
+        raise RequestRefused(f"tool {function.get('name')!r}: {refusal}") from None
+    return with_lengths_as_patterns(parameters)
+
+
 def _limit_white_space(value: Any) -> None:
     """Limit the white space in the arguments of calls, in place."""
     if isinstance(value, dict):
@@ -182,18 +208,6 @@ def _limit_white_space(value: Any) -> None:
     if isinstance(value, list):
         for item in value:
             _limit_white_space(item)
-
-
-def _refuse_outside_references(value: Any) -> None:
-    """Refuse references to other documents, in place of which xgrammar would allow any JSON."""
-    if isinstance(value, dict):
-        reference = value.get("$ref")
-        if isinstance(reference, str) and not reference.startswith("#"):
-            raise RequestRefused(f"the schema refers to another document, {reference[:100]!r}")
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _refuse_outside_references(item)
 
 
 def _reason_of(error: RuntimeError) -> str:
