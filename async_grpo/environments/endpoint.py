@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions     as in OpenAI's API, with tools, streaming, n, stop, max_tokens
     POST /v1/responses                             as in OpenAI's API, with tools and streaming (`responses_api`)
+    GET, DELETE /v1/responses/ID                   returns or removes an answer of this trajectory
     GET  /v1/models, /v1/models/policy             lists the policy
     POST /v1/result {"reward": 1.0}                reports the trajectory's reward, and optional numbers for metrics;
                                                    or {"failure": "why"}
@@ -39,7 +40,7 @@ from async_grpo.environments.openai_api import (
 )
 from async_grpo.environments.request_body import parsed_body, read_body
 from async_grpo.environments.request_faults import validated
-from async_grpo.environments.responses_api import answer_responses_request
+from async_grpo.environments.responses_api import RESPONSE_ID, answer_responses_request, stored_response
 from async_grpo.environments.stored_responses import ResponseNotFound
 from async_grpo.environments.trajectory_client import (
     Context,
@@ -58,9 +59,13 @@ from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, Connection
 from async_grpo.processes.offload import offloaded
 
 CLAIM_PATH = "/v1/trajectories"
+RESPONSE_PATH = f"/v1/responses/{{{RESPONSE_ID}}}"
+# Requests of one trajectory that are answered at the same time. The connections of the endpoint must suffice for all
+MAX_REQUESTS_AT_ONCE = MAX_CONNECTIONS // 4
 SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoint closes
 CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
 
+TOO_MANY_REQUESTS = f"this trajectory has {MAX_REQUESTS_AT_ONCE} unanswered requests: wait for their answers"
 PATHS = (
     "there are POST /v1/chat/completions, /v1/responses, /v1/completions and /v1/result, and GET /v1/models"
 )
@@ -118,6 +123,8 @@ class AgentEndpoint:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/responses", self._respond),
+                web.get(RESPONSE_PATH, self._stored_response),
+                web.delete(RESPONSE_PATH, self._stored_response),
                 web.post("/v1/completions", self._complete),
                 web.post("/v1/result", self._report),
                 web.post(CLAIM_PATH, self._claim),
@@ -215,7 +222,8 @@ class AgentEndpoint:
         except TrajectoryOver as limit:
             return _error(400, f"the trajectory is over: it has had its {limit}", "trajectory_over")
         except ResponseNotFound as error:
-            return _error(400, str(error), "previous_response_not_found")
+            is_in_path = RESPONSE_ID in request.match_info
+            return _error(404 if is_in_path else 400, str(error), "previous_response_not_found")
         except ConfigurationError as error:
             return _error(400, str(error))
         except AsyncGrpoError as error:
@@ -226,9 +234,16 @@ class AgentEndpoint:
         trajectory = request.get(TRAJECTORY)
         if trajectory is None:
             return await handler(request)
+        if trajectory.num_requests >= MAX_REQUESTS_AT_ONCE:
+            # Delayed refusals of one agent would else fill all connections
+            raise web.HTTPTooManyRequests(text=TOO_MANY_REQUESTS)
         refusals = trajectory.policy.refusals
-        async with refusals.watching(web.HTTPException, TrajectoryOver, ConfigurationError):
-            return await handler(request)
+        trajectory.num_requests += 1
+        try:
+            async with refusals.watching(web.HTTPException, TrajectoryOver, ConfigurationError):
+                return await handler(request)
+        finally:
+            trajectory.num_requests -= 1
 
     def _authorize(self, request: web.Request) -> bool:
         """Return whether the request has a key that its path accepts. Store the key's trajectory in the request."""
@@ -257,6 +272,9 @@ class AgentEndpoint:
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         return await answer_responses_request(request, request[TRAJECTORY])
+
+    async def _stored_response(self, request: web.Request) -> web.StreamResponse:
+        return await stored_response(request, request[TRAJECTORY])
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         context_tokens = _context_tokens(request)

@@ -65,8 +65,10 @@ def kind_of(player: Any) -> str:
         return "tools"
     if inspect.iscoroutinefunction(player):
         return "program"
+    name = player.__name__ if isinstance(player, type) else type(player).__name__
+    described = f"the class {name}" if isinstance(player, type) else f"an object of the type {name}"
     raise ConfigurationError(
-        f"{player!r} cannot play: name a class with reset and step, a list of functions (tools), or an "
+        f"{described} cannot play: name a class with reset and step, a list of functions (tools), or an "
         "`async def` with the arguments prompt and policy"
     )
 

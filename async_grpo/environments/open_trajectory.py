@@ -19,6 +19,7 @@ class Trajectory:
         claimed: Set once an agent has claimed the trajectory or reported its result.
         reported: Set once there is a result.
         responses: Answers of the Responses API, which later requests may continue.
+        num_requests: Number of requests that are being answered.
     """
 
     def __init__(self, policy: TrajectoryClient) -> None:
@@ -27,6 +28,7 @@ class Trajectory:
         self.result: Result | None = None
         self.claimed = asyncio.Event()
         self.reported = asyncio.Event()
+        self.num_requests = 0
         self._turns: set[asyncio.Future[Reply]] = set()  # unfinished turns
         self._has_ended = False
 

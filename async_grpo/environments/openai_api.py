@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat
 
 from async_grpo.environments.event_stream import pieces_of
 from async_grpo.environments.trajectory_client import Reply
@@ -18,6 +18,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # text parts in one message
 MAX_CALLS = 256  # tool calls in one message
 MAX_TOOLS = 1024
+MAX_TYPE_CHARACTERS = 40  # of a tool's type in an error message
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_ANSWERS = 64
@@ -68,11 +69,34 @@ class ChatMessage(BaseModel, extra="allow"):
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
 
+def refuse_hosted(tool_type: Any) -> Any:
+    """Refuse the type of a tool that OpenAI's server would run, with its name. See `BeforeValidator`."""
+    if isinstance(tool_type, str) and tool_type != "function":
+        raise ValueError(f"the tool {tool_type[:MAX_TYPE_CHARACTERS]!r} does not exist here")
+    return tool_type
+
+
+class Tool(BaseModel, extra="allow"):
+    """A tool of the agent. Its function and further fields are passed to the chat template as they are."""
+
+    type: Annotated[Literal["function"], BeforeValidator(refuse_hosted)] = "function"
+    function: dict[str, Any]
+
+
+def _checked_tool(tool: Any) -> Any:
+    """Check a tool, and return it as it is, because the prompt contains exactly the fields that the agent sent."""
+    Tool.model_validate(tool)
+    return tool
+
+
+ToolOfRequest = Annotated[dict[str, Any], AfterValidator(_checked_tool)]
+
+
 class ChatRequest(OpenAIRequest):
     """A request for a turn that continues a conversation."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolOfRequest], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

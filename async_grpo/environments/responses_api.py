@@ -1,4 +1,4 @@
-"""`POST /v1/responses` of OpenAI's API."""
+"""`/v1/responses` of OpenAI's API."""
 
 import json
 import secrets
@@ -20,6 +20,8 @@ from async_grpo.environments.unsupported_fields import (
     ignored_fields,
 )
 from async_grpo.processes.offload import offloaded
+
+RESPONSE_ID = "response_id"  # name of the id in the path of a stored answer
 
 
 async def answer_responses_request(request: web.Request, trajectory: Trajectory) -> web.StreamResponse:
@@ -48,12 +50,25 @@ async def answer_responses_request(request: web.Request, trajectory: Trajectory)
     # The answer repeats the tools and the instructions of the request
     size = len(body) + len(reply.text)
     response = await offloaded(size, response_of, parsed, secrets.token_hex(12), reply)
+    text = await offloaded(size, json.dumps, response)
     if parsed.store is not False:
-        trajectory.responses.add(response, conversation, reply.message)
+        trajectory.responses.add(response, text, conversation, reply.message)
     if parsed.stream:
         return await send_events(request, response_events(response), size, names_events=True)
-    text = await offloaded(size, json.dumps, response)
     return web.Response(text=text, content_type="application/json")
+
+
+async def stored_response(request: web.Request, trajectory: Trajectory) -> web.StreamResponse:
+    """Return a stored answer, or remove it, depending on the request's method.
+
+    Raises:
+        ResponseNotFound: The trajectory has no stored answer with the id in the request's path.
+    """
+    response_id = request.match_info[RESPONSE_ID]
+    if request.method == "DELETE":
+        trajectory.responses.remove(response_id)
+        return web.json_response({"id": response_id, "object": "response", "deleted": True})
+    return web.Response(text=trajectory.responses.text(response_id), content_type="application/json")
 
 
 def _parsed(body: bytes) -> tuple[ResponsesRequest, list[str]]:

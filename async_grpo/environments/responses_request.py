@@ -16,6 +16,7 @@ from async_grpo.environments.openai_api import (
     MAX_PARTS,
     MAX_TOOLS,
     MODEL,
+    refuse_hosted,
 )
 from async_grpo.environments.typed_output import (
     MAX_DESCRIPTION_CHARACTERS,
@@ -33,7 +34,6 @@ from async_grpo.options.fields import refuse
 
 MAX_ITEMS = MAX_MESSAGES  # items in the input of one request
 MAX_INCLUDED = 64
-MAX_TYPE_CHARACTERS = 40  # of a tool's type in an error message
 # Limits of OpenAI's API for metadata, which the answer repeats
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARACTERS = 64
@@ -113,13 +113,6 @@ Item = Annotated[
 ]
 
 
-def _refuse_hosted(tool_type: Any) -> Any:
-    """Refuse the type of a tool that OpenAI's server would run, with its name."""
-    if isinstance(tool_type, str) and tool_type != "function":
-        raise ValueError(f"the tool {tool_type[:MAX_TYPE_CHARACTERS]!r} does not exist here")
-    return tool_type
-
-
 class FunctionTool(BaseModel):
     """A tool of the agent. Tools that OpenAI's server would run, such as web_search, are refused.
 
@@ -127,7 +120,7 @@ class FunctionTool(BaseModel):
     schema.
     """
 
-    type: Annotated[Literal["function"], BeforeValidator(_refuse_hosted)]
+    type: Annotated[Literal["function"], BeforeValidator(refuse_hosted)]
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None

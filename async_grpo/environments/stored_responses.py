@@ -42,8 +42,14 @@ class Conversation:
 class StoredResponse:
     """An answer, and the conversation that ends with it."""
 
+    text: str  # the answer as JSON
     conversation: Conversation
     items: dict[str, dict[str, Any]]  # items of the answer, by their ids
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the answer and its conversation."""
+        return len(self.text) + self.conversation.num_bytes
 
 
 class StoredResponses:
@@ -85,23 +91,46 @@ class StoredResponses:
             )
         return Conversation(messages, num_bytes)
 
-    def add(self, response: dict[str, Any], conversation: Conversation, message: dict[str, Any]) -> None:
+    def add(
+        self, response: dict[str, Any], text: str, conversation: Conversation, message: dict[str, Any]
+    ) -> None:
         """Store an answer.
 
         Args:
             response: The answer.
+            text: The answer as JSON.
             conversation: The conversation of its request.
             message: The policy's turn as a message.
         """
         whole = Conversation([*conversation.messages, message], conversation.num_bytes + _num_bytes(message))
         items = {item["id"]: item for item in response["output"]}
-        self._responses[response["id"]] = StoredResponse(whole, items)
-        self._num_bytes += whole.num_bytes
+        stored_response = StoredResponse(text, whole, items)
+        self._responses[response["id"]] = stored_response
+        self._num_bytes += stored_response.num_bytes
         while len(self._responses) > 1 and (
             len(self._responses) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES
         ):
-            oldest_id = next(iter(self._responses))
-            self._num_bytes -= self._responses.pop(oldest_id).conversation.num_bytes
+            self._drop(next(iter(self._responses)))
+
+    def text(self, response_id: str) -> str:
+        """Return an answer as JSON.
+
+        Raises:
+            ResponseNotFound: There is no stored answer with this id.
+        """
+        return self._response("id", response_id).text
+
+    def remove(self, response_id: str) -> None:
+        """Remove an answer. What the policy sampled is trained on nevertheless.
+
+        Raises:
+            ResponseNotFound: There is no stored answer with this id.
+        """
+        self._response("id", response_id)
+        self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._num_bytes -= self._responses.pop(response_id).num_bytes
 
     def _response(self, field_name: str, response_id: str) -> StoredResponse:
         response = self._responses.get(response_id)

@@ -65,6 +65,8 @@ HINTS = {
     "content": "a text, or a list of parts {'type': 'text', 'text': ...}; images, audio and files are not supported",
     "prompt": "one text, or one list of token ids, per request",
     "tool_choice": "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}",
+    "tools": "only functions of the agent, {'type': 'function', 'function': {'name': ...}}; tools of OpenAI's server are "
+    "not supported",
     "response_format": "{'type': 'text'}, {'type': 'json_object'}, or {'type': 'json_schema', 'json_schema': "
     "{'name': ..., 'schema': {...}}}",
 }

@@ -99,12 +99,26 @@ class InstructionRoles:
                 {"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)
             ]
             try:
-                text = self._apply([*conversation, {"role": "user", "content": PROBE}], tools)
-                is_written = all(probe in text for probe in probes)
+                is_written = self._are_written([*conversation, {"role": "user", "content": PROBE}], tools)
                 self._problems[key] = "" if is_written else "it leaves the text out"
             except ConfigurationError as error:
                 self._problems[key] = str(error)
         return self._problems[key]
+
+    def _are_written(self, messages: Messages, tools: list[dict[str, Any]] | None) -> bool:
+        """Return whether the template writes all messages, as they are or changed, for example in capital letters.
+
+        Raises:
+            ConfigurationError: The template refuses the messages.
+        """
+        text = self._apply(messages, tools)
+        for index, message in enumerate(messages):
+            if message["content"] in text:
+                continue
+            changed_message = message | {"content": f"{message['content']} {PROBE}"}
+            if self._apply([*messages[:index], changed_message, *messages[index + 1 :]], tools) == text:
+                return False
+        return True
 
 
 def _roles_of(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:

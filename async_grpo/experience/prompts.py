@@ -7,7 +7,7 @@ policy is evaluated and trained on the same prompts.
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -77,7 +77,9 @@ class PromptRenderer:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         check_variables(self._variables, self._templates, self._template_name)
         self._known_roles = (*ROLES, *self._roles_in_template())
-        self._instruction_roles = InstructionRoles(self._template_name, self._applied_to_roles)
+        self._instruction_roles = InstructionRoles(
+            self._template_name, partial(self._applied, keeps_roles=True)
+        )
         self._examiner = TemplateExaminer(self._template_name, self._applied)
         self._has_rendered_rows = False
 
@@ -296,30 +298,22 @@ class PromptRenderer:
         *,
         begins_turn: bool = True,
         continues: bool = False,
+        keeps_roles: bool = False,
     ) -> str:
-        """Apply the chat template to messages, with the roles of instructions that it writes, and return the text.
+        """Apply the chat template to messages, as transformers does, and return the text.
 
         Args:
             messages: Messages in the form that chat templates expect.
             tools: JSON schemas of the tools.
             begins_turn: Whether the template adds the beginning of the policy's turn.
             continues: Whether the text ends within the last message, which the policy continues.
+            keeps_roles: Whether instructions keep their roles. Otherwise they get roles that the template writes.
 
         Raises:
             ConfigurationError: The template refuses the messages, or does not write a developer message.
         """
-        mapped = self._instruction_roles.mapped(messages, tools)
-        return self._applied_to_roles(mapped, tools, begins_turn=begins_turn, continues=continues)
-
-    def _applied_to_roles(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        begins_turn: bool = True,
-        continues: bool = False,
-    ) -> str:
-        """Apply the chat template to messages as they are, as transformers does, and return the text. See `_applied`."""
+        if not keeps_roles:
+            messages = self._instruction_roles.mapped(messages, tools)
         if not self._tests_for_none:
             messages = _with_texts(messages)
         settings = {

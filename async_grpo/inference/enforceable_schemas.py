@@ -64,7 +64,8 @@ REQUIRES_NOTHING = {
 MAX_REPEATS = 100
 # A character of a string that needs no escape
 CHARACTER = r'[^"\\\x00-\x1f]'
-NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
+# Its length is limited, because many beginnings without an end would take quadratic time
+NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\]){0,200}\]")
 # Characters that JSON escapes. xgrammar would let the policy write them as they are
 ESCAPED_IN_JSON = re.compile(r'["\x00-\x1f]|\\(?:[\\nrtfv0]|x[01]|u00[01])')
 TYPE_OF_VALUE = {
@@ -197,7 +198,7 @@ def _with_targets(root: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     Raises:
         RequestRefused: A reference is one that xgrammar would ignore.
     """
-    parts = dict(schemas_in(root))
+    parts: dict[str, Mapping[str, Any]] = dict(schemas_in(root))
     waiting = list(parts.items())
     while waiting:
         path, part = waiting.pop()
@@ -240,18 +241,18 @@ def _has_answer(schema: Mapping[str, Any], root: Any, answerable: set[int]) -> b
 
 def _has_answer_of(type_name: str, schema: Mapping[str, Any], answerable: set[int]) -> bool:
     """Return whether an answer of one type fits a schema. See `_has_answer`."""
-    needed: list[Any] = []
+    parts: list[Any] = []
     if type_name == "object":
         properties = schema.get("properties")
         required = schema.get("required")
         if isinstance(properties, dict) and isinstance(required, list):
-            needed = [properties.get(str(name)) for name in required]
+            parts = [properties.get(str(name)) for name in required]
     if type_name == "array":
         first_items = schema.get("prefixItems")
-        needed = list(first_items) if isinstance(first_items, list) else []
+        parts = list(first_items) if isinstance(first_items, list) else []
         if schema.get("minItems"):
-            needed.append(schema.get("items"))
-    return all(_is_known(part, answerable) for part in needed)
+            parts.append(schema.get("items"))
+    return all(_is_known(part, answerable) for part in parts)
 
 
 def _is_known(schema: Any, answerable: set[int]) -> bool:

@@ -182,15 +182,13 @@ class GrammarHost:
 
 
 def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, as far as it can be enforced. A strict tool's schema must be so in full.
+    """Return the schema of a tool's arguments. What cannot be enforced in it is ignored: the tool checks its arguments.
 
     Raises:
-        RequestRefused: The policy might find no arguments, or the schema is strict and cannot be enforced.
+        RequestRefused: The policy might find no arguments.
     """
     parameters = function["parameters"]
     try:
-        if function.get("strict"):
-            refuse_ignored_keywords(parameters)
         refuse_without_answers(parameters)
     except RequestRefused as refusal:
         raise RequestRefused(f"tool {function.get('name')!r}: {refusal}") from None

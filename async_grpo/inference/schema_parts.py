@@ -15,7 +15,7 @@ SEVERAL_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def schemas_in(schema: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def schemas_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a schema and all schemas inside it that are objects, each with its path (a JSON pointer without `#`).
 
     Values that only look like schemas, for example those of `enum`, are left out.

@@ -125,6 +125,10 @@ def try_environment(config: TryEnvironmentConfig) -> None:
     policy = _policy_of(config, model, settings)
     folder = Path(config.output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    output_path = folder / OUTPUT_FILE
+    if output_path.exists():
+        # The output of this trajectory alone is shown
+        output_path.replace(output_path.with_name(f"{OUTPUT_FILE}.1"))
     if config.environment == "endpoint":
         print(
             f"agents find the address and the key of the endpoint in {folder / 'endpoint.json'}", flush=True
@@ -135,7 +139,7 @@ def try_environment(config: TryEnvironmentConfig) -> None:
     trajectory = asyncio.run(_play(played, prompt))
     sample = Sample(prompt, trajectory, Verdict(RewardStatus.ABSTAINED, None))
     print(f"\n{outcome_text(trajectory, sample)}", flush=True)
-    print(f"what its processes printed, if anything: {folder / OUTPUT_FILE}", flush=True)
+    print(f"what its processes printed, if anything: {output_path}", flush=True)
     if trajectory.failure:
         raise RunFailed("the trajectory failed; the reason stands above")
 

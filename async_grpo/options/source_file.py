@@ -3,6 +3,7 @@
 The sources of rewards and environments are sent to other processes as text. Other files are read once in each process.
 """
 
+import difflib
 import hashlib
 import linecache
 import os
@@ -110,7 +111,10 @@ class SourceFile(ShippedModule):
         module = self.load()
         if not hasattr(module, self.name):
             names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-            raise ConfigurationError(f"{self.path} defines no {self.name!r}, only {', '.join(names)}")
+            similar = difflib.get_close_matches(self.name, names, n=1)
+            advice = f"; did you mean {similar[0]!r}?" if similar else ""
+            defined = ", ".join(names) or "nothing that can be called"
+            raise ConfigurationError(f"{self.path} defines no {self.name!r}, only {defined}{advice}")
         return getattr(module, self.name)
 
 

@@ -143,7 +143,10 @@ def deeply_nested(levels: int) -> dict:
         ({"type": "nonsense"}, 'xgrammar refuses it: Unsupported type "nonsense"'),
         ({"type": "string", "pattern": "((("}, "The parenthesis is not closed"),
         ({"$ref": "#/$defs/missing"}, "Cannot find field $defs"),
-        ({"items": {"$ref": "https://example.com/x"}}, "refers to another document or to an anchor, 'https://example.com/x'"),
+        (
+            {"items": {"$ref": "https://example.com/x"}},
+            "refers to another document or to an anchor, 'https://example.com/x'",
+        ),
         ({"type": "integer", "multipleOf": 3}, "the schema: multipleOf cannot be enforced"),
         ({"allOf": [{"type": "string"}, {"enum": ["a"]}]}, "keywords that cannot be enforced"),
         (deeply_nested(100), "nested too deeply"),

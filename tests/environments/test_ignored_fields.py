@@ -77,6 +77,11 @@ def test_the_page_lists_what_is_ignored_and_what_is_refused():
             ["messages: ", "logprobs: ", "best_of: ", "n: ", "stream: "],
         ),
         (
+            "chat/completions",
+            MESSAGES | {"tools": [{"type": "web_search"}]},
+            ["tools.0.type: the tool 'web_search' does not exist here", "only functions of the agent"],
+        ),
+        (
             "completions",
             {"prompt": [], "suffix": "a", "audio": {"a": 1}, "stop": [""]},
             ["suffix: ", "audio: ", "stop.0: "],

@@ -598,12 +598,14 @@ def test_a_program_that_asked_for_nothing_has_failed(tmp_path):
         ("gues", "FILE.py:NAME, endpoint; did you mean guess?"),
         ("agent: ", "say which one, agent:COMMAND"),
         ("{page}:add", "cannot play: name a class with reset and step, a list of functions"),
-        ("{page}:Nobody", "defines no 'Nobody'"),
+        ("{page}:Ech", "page.py defines no 'Ech', only "),
+        ("{page}:Ech", "; did you mean 'Echo'?"),
+        ("{page}:NoStep", "the class NoStep cannot play: name a class with reset and step"),
         ("nowhere.py:Game", "cannot read 'nowhere.py'"),
     ],
 )
 def test_what_cannot_play_is_refused_by_name(tmp_path, name, said):
-    (tmp_path / "page.py").write_text(PAGE)
+    (tmp_path / "page.py").write_text(f"{PAGE}\n\nclass NoStep:\n    pass\n")
     with pytest.raises(ConfigurationError) as refused:
         source_of(name.format(page=tmp_path / "page.py"))
     assert said in str(refused.value)

@@ -11,7 +11,7 @@ from agent_endpoint import CALL, MESSAGES, TOOL, Server, answers_of, post
 from aiohttp.http_exceptions import BadStatusLine
 from scripted_play import OneSession, run
 
-from async_grpo.environments import openai_api, request_body, typed_output
+from async_grpo.environments import endpoint, openai_api, request_body, typed_output
 from async_grpo.environments.call_formats import read_hermes, take_out_calls
 from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
@@ -298,6 +298,32 @@ def test_one_connection_too_many_closes_the_idle_one_or_is_told_so():
             gate._busy.clear()
             for writer in (first_writer, second_writer, third_writer, fourth_writer):
                 writer.close()
+
+    run(story())
+
+
+def test_parallel_refusals_of_one_agent_leave_connections_for_the_others(monkeypatch):
+    monkeypatch.setattr(endpoint, "MAX_REQUESTS_AT_ONCE", 4)
+
+    async def story():
+        async with Server(count=2) as server:
+            wrong = {**MESSAGES, "n": 0}
+            tasks = [
+                asyncio.create_task(server.ask(server.keys[0], "chat/completions", wrong)) for _ in range(20)
+            ]
+            statuses: list[int] = []
+            # The first three refusals are answered at once, and some of the further ones after seconds
+            while statuses.count(429) < 8:
+                await asyncio.sleep(0.01)
+                statuses = [task.result()[0] for task in tasks if task.done()]
+                assert server.trajectories[0].num_requests <= 4
+            status, _ = await server.ask(server.keys[1], "chat/completions", MESSAGES)
+            assert status == 200
+            answers = [task.result()[1] for task in tasks if task.done() and task.result()[0] == 429]
+            assert "has 128 unanswered requests: wait" in answers[0]["error"]["message"]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     run(story())
 

@@ -124,6 +124,25 @@ def test_a_stored_answer_is_continued_by_its_id_alone():
     run(story())
 
 
+def test_a_stored_answer_can_be_asked_for_and_removed_by_its_own_trajectory():
+    async def story():
+        async with Server(count=2) as server:
+            client, stranger = client_of(server), client_of(server, index=1)
+            made = await client.responses.create(model="policy", input="1 + 1?", metadata={"a": "b"})
+            assert await client.responses.retrieve(made.id) == made
+            with pytest.raises(openai.NotFoundError, match="no stored response with the id"):
+                await stranger.responses.retrieve(made.id)
+
+            await client.responses.delete(made.id)
+            for attempt in (client.responses.retrieve, client.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await attempt(made.id)
+            with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+                await client.responses.create(model="policy", input="a", previous_response_id=made.id)
+
+    run(story())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_is_cut_off_is_incomplete_and_says_why(stream):
     async def story():

@@ -106,7 +106,15 @@ def test_a_template_is_probed_once_for_each_combination_of_roles():
     roles = InstructionRoles("the template", apply)
     for _ in range(3):
         roles.mapped(conversation("developer"), None)
-    assert count == 2  # developer, which it does not write, and system
+    assert count == 3  # developer, which it does not write, with two contents, and system
+
+
+def test_a_template_that_changes_a_content_writes_it_nevertheless():
+    def apply(messages, tools, *, begins_turn=True):
+        return render([message | {"content": message["content"].upper()} for message in messages])
+
+    messages = conversation("developer", "user", "assistant", "developer")
+    assert InstructionRoles("the template", apply).mapped(messages, None) == messages
 
 
 def test_the_marks_of_foreign_text_survive_the_change_of_a_role():

@@ -6,6 +6,7 @@ the reason why it sees none. A new one must be added there: see first that no tw
 """
 
 import ast
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ from reading_time import SHARE, TooSlow, is_surely_read_in_time, within
 
 from async_grpo.environments import call_formats, call_reader
 from async_grpo.environments.control_tokens import ControlTokens
+from async_grpo.errors import RequestRefused
 from async_grpo.experience import template_variables
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.inference.enforceable_schemas import refuse_ignored_keywords
 from async_grpo.launch import local_run
 from async_grpo.observe import why
 from async_grpo.processes import look, supervisor
@@ -242,6 +245,10 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "experience/row_columns.py": {
         r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""": PLAIN,
+    },
+    "inference/enforceable_schemas.py": {
+        r"\[\^(?:\\.|[^\]\\]){0,200}\]": "pattern of a schema",
+        r'["\x00-\x1f]|\\(?:[\\nrtfv0]|x[01]|u00[01])': "pattern of a schema",
     },
     "experience/template_turns.py": {
         r"<[|｜][^<>]{1,60}>": PLAIN,
@@ -476,6 +483,11 @@ def look_at_template(template: str) -> None:
     assert renderer._tests_for_none in (True, False)
 
 
+def look_at_schema(pattern: str) -> None:
+    with contextlib.suppress(RequestRefused):
+        refuse_ignored_keywords({"type": "string", "pattern": pattern})
+
+
 FEEDS: dict[str, Callable[[str], Any]] = {
     "read_hermes": call_formats.read_hermes,
     "read_harmony": call_formats.read_harmony,
@@ -529,6 +541,7 @@ FEEDS: dict[str, Callable[[str], Any]] = {
     "long integer": math_verify._long_integer,
     "control tokens": CONTROL_TOKENS.breaks_of,
     "chat template": look_at_template,
+    "pattern of a schema": look_at_schema,
     "ungrouped": answers.ungrouped,
     "countdown": scored(countdown.score_steps, nums=[3, 4], target=7),
     "readable": lambda answer: math_verify.readable(answer[: 3 * math_verify.MAX_CHARACTERS]),

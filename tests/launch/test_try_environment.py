@@ -138,6 +138,23 @@ def test_a_failed_trajectory_shows_its_reason_and_ends_the_command_with_an_error
     assert "FAILED" in text and "KeyError: 'no board'" in text and "page.py" in text
 
 
+def test_the_output_of_an_earlier_trajectory_is_not_shown_with_that_of_the_next(capsys, tmp_path):
+    path = tmp_path / "page.py"
+    path.write_text("""class Game:
+    def reset(self, row, seed):
+        print("printed by", row["input"])
+        return "begin"
+    def step(self, text):
+        return "", 1.0, True
+""")
+    for word in ("one", "two"):
+        row = json.dumps({"input": word})
+        text = tried(capsys, f"{path}:Game", row=row, say="hm", output_dir=str(tmp_path / "out"))
+    log = tmp_path / "out" / "environment_output.log"
+    assert str(log) in text
+    assert "printed by two" in log.read_text() and "printed by one" not in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [

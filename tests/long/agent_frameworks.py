@@ -3,23 +3,28 @@
     python examples/agents/make_environments.py
     python -m tests.long.agent_frameworks                              # all frameworks: about ten minutes
     python -m tests.long.agent_frameworks --only openai,smolagents     # these alone
-    python -m tests.long.agent_frameworks --write                      # put the table into docs/agents.md
+    python -m tests.long.agent_frameworks --typed-output hint          # forms of answers are in the prompt alone
+    python -m tests.long.agent_frameworks --write                      # put the lines into the table of docs/agents.md
 
 A scripted policy plays with each example of examples/agents, and with each program of agent_programs, one feature at a
 time. A feature works if the program makes of the policy's turns what it must, each sampled token is trained on exactly
-once, and the program looks for no other host. The exit status is 1 if a feature does not work.
+once, and the program looks for no other host. Where a program requires a form, the policy's turn must also keep to the
+grammar that an engine would enforce. Mistakes are played without enforcement, which would prevent them. The exit status
+is 1 if a feature does not work.
 """
 
 import asyncio
 import logging
 import tempfile
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from scripted_agents import PlayedAgent, model_folder, play
+from scripted_agents import PlayedAgent, grammars_made_here, model_folder, play
 
+from async_grpo.environments.config import ENFORCE, HINT
 from examples.agents.make_environments import frameworks
 from tests.long.agent_scripts import EXAMPLE, MISTAKES, ROW, THINKING, Script, scripts_of
 
@@ -63,6 +68,8 @@ def fault_of(played: PlayedAgent, script: Script) -> str:
     # How often a framework asks again after a mistake is its own affair
     if script.reward and played.num_turns != len(script.turns):
         return f"the policy took {played.num_turns} turns, not {len(script.turns)}"
+    if played.against_form:
+        return f"an engine that enforces the form would not say {played.against_form[0]!r}"
     for turn, text in script.told:
         if text not in played.prompts[turn]:
             return f"the policy does not read {text!r} before turn {turn + 1}"
@@ -76,14 +83,20 @@ class Tried:
     Attributes:
         fault: What does not work; "" if all does.
         num_sequences: Number of sequences that the trajectory is trained as.
+        num_enforced: Number of turns whose form an engine would enforce.
     """
 
     fault: str
     num_sequences: int
+    num_enforced: int
 
 
 async def try_features(
-    framework: str, features: list[str], environments: Path, model: Path
+    framework: str,
+    features: list[str],
+    environments: Path,
+    model: Path,
+    typed_output: str,
 ) -> dict[str, Tried]:
     """Play the features of a framework, or those that are named, and print what becomes of each."""
     places = asyncio.Semaphore(AT_ONCE)
@@ -91,13 +104,20 @@ async def try_features(
     async def tried(feature: str, script: Script) -> Tried:
         row = {**ROW, "expected": script.expected}
         async with places:
-            played = await play(model, command_of(framework, feature, environments), script.turns, row)
+            played = await play(
+                model,
+                command_of(framework, feature, environments),
+                script.turns,
+                row,
+                HINT if feature in MISTAKES else typed_output,
+            )
         fault = fault_of(played, script)
         tokens = (
-            f"{played.num_tokens} tokens in {played.num_turns} turns and {played.num_sequences} sequences"
+            f"{played.num_tokens} tokens in {played.num_turns} turns and {played.num_sequences} sequences, "
+            f"{played.num_enforced} turns enforced"
         )
         print(f"{framework} {feature}: {fault or 'works'} ({tokens}, {played.seconds:.1f} s)", flush=True)
-        return Tried(fault, played.num_sequences)
+        return Tried(fault, played.num_sequences, played.num_enforced)
 
     scripts = {
         name: script for name, script in scripts_of(framework).items() if not features or name in features
@@ -115,7 +135,9 @@ def cell_of(group: tuple[str, ...], tried: dict[str, Tried]) -> str:
     if broken:
         return f"not {', '.join(broken)}"
     num_sequences = max(result.num_sequences for result in results.values())
-    return "yes" if num_sequences == 1 else f"yes, {num_sequences} sequences"
+    is_enforced = any(result.num_enforced for result in results.values())
+    answer = "enforced" if is_enforced else "yes"
+    return answer if num_sequences == 1 else f"{answer}, {num_sequences} sequences"
 
 
 def row_of(framework: str, tried: dict[str, Tried]) -> str:
@@ -131,32 +153,38 @@ def head() -> list[str]:
 
 
 def write_rows(rows: list[str]) -> None:
-    """Replace the table of the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    begin = page.index(head()[0])
-    end = page.index("\n\n", begin)
-    PAGE.write_text(page[:begin] + "\n".join([*head(), *rows]) + page[end:], encoding="utf-8")
+    """Replace lines of the page's table. Frameworks that were not tried keep their lines."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    begin = lines.index(head()[0])
+    for row in rows:
+        name = row.split("|")[1]
+        place = next(number for number in range(begin, len(lines)) if lines[number].startswith(f"|{name}|"))
+        lines[place] = row
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(
     only: Annotated[str, typer.Option(help="Frameworks, with commas between them; all by default.")] = "",
     features: Annotated[str, typer.Option(help="Features, with commas between them; all by default.")] = "",
     environments: Annotated[Path, typer.Option(help="Folder of the environments.")] = Path(".venv/agents"),
-    write: Annotated[bool, typer.Option(help="Put the table into docs/agents.md.")] = False,
+    typed_output: Annotated[str, typer.Option(help="As the option of a run: enforce or hint.")] = ENFORCE,
+    write: Annotated[bool, typer.Option(help="Put the lines into docs/agents.md.")] = False,
     check_page: Annotated[bool, typer.Option(help="Fail if docs/agents.md has other lines.")] = False,
 ) -> None:
     logging.getLogger("async_grpo").setLevel(logging.ERROR)  # failures are printed here, in one line each
     rows = []
     num_passed = 0
     num_failed = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         model = model_folder(Path(folder))
+        stack.enter_context(grammars_made_here(model) if typed_output == ENFORCE else nullcontext())
         for framework in only.split(",") if only else frameworks():
             if not (environments / framework).exists():
                 print(f"{framework} is left out: there is no {environments / framework}")
                 continue
             names = features.split(",") if features else []
-            tried = asyncio.run(try_features(framework, names, environments, model))
+            tried = asyncio.run(try_features(framework, names, environments, model, typed_output))
             rows.append(row_of(framework, tried))
             num_failed += sum(bool(result.fault) for result in tried.values())
             num_passed += sum(not result.fault for result in tried.values())
