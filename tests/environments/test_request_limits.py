@@ -11,7 +11,7 @@ from agent_endpoint import CALL, MESSAGES, TOOL, Server, answers_of, post
 from aiohttp.http_exceptions import BadStatusLine
 from scripted_play import OneSession, run
 
-from async_grpo.environments import endpoint, openai_api, request_body, typed_output
+from async_grpo.environments import endpoint, openai_api, refusals, request_body, typed_output
 from async_grpo.environments.call_formats import read_hermes, take_out_calls
 from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
@@ -304,6 +304,7 @@ def test_one_connection_too_many_closes_the_idle_one_or_is_told_so():
 
 def test_parallel_refusals_of_one_agent_leave_connections_for_the_others(monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_REQUESTS_AT_ONCE", 4)
+    monkeypatch.setattr(refusals, "FIRST_DELAY_S", 0.5)
 
     async def story():
         async with Server(count=2) as server:
