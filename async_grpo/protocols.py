@@ -226,6 +226,13 @@ class Engine(Protocol):
             settings: The settings that all workers share.
         """
 
+    async def finish_start(self) -> None:
+        """Finish the start with calls that need the running event loop. An engine may lack this method.
+
+        Raises:
+            ConfigurationError: The engine cannot serve the run, such as an adapter.
+        """
+
     def complete(
         self,
         prompt_token_ids: np.ndarray,

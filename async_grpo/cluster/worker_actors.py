@@ -56,7 +56,8 @@ class WorkerActor(ChannelServer):
             The maximum numbers of sequences and tokens that the worker can hold at once.
 
         Raises:
-            ConfigurationError: The model or the version of this library differs from the trainer's.
+            ConfigurationError: The model or the version of this library differs from the trainer's, or the engine cannot
+                serve the run.
         """
         # The dispatcher cannot check the version and the model: the actor may run on another node, and the dispatcher
         # may lack the libraries for it
@@ -72,6 +73,8 @@ class WorkerActor(ChannelServer):
         self._folder = make_private_folder()
         with temporary_files_in(self._folder):
             self._engine = _worker_class(config).start(config, settings)
+        if hasattr(self._engine, "finish_start"):
+            await self._engine.finish_start()
         self.serve({name: getattr(self._engine, name) for name in self.served})
         max_sequences = config.max_sequences if is_generation else UNLIMITED
         return max_sequences, self._engine.kv_cache_tokens

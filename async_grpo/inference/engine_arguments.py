@@ -11,6 +11,7 @@ from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.inference.adapter import adapter_arguments, served_adapter
 from async_grpo.inference.config import (
     CPU_BLOCK_SIZE,
     MAX_CPU_SEQUENCES,
@@ -68,6 +69,9 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         # Always set, because without a value transformers may ask on the terminal whether to run a model's code
         "trust_remote_code": False,
     }
+    adapter = served_adapter(settings)
+    if adapter is not None:
+        arguments.update(adapter_arguments(options, adapter))
     has_cache_size = bool(SETS_CACHE & options.further_options.keys())
     if torch.cuda.is_available():
         if options.colocate and not has_cache_size:

@@ -16,26 +16,27 @@ import vllm
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensInput, tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import WorkerLost
-from async_grpo.inference.char_ends import char_ends
+from async_grpo.inference.adapter import POLICY_ADAPTER, served_adapter
+from async_grpo.inference.completions import finished_completion
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
 from async_grpo.inference.grammar_replay import GrammarReplay, refuse_grammar
-from async_grpo.inference.read_back_places import ReadBack
+from async_grpo.inference.received_weights import ReceivedWeights
 from async_grpo.inference.requests import (
     NO_TOKENS,
+    PROMPT_LOGPROBS,
     UNSYNCED,
     EngineRequest,
     RequestTimes,
     TokenTimeline,
     new_name,
     new_tokens_by_member,
-    tokens_of,
+    prompt_logprobs,
 )
 from async_grpo.inference.vllm_edges.continued_draws import model_runner
 from async_grpo.inference.vllm_edges.model_inspection import inspect_models_here
@@ -47,8 +48,8 @@ from async_grpo.inference.vllm_edges.weight_versions import note_versions
 from async_grpo.inference.vllm_edges.worker_extension import WORKER_EXTENSION
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
-from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
-from async_grpo.types import Completion, FinishReason, Sampling, Tokens
+from async_grpo.protocols import Manifest, Receipt, answer_canary
+from async_grpo.types import Completion, Sampling, Tokens
 
 log = logging.getLogger(__name__)
 # Seconds between reports of the new tokens of unfinished completions. If an engine is lost, only the tokens since the
@@ -83,7 +84,8 @@ class GenerationWorker:
         self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
         self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
         self._requests = RequestTimes()
-        self._read_back = ReadBack()
+        self._adapter = served_adapter(settings)
+        self._received = ReceivedWeights(engine, self._adapter)
         self._grammar_replay = GrammarReplay(engine, tokenizer)
 
         # Locked from `pause` to `resume`
@@ -116,6 +118,14 @@ class GenerationWorker:
             engine.vllm_config.device_config.device_type,
         )
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
+
+    async def finish_start(self) -> None:
+        """Prepare the engine for the policy's adapter, if it has one. Must be called once, before the first update.
+
+        Raises:
+            ConfigurationError: The engine cannot apply the adapter.
+        """
+        await self._received.begin()
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -187,59 +197,34 @@ class GenerationWorker:
             final = await self._last_output(prompt, request.params, request.name)
         self._refuse_if_broken()
         allowed = await self._grammar_replay.allowed_tokens(request, final.outputs[0])
-        return self._completion(final.outputs[0], request.member, request.first_tokens, allowed)
+        return finished_completion(
+            output=final.outputs[0],
+            member=request.member,
+            tokenizer=self.tokenizer,
+            settings=self.settings,
+            first_tokens=request.first_tokens,
+            allowed=allowed,
+        )
 
     def _refuse_if_broken(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
+        if not self._received.has_adapter:
+            raise WorkerLost("this engine takes no requests yet: it has not received the policy's adapter")
 
-    async def _last_output(self, prompt: TokensInput, params: SamplingParams, name: str) -> Any:
+    async def _last_output(
+        self, prompt: TokensInput, params: SamplingParams, name: str, with_adapter: bool = True
+    ) -> RequestOutput:
+        adapter = POLICY_ADAPTER if self._adapter is not None and with_adapter else None
         try:
-            outputs = [output async for output in self.engine.generate(prompt, params, name)]
+            generator = self.engine.generate(prompt, params, name, lora_request=adapter)
+            outputs = [output async for output in generator]
         except Exception as error:
             if self.engine.errored:
                 raise WorkerLost(f"the vLLM engine died: {error or type(error).__name__}") from error
             refuse_grammar(params, error)
             raise
         return outputs[-1]
-
-    def _completion(
-        self,
-        output: CompletionOutput,
-        member: int,
-        first_tokens: Tokens = NO_TOKENS,
-        allowed: AllowedTokens | None = None,
-    ) -> Completion:
-        """Return the completion of a finished request.
-
-        Args:
-            output: The tokens that this engine sampled.
-            member: Index of the completion in its group.
-            first_tokens: The tokens before those of `output`, which a lost engine had sampled.
-            allowed: The tokens that a grammar allowed; None without a grammar.
-        """
-        if output.finish_reason not in ("stop", "length"):
-            raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
-        tokens = first_tokens + tokens_of(output)
-        is_stopped = output.finish_reason == "stop"
-        ends_with_stop_token = tokens.token_ids[-1] in self.settings.stop_token_ids
-        # The text of the completion includes a stop text (`Sampling.stop`), but never an end token, even if the stop
-        # text spells one
-        is_stopped_by_text = isinstance(output.stop_reason, str)
-        has_end_token = is_stopped and (ends_with_stop_token or not is_stopped_by_text)
-        text_token_ids = tokens.token_ids[:-1] if has_end_token else tokens.token_ids
-        text = self.tokenizer.decode(text_token_ids, skip_special_tokens=False)
-        ends_of_tokens = None
-        if self.settings.char_ends:
-            ends_of_tokens = char_ends(self.tokenizer, tokens.token_ids.tolist(), text)
-        return Completion(
-            *tokens.arrays,
-            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
-            text=text,
-            char_ends=ends_of_tokens,
-            member=member,
-            allowed=allowed,
-        )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
         """Pause requests, load the weights in `chunks` (safetensors images), and return a record of each tensor.
@@ -308,6 +293,7 @@ class GenerationWorker:
     async def finish_weight_update(self) -> None:
         """Let the engine compute with the new weights."""
         await self.engine.finish_weight_update(weight_version=str(self.policy_version))
+        await self._received.put_adapter_in_place()
         self._is_update_finished = True
 
     async def resume(self, version: int) -> None:
@@ -329,39 +315,24 @@ class GenerationWorker:
 
     async def _manifest(self) -> Manifest:
         """Return a record of every received tensor, including whether the engine computes with this tensor."""
-        receipts = await self.engine.collective_rpc("weight_receipt")
-        if any(receipt != receipts[0] for receipt in receipts):
-            self._broken_reason = "its processes received different weights"
-            raise WorkerLost("the processes of one engine received different weights")
-        # Compare the received weights with those that the layers compute with, as far as these can be read. The
-        # manifest contains the result for each tensor
-        self._read_back.compare(await self.engine.collective_rpc("fingerprints"))
-        manifest = {}
-        for name, (dtype, shape, digest, *_) in receipts[0].items():
-            manifest[name] = TensorRecord(
-                dtype,
-                tuple(shape),
-                digest,
-                in_use=self._read_back.is_in_use(name),
-                is_read_back=self._read_back.is_readable(name),
-            )
-        return manifest
+        try:
+            return await self._received.manifest()
+        except WorkerLost as error:
+            self._broken_reason = str(error)
+            raise
 
-    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the log-probs (N,) float32 of a fixed text. The first is 0. See `protocols.Engine`."""
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=True,
-        )
+    async def canary(self, token_ids: np.ndarray, with_adapter: bool = True) -> np.ndarray:
+        """Return the log-probs (N,) float32 of a fixed text. The first is 0. See `protocols.Engine`.
+
+        Args:
+            token_ids: The text (N,).
+            with_adapter: If the policy is an adapter: whether to apply it. Without it, the log-probs are those of the base
+                model, which is the reference policy.
+        """
+        prompt = tokens_input(token_ids.tolist())
         with self._working_for_trainer():
-            final = await self._last_output(tokens_input(token_ids.tolist()), params, new_name())
-        logprobs = [0.0]
-        for token, candidates in zip(token_ids[1:].tolist(), final.prompt_logprobs[1:], strict=True):
-            logprobs.append(candidates[token].logprob)
-        return np.asarray(logprobs, np.float32)
+            final = await self._last_output(prompt, PROMPT_LOGPROBS, new_name(), with_adapter)
+        return prompt_logprobs(final, token_ids)
 
     async def until_failure(self, every_s: float = 1.0) -> str:
         """Wait until the engine dies or stalls, and return the reason. This also works while there are no requests."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -23,6 +23,14 @@ from async_grpo.types import Sampling, Tokens
 
 UNSYNCED = -1  # policy version of an engine that still holds the weights of its model folder
 NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+# Parameters of a request for the log-probs of its prompt at temperature 1. It also samples one token, which is ignored
+PROMPT_LOGPROBS = SamplingParams(
+    temperature=1.0,
+    max_tokens=1,
+    prompt_logprobs=0,
+    detokenize=False,
+    skip_reading_prefix_cache=True,
+)
 _request_numbers = itertools.count()
 
 
@@ -62,6 +70,17 @@ def tokens_of(output: CompletionOutput) -> Tokens:
         if is_number:
             versions[span.start : span.end] = int(span.version)
     return Tokens(token_ids, logprobs, versions)
+
+
+def prompt_logprobs(output: RequestOutput, token_ids: np.ndarray) -> np.ndarray:
+    """Return the log-probs (N,) float32 of a prompt's tokens (N,), from a request with PROMPT_LOGPROBS.
+
+    The log-prob of the first token is 0.
+    """
+    logprobs = [0.0]
+    for token, candidates in zip(token_ids[1:].tolist(), output.prompt_logprobs[1:], strict=True):
+        logprobs.append(candidates[token].logprob)
+    return np.asarray(logprobs, np.float32)
 
 
 @dataclass

@@ -56,7 +56,9 @@ class EngineThread:
         options = EngineConfig(model_path=str(folder), max_num_seqs=64, enforce_eager=True)
 
         async def start() -> GenerationWorker:
-            return Worker.start(options, replace(SETTINGS, **changes))
+            worker = Worker.start(options, replace(SETTINGS, **changes))
+            await worker.finish_start()
+            return worker
 
         self.worker = self.run(start(), 180)
 

@@ -39,7 +39,7 @@ class ScriptedLLM:
         self.running = asyncio.Event()
         self.running.set()
 
-    async def generate(self, prompt, params, request_id):
+    async def generate(self, prompt, params, request_id, lora_request):
         self.salts.append(prompt["cache_salt"])
         await self.running.wait()
         output = SimpleNamespace(

@@ -66,7 +66,7 @@ def test_experts_and_their_router_compute_with_the_weights_of_every_update(
         for version in range(3):
             difference, unused = update(version)
             assert difference < 1e-4 and not unused
-        assert engine.worker._read_back._unreadable == {
+        assert engine.worker._received.read_back._unreadable == {
             f"model.layers.{layer}.mlp.experts" for layer in range(2)
         }
         router = "model.layers.1.mlp.gate.weight"

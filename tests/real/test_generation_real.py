@@ -168,6 +168,7 @@ def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as
 
 
 def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
+    from async_grpo.inference.completions import finished_completion
     from async_grpo.inference.requests import EngineRequest
 
     ids = SETTINGS.stop_token_ids
@@ -177,7 +178,7 @@ def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
         params.allowed_token_ids = [stop]
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
         output = engine.run(engine.worker._last_output(prompt, params, f"stop-{stop}")).outputs[0]
-        completion = engine.worker._completion(output, 0)
+        completion = finished_completion(output, 0, engine.worker.tokenizer, engine.worker.settings)
         assert completion.token_ids.tolist() == [stop] and completion.finish_reason is FinishReason.STOP
         assert completion.text == ""  # the end token is no part of the answer
 
@@ -192,6 +193,7 @@ def test_a_completion_is_marked_as_truncated_if_it_runs_out_of_room_and_says_whe
 
 def test_a_text_that_ends_a_completion_ends_it_at_the_token_that_completes_the_text(engine):
     """Be it of several tokens, or the spelling of a special one. What is sampled stays as it was without."""
+    from async_grpo.inference.completions import finished_completion
     from async_grpo.inference.requests import EngineRequest, new_name
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -202,7 +204,7 @@ def test_a_text_that_ends_a_completion_ends_it_at_the_token_that_completes_the_t
         params.allowed_token_ids, params.frequency_penalty = allowed, 2.0  # all of them, in a mix
         prompt = {"prompt_token_ids": CANARY[:8].tolist()}
         output = engine.run(engine.worker._last_output(prompt, params, new_name())).outputs[0]
-        return engine.worker._completion(output, 0)
+        return finished_completion(output, 0, engine.worker.tokenizer, engine.worker.settings)
 
     whole = sampled()
     assert len(whole) == 200 and whole.finish_reason is FinishReason.LENGTH
@@ -267,7 +269,7 @@ def test_what_an_engine_received_and_does_not_compute_with_is_named_however_litt
             return {name for name, one in send(lossy, tensors, version)[0].items() if not one.in_use}
 
         key = "model.layers.1.self_attn.k_proj.weight"
-        assert not_in_use(0) == set() and not lossy.worker._read_back._unreadable
+        assert not_in_use(0) == set() and not lossy.worker._received.read_back._unreadable
         # On a processor without instructions for bfloat16, vLLM has no kernel that packs weights of that dtype: the head
         # then computes with the very numbers of the embedding, and there is no copy that could stay behind
         (has_packed_head,) = lossy.run(lossy.worker.engine.collective_rpc("has_packed_head"))

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_grpo.inference.vllm_edges import addresses, tied_heads
+from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter, is_of_adapter
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.package import record
 from async_grpo.weights.read_back import fingerprint, sampled
@@ -49,6 +51,7 @@ class Receipts:
     model_config: Any
     vllm_config: Any
     fingerprints: dict[str, int]  # tensor name -> fingerprint of the tensor's last received values
+    adapter: EngineAdapter | None = None  # the policy's adapter; None if whole weights are received
 
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
@@ -56,20 +59,51 @@ class Receipts:
         self.fingerprints = getattr(self, "fingerprints", {})
         # The addresses of tensors that the engine's CUDA graphs read; {} without graphs
         self._addresses = addresses.addresses(self.model) if addresses.uses_graphs(self.vllm_config) else {}
-        initialize_layerwise_reload(self.model)
         self._model = self.model
+        self._is_reloading = False
+        if self.adapter is None:
+            self._begin_reload()
         self.model = self
 
+    def _begin_reload(self) -> None:
+        """Prepare the layers of the model for new weights, unless this has been done."""
+        if not self._is_reloading:
+            initialize_layerwise_reload(self._model)
+            self._is_reloading = True
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Load weights into the model, and record every tensor."""
-        return self._model.load_weights(self._recorded(weights))
+        """Load weights into the model, give those of an adapter to `adapter`, and record every tensor."""
+        weights_of_model = self._without_adapter(self._recorded(weights))
+        first = next(weights_of_model, None)
+        if first is None:
+            # Only parts of an adapter have arrived, so the layers of the model need not be prepared, which takes longer
+            return set()
+        self._begin_reload()
+        return self._model.load_weights(chain([first], weights_of_model))
 
     def _recorded(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, and record each of them."""
         for name, tensor in weights:
             self.received[name] = record(tensor)
-            self.fingerprints[name] = fingerprint(sampled(tensor))
+            if not is_of_adapter(name):
+                self.fingerprints[name] = fingerprint(sampled(tensor))
             yield name, tensor
+
+    def _without_adapter(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights of the model, and give those of an adapter to `adapter`.
+
+        Raises:
+            RuntimeError: The engine was started without an adapter.
+        """
+        for name, tensor in weights:
+            if not is_of_adapter(name):
+                yield name, tensor
+            elif self.adapter is None:
+                raise RuntimeError(f"received {name}, but this engine was started without an adapter")
+            else:
+                self.adapter.receive(name, tensor)
 
     def finish_weight_update(self) -> None:
         """Finish loading, so that the model computes with the new weights.
@@ -78,6 +112,8 @@ class Receipts:
             RuntimeError: Weights are no longer where the engine's CUDA graphs read them.
         """
         self.model = self._model
+        if not self._is_reloading:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         tied_heads.repack_tied_heads(self.model)
         if self._addresses:

@@ -40,7 +40,8 @@ def fingerprints_in_use(model: torch.nn.Module) -> dict[str, int]:
     owners: dict[int, str] = {}  # address of a weight -> its first name
     for path, layer in model.named_modules():
         for name, weight in layer.named_parameters(recurse=False):
-            full_name = f"{path}.{name}"
+            # In an engine with an adapter, vLLM wraps layers, which then have the name `base_layer`
+            full_name = f"{path}.{name}".replace(".base_layer", "")
             owner = owners.setdefault(weight.data_ptr() or id(weight), full_name)
             place = place_of(owner) if owner == full_name else owner
             totals[place] += fingerprint(_compared_values(layer, name, weight))

@@ -14,6 +14,8 @@ from typing import Any
 from async_grpo.inference.vllm_edges.continued_draws import install_continued_draws
 from async_grpo.inference.vllm_edges.cpu_generators import install_cpu_generators
 from async_grpo.inference.vllm_edges.experts import install_packing_of_experts
+from async_grpo.inference.vllm_edges.lora_on_cpu import install_grouped_adapters
+from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter
 from async_grpo.inference.vllm_edges.receive_weights import register_transports
 from async_grpo.inference.vllm_edges.uncompiled_ranks import install_uncompiled_ranks
 from async_grpo.inference.vllm_edges.weights_in_use import fingerprints_in_use
@@ -26,6 +28,28 @@ class WeightReceipts:
     """Methods added to vLLM's worker class, callable through `collective_rpc`."""
 
     weight_transfer_engine: Any  # attribute of vLLM's worker
+    model_runner: Any  # attribute of vLLM's worker
+
+    def begin_adapter(self, rank: int, scaling: float, targets: list[str]) -> list[str]:
+        """Prepare for the policy's adapter, and return those of its targets for which there is no layer.
+
+        Args:
+            rank: Rank of the adapter.
+            scaling: Factor of the adapter's output.
+            targets: Suffixes of the names of the adapted modules.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = EngineAdapter(manager, rank, scaling)
+        self.weight_transfer_engine.adapter = adapter
+        return adapter.missing_targets(targets)
+
+    def put_adapter_in_place(self) -> None:
+        """Let the layers compute with the adapter that was received. Called after each weight update."""
+        self.weight_transfer_engine.adapter.put_in_place()
+
+    def adapter_fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return fingerprints of the adapter in use and of the received one. See `EngineAdapter.fingerprints`."""
+        return self.weight_transfer_engine.adapter.fingerprints()
 
     def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """Return the tensors that this worker received in the last update, as name -> (dtype, shape, digest)."""
@@ -34,11 +58,11 @@ class WeightReceipts:
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the fingerprints of the weights in use in this process, and those of all received weights.
 
-        The keys of both are places, as in `fingerprints_in_use`.
+        The keys of both are places, as in `fingerprints_in_use`. The fingerprint of a place that has received nothing is 0.
         """
         used = fingerprints_in_use(self.weight_transfer_engine.model)
         received = dict.fromkeys(used, 0)
-        for name, value in self.weight_transfer_engine.fingerprints.items():
+        for name, value in getattr(self.weight_transfer_engine, "fingerprints", {}).items():
             # A tied head is fingerprinted under its full tensor name, all other weights under their module (`place_of`)
             for place in {name, place_of(name)} & used.keys():
                 received[place] = (received[place] + value) % 2**64
@@ -54,3 +78,4 @@ install_continued_draws()
 install_cpu_generators()
 install_packing_of_experts()
 install_uncompiled_ranks()
+install_grouped_adapters()

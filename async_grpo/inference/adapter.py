@@ -1,0 +1,58 @@
+"""Serve the policy's adapter (LoRA): the engine's arguments, and what it refuses when it starts."""
+
+import logging
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.inference.config import EngineConfig
+from async_grpo.inference.vllm_edges.lora_weights import ADAPTER_ID
+from async_grpo.messages import AdapterSettings, SharedRunSettings
+from async_grpo.modeling.load import load_config
+
+log = logging.getLogger(__name__)
+# Largest ranks for which vLLM can reserve memory
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Modules that vLLM 0.32 can adapt only in some models, and the head only if it is not tied to the embedding
+EMBEDDINGS = ("embed_tokens", "lm_head")
+MERGE_INSTEAD = "; with --lora-sync merged, engines receive whole weights and serve every adapter"
+# Every request of the policy names this adapter. The path is never read, because the adapter's tensors arrive by weight
+# updates. If the adapter were missing, vLLM would look for the path, and the request would fail
+POLICY_ADAPTER = LoRARequest("policy", ADAPTER_ID, "/the adapter arrives by weight updates only")
+
+
+def served_adapter(settings: SharedRunSettings) -> AdapterSettings | None:
+    """Return the adapter that engines apply to each request; None if they receive whole (merged) weights."""
+    adapter = settings.adapter
+    return adapter if adapter is not None and adapter.sync == "adapter" else None
+
+
+def adapter_arguments(options: EngineConfig, adapter: AdapterSettings) -> dict[str, Any]:
+    """Return the arguments with which vLLM's engine can serve an adapter.
+
+    Raises:
+        ConfigurationError: No engine can serve this adapter with these options.
+    """
+    if adapter.rank > MAX_RANKS[-1]:
+        raise ConfigurationError(
+            f"--lora-rank {adapter.rank}: vLLM serves adapters up to rank {MAX_RANKS[-1]}{MERGE_INSTEAD}"
+        )
+    embeddings = [target for target in adapter.targets if target.rpartition(".")[2] in EMBEDDINGS]
+    if embeddings:
+        raise ConfigurationError(
+            f"--lora-targets: engines cannot apply an adapter to {', '.join(embeddings)}{MERGE_INSTEAD}"
+        )
+    is_quantized = getattr(load_config(options.model_path), "quantization_config", None) is not None
+    if is_quantized or options.further_options.get("quantization"):
+        raise ConfigurationError(
+            "an engine with quantized weights cannot show that it applies an adapter to the right base: leave out "
+            "quantization, and give the engines the model without it"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in MAX_RANKS if rank >= adapter.rank),
+        # vLLM wraps only these layers. In the other layers an adapter would cost time and change nothing
+        "lora_target_modules": list(adapter.targets),
+    }

@@ -1,0 +1,174 @@
+"""Put the policy's adapter (LoRA) into an engine's layers from memory, and fingerprint the adapter that they hold.
+
+Written for vLLM 0.32. By its public interface (`AsyncLLM.add_lora`) vLLM loads adapters only from folders, and it does
+not report which adapter its kernels read. At the end of each weight update vLLM also removes all adapters
+(`reset_lora_state`), because an adapter may belong to the old base. So the adapter is put in place after each update.
+This module uses vLLM's `LoRAModelManager`, and reads the stacked matrices of its layers, from which the kernels compute.
+
+Not needed any more when vLLM takes the tensors of an adapter by its weight update, and includes adapters in its
+checksums.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
+
+from async_grpo.weights.read_back import fingerprint
+
+# Number of the policy's adapter in the engine, the only one that the engine has
+ADAPTER_ID = 1
+MATRICES = (".lora_A.", ".lora_B.")
+NUM_NAMES = 5  # maximum number of names in an error message
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a tensor belongs to an adapter.
+
+    >>> is_of_adapter("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
+    True
+    """
+    return any(matrix in name for matrix in MATRICES)
+
+
+@dataclass(frozen=True)
+class HeldMatrix:
+    """One matrix of the adapter, as a layer in this process holds it."""
+
+    module: str  # name of the adapted module, such as "model.layers.0.self_attn.q_proj"
+    kind: str  # "lora_A" or "lora_B"
+    layer: Any  # vLLM's linear layer, which may join several modules
+    values: torch.Tensor  # the part of this process, padded with zeros to the largest rank
+
+    @property
+    def name(self) -> str:
+        """Return the name by which matrices are compared."""
+        return f"{self.module}.{self.kind}"
+
+    def is_counted(self) -> bool:
+        """Return whether this process's part counts. A part that several processes hold counts in the first of them."""
+        rank = get_tensor_model_parallel_rank()
+        if isinstance(self.layer, ReplicatedLinear):
+            return rank == 0
+        is_row = isinstance(self.layer, RowParallelLinear)
+        if (self.kind == "lora_A") != is_row:
+            # Split layers split either the outputs (the rows of B) or the inputs (the columns of A) among processes, and
+            # all processes hold the other matrix
+            return rank == 0
+        is_key_or_value = self.module.endswith(("k_proj", "v_proj"))
+        num_replicas = getattr(self.layer, "num_kv_head_replicas", 1) if is_key_or_value else 1
+        return rank % num_replicas == 0
+
+
+class EngineAdapter:
+    """The policy's adapter in one process of an engine.
+
+    Args:
+        manager: vLLM's `LoRAModelManager` of the process.
+        rank: Rank of the adapter.
+        scaling: Factor of the adapter's output, s in W + s * B @ A. The engine multiplies B by it.
+    """
+
+    def __init__(self, manager: Any, rank: int, scaling: float) -> None:
+        self._manager = manager
+        self._rank = rank
+        self._scaling = scaling
+        self._dtype = manager.lora_config.lora_dtype
+        # Name of a matrix, such as "model.layers.0.self_attn.q_proj.lora_A" -> its last received values
+        self._matrices: dict[str, torch.Tensor] = {}
+        # Fingerprints of the received matrices as they should be in use, B multiplied by the scaling; by tensor name
+        self._received: dict[str, int] = {}
+        self._tensor_names: dict[str, str] = {}  # name of a matrix -> name of its tensor
+
+    def missing_targets(self, targets: Sequence[str]) -> list[str]:
+        """Return those of the modules to adapt (suffixes such as "q_proj") for which the engine has no adapted layer."""
+        modules = {matrix.module for matrix in self._held_matrices(slot=0)}
+        missing = []
+        for target in targets:
+            if not any(f".{module}".endswith(f".{target}") for module in modules):
+                missing.append(target)
+        return missing
+
+    def receive(self, tensor_name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of a tensor of the adapter until `put_in_place`, under peft's name of it."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        renames = mapper.get_rename_mapper() if mapper is not None else None
+        module, is_a = parse_fine_tuned_lora_name(tensor_name, renames)
+        matrix = tensor.to(self._dtype, copy=True)
+        if not is_a:
+            matrix = matrix * self._scaling
+        name = f"{module}.lora_A" if is_a else f"{module}.lora_B"
+        self._matrices[name] = matrix
+        self._tensor_names[name] = tensor_name
+        self._received[tensor_name] = fingerprint(matrix)
+
+    def put_in_place(self) -> None:
+        """Let the engine's layers compute with the last received matrices.
+
+        Raises:
+            RuntimeError: A matrix has no layer, or one of the two matrices of a module was never received.
+        """
+        if not self._matrices:
+            return
+        held_names = {matrix.name for matrix in self._held_matrices(slot=0)}
+        _refuse("have no layer in the engine that could apply them", self._matrices.keys() - held_names)
+        modules = {name.rpartition(".")[0] for name in self._matrices}
+        layers = {}
+        incomplete = []
+        for module in sorted(modules):
+            a = self._matrices.get(f"{module}.lora_A")
+            b = self._matrices.get(f"{module}.lora_B")
+            if a is None or b is None:
+                incomplete.append(module)
+                continue
+            # The scaling is 1, because B has been multiplied already
+            layers[module] = LoRALayerWeights(module, self._rank, self._rank, a, b, scaling=1)
+        _refuse("lack one of their two matrices", incomplete)
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._manager.add_adapter(LoRAModel(ADAPTER_ID, self._rank, layers))
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the fingerprints of the matrices that the layers hold, and of those that were received.
+
+        The keys of both are tensor names. A matrix that was never received, which should be zero, has the name of its
+        module instead. The sums over all processes of the first are to be compared with the second.
+        """
+        slots = self._manager.lora_index_to_id
+        slot = slots.index(ADAPTER_ID) if ADAPTER_ID in slots else None
+        used: dict[str, int] = dict.fromkeys(self._received, 0)
+        received = dict(self._received)
+        if slot is not None:
+            for matrix in self._held_matrices(slot):
+                name = self._tensor_names.get(matrix.name, matrix.name)
+                used[name] = fingerprint(matrix.values) if matrix.is_counted() else 0
+                received.setdefault(name, 0)
+        return used, received
+
+    def _held_matrices(self, slot: int) -> Iterator[HeldMatrix]:
+        """Yield the matrices of one adapter as the layers hold them.
+
+        Args:
+            slot: Index of the adapter among those that the layers hold.
+        """
+        for path, layer in self._manager.modules.items():
+            modules = self._manager.packed_modules.get(path, [path])
+            if len(modules) != len(layer.lora_a_stacked):
+                # Only one adapter for several modules, such as the experts of a layer: nothing is known about its form
+                continue
+            for index, module in enumerate(modules):
+                yield HeldMatrix(module, "lora_A", layer.base_layer, layer.lora_a_stacked[index][slot, 0])
+                yield HeldMatrix(module, "lora_B", layer.base_layer, layer.lora_b_stacked[index][slot, 0])
+
+
+def _refuse(problem: str, names: Sequence[str] | set[str]) -> None:
+    """Raise an error if there are names of modules or matrices with a problem."""
+    if names:
+        first = ", ".join(sorted(names)[:NUM_NAMES])
+        raise RuntimeError(f"{len(names)} parts of the adapter {problem}: {first}")
