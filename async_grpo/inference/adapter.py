@@ -8,7 +8,7 @@ from vllm.lora.request import LoRARequest
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.vllm_edges.lora_weights import ADAPTER_ID
-from async_grpo.messages import AdapterSettings, SharedRunSettings
+from async_grpo.messages import LoraSettings, SharedRunSettings
 from async_grpo.modeling.load import load_config
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ MERGE_INSTEAD = "; with --lora-sync merged, engines receive whole weights and se
 POLICY_ADAPTER = LoRARequest("policy", ADAPTER_ID, "/the adapter arrives by weight updates only")
 
 
-def served_adapter(settings: SharedRunSettings) -> AdapterSettings | None:
+def served_adapter(settings: SharedRunSettings) -> LoraSettings | None:
     """Return the adapter that engines apply to each request; None if they receive whole (merged) weights."""
-    adapter = settings.adapter
+    adapter = settings.lora
     return adapter if adapter is not None and adapter.sync == "adapter" else None
 
 
-def adapter_arguments(options: EngineConfig, adapter: AdapterSettings) -> dict[str, Any]:
+def adapter_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str, Any]:
     """Return the arguments with which vLLM's engine can serve an adapter.
 
     Raises:
@@ -38,7 +38,8 @@ def adapter_arguments(options: EngineConfig, adapter: AdapterSettings) -> dict[s
         raise ConfigurationError(
             f"--lora-rank {adapter.rank}: vLLM serves adapters up to rank {MAX_RANKS[-1]}{MERGE_INSTEAD}"
         )
-    embeddings = [target for target in adapter.targets if target.rpartition(".")[2] in EMBEDDINGS]
+    names = sorted({layer.rpartition(".")[2] for layer in adapter.layers})
+    embeddings = [name for name in names if name in EMBEDDINGS]
     if embeddings:
         raise ConfigurationError(
             f"--lora-targets: engines cannot apply an adapter to {', '.join(embeddings)}{MERGE_INSTEAD}"
@@ -53,6 +54,6 @@ def adapter_arguments(options: EngineConfig, adapter: AdapterSettings) -> dict[s
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": min(rank for rank in MAX_RANKS if rank >= adapter.rank),
-        # vLLM wraps only these layers. In the other layers an adapter would cost time and change nothing
-        "lora_target_modules": list(adapter.targets),
+        # vLLM prepares only layers with these names for an adapter, because an adapter that is zero costs time as well
+        "lora_target_modules": names,
     }

@@ -5,7 +5,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference.adapter import MERGE_INSTEAD
 from async_grpo.inference.read_back_places import ReadBack
-from async_grpo.messages import AdapterSettings
+from async_grpo.messages import LoraSettings
 from async_grpo.protocols import Manifest, TensorRecord
 
 NUM_NAMES = 5  # maximum number of names in an error message
@@ -19,7 +19,7 @@ class ReceivedWeights:
         adapter: The adapter that the engine applies; None if it receives whole weights.
     """
 
-    def __init__(self, engine: AsyncLLM, adapter: AdapterSettings | None) -> None:
+    def __init__(self, engine: AsyncLLM, adapter: LoraSettings | None) -> None:
         self.read_back = ReadBack()
         self._engine = engine
         self._adapter = adapter
@@ -35,12 +35,13 @@ class ReceivedWeights:
         if self._adapter is None:
             return
         missing_by_process = await self._engine.collective_rpc(
-            "begin_adapter", args=(self._adapter.rank, self._adapter.scaling, list(self._adapter.targets))
+            "begin_adapter", args=(self._adapter.rank, self._adapter.scaling, list(self._adapter.layers))
         )
-        if missing_by_process[0]:
+        missing = missing_by_process[0]
+        if missing:
             raise ConfigurationError(
-                f"--lora-targets: this engine cannot apply an adapter to {', '.join(missing_by_process[0])}, because its "
-                f"model has no linear layer of that name{MERGE_INSTEAD}"
+                f"--lora-targets: this engine has no linear layer {', '.join(missing[:NUM_NAMES])}, to which the policy's "
+                f"adapter is applied ({len(missing)} of {len(self._adapter.layers)} layers){MERGE_INSTEAD}"
             )
         self.read_back.begin(await self._engine.collective_rpc("fingerprints"))
 

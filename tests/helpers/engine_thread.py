@@ -41,10 +41,13 @@ class EngineThread:
     Args:
         folder: The model.
         extension: The class that runs in vLLM's workers; None for the one that the library uses.
+        processes: Number of processes over which the weights are split.
         changes: Changes to `SETTINGS`.
     """
 
-    def __init__(self, folder: Path = MODEL, extension: str | None = None, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path = MODEL, extension: str | None = None, processes: int = 1, **changes: Any
+    ) -> None:
         from async_grpo.inference.config import EngineConfig
         from async_grpo.inference.generation_worker import GenerationWorker
 
@@ -53,7 +56,9 @@ class EngineThread:
 
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        options = EngineConfig(model_path=str(folder), max_num_seqs=64, enforce_eager=True)
+        options = EngineConfig(
+            model_path=str(folder), max_num_seqs=64, enforce_eager=True, tensor_parallel_size=processes
+        )
 
         async def start() -> GenerationWorker:
             worker = Worker.start(options, replace(SETTINGS, **changes))

@@ -86,20 +86,20 @@ class EngineAdapter:
         self._received: dict[str, int] = {}
         self._tensor_names: dict[str, str] = {}  # name of a matrix -> name of its tensor
 
-    def missing_targets(self, targets: Sequence[str]) -> list[str]:
-        """Return those of the modules to adapt (suffixes such as "q_proj") for which the engine has no adapted layer."""
-        modules = {matrix.module for matrix in self._held_matrices(slot=0)}
-        missing = []
-        for target in targets:
-            if not any(f".{module}".endswith(f".{target}") for module in modules):
-                missing.append(target)
-        return missing
+    def missing_layers(self, names: Sequence[str]) -> list[str]:
+        """Return those of the layers, by the model's names, for which this engine has no layer with an adapter."""
+        held = {matrix.module for matrix in self._held_matrices(slot=0)}
+        return [name for name in names if self._module_of(f"{name}.lora_A.weight")[0] not in held]
+
+    def _module_of(self, tensor_name: str) -> tuple[str, bool]:
+        """Return vLLM's name of the module to which a tensor of the adapter belongs, and whether the tensor is A."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        renames = mapper.get_rename_mapper() if mapper is not None else None
+        return parse_fine_tuned_lora_name(tensor_name, renames)
 
     def receive(self, tensor_name: str, tensor: torch.Tensor) -> None:
         """Keep a copy of a tensor of the adapter until `put_in_place`, under peft's name of it."""
-        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
-        renames = mapper.get_rename_mapper() if mapper is not None else None
-        module, is_a = parse_fine_tuned_lora_name(tensor_name, renames)
+        module, is_a = self._module_of(tensor_name)
         matrix = tensor.to(self._dtype, copy=True)
         if not is_a:
             matrix = matrix * self._scaling
@@ -112,27 +112,35 @@ class EngineAdapter:
         """Let the engine's layers compute with the last received matrices.
 
         Raises:
-            RuntimeError: A matrix has no layer, or one of the two matrices of a module was never received.
+            RuntimeError: A matrix has no layer or another rank, or one of the two matrices of a module was never
+                received.
         """
-        if not self._matrices:
-            return
         held_names = {matrix.name for matrix in self._held_matrices(slot=0)}
         _refuse("have no layer in the engine that could apply them", self._matrices.keys() - held_names)
         modules = {name.rpartition(".")[0] for name in self._matrices}
         layers = {}
         incomplete = []
+        of_other_rank = []
         for module in sorted(modules):
             a = self._matrices.get(f"{module}.lora_A")
             b = self._matrices.get(f"{module}.lora_B")
             if a is None or b is None:
                 incomplete.append(module)
                 continue
+            if a.shape[0] != self._rank or b.shape[1] != self._rank:
+                of_other_rank.append(module)
+                continue
             # The scaling is 1, because B has been multiplied already
             layers[module] = LoRALayerWeights(module, self._rank, self._rank, a, b, scaling=1)
         _refuse("lack one of their two matrices", incomplete)
+        _refuse(f"have another rank than {self._rank}", of_other_rank)
         self._manager.remove_adapter(ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(ADAPTER_ID, self._rank, layers))
         self._manager.activate_adapter(ADAPTER_ID)
+
+    def is_in_place(self) -> bool:
+        """Return whether the layers hold an adapter. Without it, the next request of the policy would end the engine."""
+        return ADAPTER_ID in self._manager.lora_index_to_id
 
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the fingerprints of the matrices that the layers hold, and of those that were received.

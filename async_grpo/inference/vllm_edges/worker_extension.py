@@ -30,22 +30,28 @@ class WeightReceipts:
     weight_transfer_engine: Any  # attribute of vLLM's worker
     model_runner: Any  # attribute of vLLM's worker
 
-    def begin_adapter(self, rank: int, scaling: float, targets: list[str]) -> list[str]:
-        """Prepare for the policy's adapter, and return those of its targets for which there is no layer.
+    def begin_adapter(self, rank: int, scaling: float, layers: list[str]) -> list[str]:
+        """Prepare for the policy's adapter, and return the names of layers that this engine lacks.
 
         Args:
             rank: Rank of the adapter.
             scaling: Factor of the adapter's output.
-            targets: Suffixes of the names of the adapted modules.
+            layers: Names of the model's layers that the adapter changes.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = EngineAdapter(manager, rank, scaling)
         self.weight_transfer_engine.adapter = adapter
-        return adapter.missing_targets(targets)
+        return adapter.missing_layers(layers)
 
     def put_adapter_in_place(self) -> None:
-        """Let the layers compute with the adapter that was received. Called after each weight update."""
+        """Let the layers compute with the adapter that was received. Called after each weight update.
+
+        Raises:
+            RuntimeError: The adapter does not fit the layers, or is not there afterwards.
+        """
         self.weight_transfer_engine.adapter.put_in_place()
+        if not self.weight_transfer_engine.adapter.is_in_place():
+            raise RuntimeError("the engine has no adapter after an update: the received adapter was never applied")
 
     def adapter_fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return fingerprints of the adapter in use and of the received one. See `EngineAdapter.fingerprints`."""
