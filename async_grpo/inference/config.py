@@ -52,8 +52,8 @@ REFUSED_ENGINE_OPTIONS = {
     ),
     **dict.fromkeys(
         ("enable_lora", "default_mm_loras"),
-        "adapters are not supported: with them weights cannot be read back, and vLLM 0.32 on the CPU applies adapters "
-        "of other requests to requests without an adapter",
+        "the only adapter of an engine is the policy's, which --lora-rank and --lora-sync set: other adapters could not "
+        "be proven",
     ),
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size"),

@@ -243,7 +243,9 @@ def test_a_base_that_has_changed_is_refused_by_name_until_it_is_as_it_was(engine
         load_base(**{name: tensors[name] * 1.001 + 1e-6})
         with pytest.raises(WorkerLost, match="changed other weights of the engine") as caught:
             land(engine, policy)
-        assert name.rsplit(".", 2)[0] in str(caught.value) and str(caught.value) == engine.worker._broken_reason
+        assert (
+            name.rsplit(".", 2)[0] in str(caught.value) and str(caught.value) == engine.worker._broken_reason
+        )
         load_base()
         engine.worker._broken_reason = None
         land(engine, policy)
