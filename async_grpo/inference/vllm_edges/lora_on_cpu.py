@@ -22,6 +22,14 @@ TokensOfAdapter = slice | torch.Tensor
 class GroupedPunica(PunicaWrapperCPU):
     """Applies adapters to linear layers by two matrix products per adapter in the batch."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._tokens_by_slot: dict[int, TokensOfAdapter] = {}
+        # (id of a layer's stacked matrices A, slot) -> views of the matrices. Making the views anew in each step would
+        # take as long as the products of a small model. `_stacked` keeps the layers' matrices, so that no id is reused
+        self._views: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._stacked: list[tuple[torch.Tensor, ...]] = []
+
     def update_metadata(self, *args: Any, **options: Any) -> None:
         """Note which adapter each token of the next step uses. vLLM calls this if it differs from the last step."""
         super().update_metadata(*args, **options)
@@ -48,19 +56,32 @@ class GroupedPunica(PunicaWrapperCPU):
             output_slices: Width of each part of the output.
             options: Ignored.
         """
-        inputs = x.view(-1, x.shape[-1])
-        outputs = y.view(-1, y.shape[-1])
         for slot, tokens in self._tokens_by_slot.items():
-            rows = inputs[tokens]
+            views = self._views_of_slot(slot, lora_a_stacked, lora_b_stacked)
+            is_slice = isinstance(tokens, slice)
+            is_whole = is_slice and tokens == slice(0, len(x))
+            inputs = x if is_whole else x[tokens]
             begin = 0
-            for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                part = outputs[:, begin : begin + width]
-                compressed = rows @ a[slot, 0].T
-                if isinstance(tokens, slice):
-                    part[tokens].addmm_(compressed, b[slot, 0].T, alpha=scale)
-                else:
-                    part.index_add_(0, tokens, compressed @ b[slot, 0].T, alpha=scale)
+            for (a, b), width in zip(views, output_slices, strict=True):
+                part = y[:, begin : begin + width]
                 begin += width
+                if not is_slice:
+                    part.index_add_(0, tokens, inputs.mm(a).mm(b), alpha=scale)
+                    continue
+                outputs = part if is_whole else part[tokens]
+                outputs.addmm_(inputs.mm(a), b, alpha=scale)
+
+    def _views_of_slot(
+        self, slot: int, lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return views of the transposed matrices A (in, rank) and B (rank, width) of each part of a layer."""
+        key = (id(lora_a_stacked), slot)
+        if key not in self._views:
+            self._stacked += [lora_a_stacked, lora_b_stacked]
+            self._views[key] = [
+                (a[slot, 0].T, b[slot, 0].T) for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)
+            ]
+        return self._views[key]
 
 
 def tokens_by_slot(slots: torch.Tensor) -> dict[int, TokensOfAdapter]:

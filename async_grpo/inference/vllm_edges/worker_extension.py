@@ -51,7 +51,9 @@ class WeightReceipts:
         """
         self.weight_transfer_engine.adapter.put_in_place()
         if not self.weight_transfer_engine.adapter.is_in_place():
-            raise RuntimeError("the engine has no adapter after an update: the received adapter was never applied")
+            raise RuntimeError(
+                "the engine has no adapter after an update: the received adapter was never applied"
+            )
 
     def adapter_fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return fingerprints of the adapter in use and of the received one. See `EngineAdapter.fingerprints`."""
