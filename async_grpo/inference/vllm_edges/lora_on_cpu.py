@@ -58,18 +58,17 @@ class GroupedPunica(PunicaWrapperCPU):
         """
         for slot, tokens in self._tokens_by_slot.items():
             views = self._views_of_slot(slot, lora_a_stacked, lora_b_stacked)
-            is_slice = isinstance(tokens, slice)
-            is_whole = is_slice and tokens == slice(0, len(x))
+            is_whole = tokens == slice(0, len(x)) if isinstance(tokens, slice) else False
             inputs = x if is_whole else x[tokens]
             begin = 0
             for (a, b), width in zip(views, output_slices, strict=True):
                 part = y[:, begin : begin + width]
                 begin += width
-                if not is_slice:
+                if isinstance(tokens, torch.Tensor):
                     part.index_add_(0, tokens, inputs.mm(a).mm(b), alpha=scale)
-                    continue
-                outputs = part if is_whole else part[tokens]
-                outputs.addmm_(inputs.mm(a), b, alpha=scale)
+                else:
+                    outputs = part if is_whole else part[tokens]
+                    outputs.addmm_(inputs.mm(a), b, alpha=scale)
 
     def _views_of_slot(
         self, slot: int, lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]
