@@ -20,7 +20,7 @@ The files, in the order in which a turn passes through them:
     chat.py                renders messages with the chat template and tokenizes the text
     control_tokens.py      ensures that control tokens spelled in foreign text stay plain text
     trajectory.py          records what the engine read and sampled, token by token (in the sequences of sequence.py)
-    endpoint.py            receives the turns of agents (requests and answers: openai_api.py, request_body.py)
+    openai_server/         receives the turns of agents, in the form of OpenAI's API
     processes.py, host.py  the parent's and the child's side of a process that runs environments or tools
     abandoned.py           finds the turns that an agent threw away
     joined.py              joins the recorded sequences to the completion that is trained on

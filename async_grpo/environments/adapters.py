@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.environments.agents import AwaitAgent, RunAgent, for_agents
 from async_grpo.environments.config import EnvironmentConfig
-from async_grpo.environments.endpoint import AgentEndpoint
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.played import Needs
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse

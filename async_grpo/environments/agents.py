@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-from async_grpo.environments.endpoint import AgentEndpoint
-from async_grpo.environments.open_trajectory import Trajectory
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
+from async_grpo.environments.openai_server.open_trajectory import Trajectory
 from async_grpo.environments.trajectory_client import TrajectoryClient, row_of
 from async_grpo.options.redaction import redacted, register_secrets
 from async_grpo.options.source_file import PACKAGE_ROOT

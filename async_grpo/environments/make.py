@@ -10,8 +10,8 @@ from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import DROP, ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.constructor import check_constructor_options
-from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.host import kind_of
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.environments.processes import EnvironmentProcess, EnvironmentProcesses
 from async_grpo.environments.programs import Play, UseTools

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from async_grpo.environments.agents import RunAgent
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.endpoint import AgentEndpoint
-from async_grpo.environments.openai_api import ChatRequest, body_of
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
+from async_grpo.environments.openai_server.openai_api import ChatRequest, body_of
 from async_grpo.environments.played import Played
 from async_grpo.environments.processes import EnvironmentProcesses
 from async_grpo.environments.trajectory import TrajectoryRecorder

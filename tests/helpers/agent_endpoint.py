@@ -10,8 +10,8 @@ from chat_templates import MODEL, chat_of
 from scripted_play import SETTINGS, OneSession, run
 
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
-from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.make import make_played, source_of
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.types import Prompt

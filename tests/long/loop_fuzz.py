@@ -29,7 +29,7 @@ import numpy as np
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.endpoint import AgentEndpoint
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.environments.programs import Play, UseTools
 from async_grpo.environments.trajectory import TrajectoryRecorder

@@ -25,7 +25,7 @@ from async_grpo.data import COUNTDOWN_TRAIN as DATA
 from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.endpoint import AgentEndpoint
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.environments.trajectory import TrajectoryRecorder
 from async_grpo.environments.trajectory_client import TrajectoryClient

@@ -8,9 +8,13 @@ import pytest
 from agent_endpoint import CALL, Server, post
 from scripted_play import OneSession, run
 
-from async_grpo.environments import stored_responses
-from async_grpo.environments.openai_api import MAX_CALLS
-from async_grpo.environments.responses_request import MAX_ITEMS, ResponsesRequest, messages_of_input
+from async_grpo.environments.openai_server import stored_responses
+from async_grpo.environments.openai_server.openai_api import MAX_CALLS
+from async_grpo.environments.openai_server.responses_request import (
+    MAX_ITEMS,
+    ResponsesRequest,
+    messages_of_input,
+)
 from async_grpo.errors import ConfigurationError
 
 TOOL = {"type": "function", "name": "add"}

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from async_grpo.environments.openai_api import MAX_MESSAGES
-from async_grpo.environments.request_body import MAX_BYTES, max_body_bytes
-from async_grpo.environments.responses_request import (
+from async_grpo.environments.openai_server.openai_api import MAX_MESSAGES
+from async_grpo.environments.openai_server.request_body import MAX_BYTES, max_body_bytes
+from async_grpo.environments.openai_server.responses_request import (
     Item,
     ReferenceItem,
     ResponsesRequest,

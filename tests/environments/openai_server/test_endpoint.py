@@ -23,9 +23,9 @@ from token_exactness import check
 
 from async_grpo.environments import played
 from async_grpo.environments.config import EnvironmentConfig
-from async_grpo.environments.endpoint import AgentEndpoint
 from async_grpo.environments.make import make_played, source_of
-from async_grpo.environments.open_trajectory import Trajectory
+from async_grpo.environments.openai_server.endpoint import AgentEndpoint
+from async_grpo.environments.openai_server.open_trajectory import Trajectory
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.types import Prompt
 
@@ -93,7 +93,7 @@ def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_toke
     ],
 )
 def test_the_programs_of_the_page_play(tmp_path, name, says, options, turns, reward):
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     (text,) = re.findall(rf"```python\n({name}.*?)```", page, re.DOTALL)
     (tmp_path / "mine.py").write_text(text)
     inside = {"class Game": "Game", "def add": "TOOLS", "async def twice": "twice"}.get(name)

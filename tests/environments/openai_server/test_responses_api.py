@@ -9,7 +9,7 @@ import pytest
 from agent_endpoint import CALL, Server
 from scripted_play import OneSession, run
 
-from async_grpo.environments.responses_request import ResponsesRequest, messages_of_input
+from async_grpo.environments.openai_server.responses_request import ResponsesRequest, messages_of_input
 
 TOOL = {
     "type": "function",

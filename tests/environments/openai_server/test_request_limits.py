@@ -11,9 +11,10 @@ from agent_endpoint import CALL, MESSAGES, TOOL, Server, answers_of, post
 from aiohttp.http_exceptions import BadStatusLine
 from scripted_play import OneSession, run
 
-from async_grpo.environments import endpoint, openai_api, refusals, request_body, typed_output
+from async_grpo.environments import refusals, typed_output
 from async_grpo.environments.call_formats import read_hermes, take_out_calls
-from async_grpo.environments.request_body import count_values, max_body_bytes, parsed_body
+from async_grpo.environments.openai_server import open_trajectory, openai_api, request_body
+from async_grpo.environments.openai_server.request_body import count_values, max_body_bytes, parsed_body
 from async_grpo.processes import http_server
 from async_grpo.processes.http_server import ConnectionGate, OneLinePerFault
 
@@ -227,7 +228,7 @@ def test_a_megabyte_of_tags_is_read_in_linear_time(piece):
 
 
 def test_a_connection_that_says_nothing_or_little_is_closed(monkeypatch):
-    monkeypatch.setattr("async_grpo.environments.endpoint.IDLE_S", 0.3)
+    monkeypatch.setattr("async_grpo.environments.openai_server.endpoint.IDLE_S", 0.3)
 
     async def story():
         async with Server() as server:
@@ -303,7 +304,7 @@ def test_one_connection_too_many_closes_the_idle_one_or_is_told_so():
 
 
 def test_parallel_refusals_of_one_agent_leave_connections_for_the_others(monkeypatch):
-    monkeypatch.setattr(endpoint, "MAX_REQUESTS_AT_ONCE", 4)
+    monkeypatch.setattr(open_trajectory, "MAX_REQUESTS_AT_ONCE", 4)
     monkeypatch.setattr(refusals, "FIRST_DELAY_S", 0.5)
 
     async def story():
@@ -321,7 +322,7 @@ def test_parallel_refusals_of_one_agent_leave_connections_for_the_others(monkeyp
             status, _ = await server.ask(server.keys[1], "chat/completions", MESSAGES)
             assert status == 200
             answers = [task.result()[1] for task in tasks if task.done() and task.result()[0] == 429]
-            assert "has 128 unanswered requests: wait" in answers[0]["error"]["message"]
+            assert "has 4 unanswered requests: wait" in answers[0]["error"]["message"]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from async_grpo.environments.unsupported_fields import HINTS, UNSUPPORTED, unsupported_fields
+from async_grpo.environments.openai_server.unsupported_fields import HINTS, UNSUPPORTED, unsupported_fields
 
 # Limit for the description of an error, and for the name of a field in it, because a request may invent any name
 MAX_FAULT_CHARACTERS = 300

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from async_grpo.environments.openai_api import (
+from async_grpo.environments.openai_server.openai_api import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_PARTS,

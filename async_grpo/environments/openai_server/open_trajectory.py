@@ -1,13 +1,20 @@
 """`Trajectory`: a trajectory that an agent plays through the endpoint, and its unfinished turns."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
-from async_grpo.environments.openai_api import Result
-from async_grpo.environments.stored_responses import StoredResponses
+from aiohttp import web
+
+from async_grpo.environments.openai_server.openai_api import Result
+from async_grpo.environments.openai_server.stored_responses import StoredResponses
 from async_grpo.environments.trajectory_client import Reply, TrajectoryClient
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
+from async_grpo.processes.http_server import MAX_CONNECTIONS
+
+# Requests of one trajectory that are answered at the same time
+MAX_REQUESTS_AT_ONCE = MAX_CONNECTIONS // 4
 
 
 class Trajectory:
@@ -31,6 +38,23 @@ class Trajectory:
         self.num_requests = 0
         self._turns: set[asyncio.Future[Reply]] = set()  # unfinished turns
         self._has_ended = False
+
+    @contextmanager
+    def one_more_request(self) -> Iterator[None]:
+        """Count a request as unanswered inside the block.
+
+        Raises:
+            HTTPTooManyRequests: There are too many. Delayed refusals of one agent would fill all connections.
+        """
+        if self.num_requests >= MAX_REQUESTS_AT_ONCE:
+            raise web.HTTPTooManyRequests(
+                text=f"this trajectory has {MAX_REQUESTS_AT_ONCE} unanswered requests: wait for their answers"
+            )
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
 
     async def take_turns(self, take_turn: Callable[[], Awaitable[Reply]], count: int) -> list[Reply]:
         """Take `count` turns concurrently, and return their replies.

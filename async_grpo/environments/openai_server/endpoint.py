@@ -26,9 +26,9 @@ from typing import Any
 from aiohttp import web
 
 from async_grpo.environments.chat import TrajectoryOver
-from async_grpo.environments.event_stream import send_events
-from async_grpo.environments.open_trajectory import Trajectory
-from async_grpo.environments.openai_api import (
+from async_grpo.environments.openai_server.event_stream import send_events
+from async_grpo.environments.openai_server.open_trajectory import Trajectory
+from async_grpo.environments.openai_server.openai_api import (
     MODEL,
     ChatRequest,
     CompletionRequest,
@@ -38,10 +38,15 @@ from async_grpo.environments.openai_api import (
     body_of,
     events_of,
 )
-from async_grpo.environments.request_body import parsed_body, read_body
-from async_grpo.environments.request_faults import validated
-from async_grpo.environments.responses_api import RESPONSE_ID, answer_responses_request, stored_response
-from async_grpo.environments.stored_responses import ResponseNotFound
+from async_grpo.environments.openai_server.request_body import parsed_body, read_body
+from async_grpo.environments.openai_server.request_faults import validated
+from async_grpo.environments.openai_server.responses_api import (
+    RESPONSE_ID,
+    answer_responses_request,
+    stored_response,
+)
+from async_grpo.environments.openai_server.stored_responses import ResponseNotFound
+from async_grpo.environments.openai_server.unsupported_fields import ignored_fields
 from async_grpo.environments.trajectory_client import (
     Context,
     Reply,
@@ -52,7 +57,6 @@ from async_grpo.environments.trajectory_client import (
     row_of,
 )
 from async_grpo.environments.typed_output import TypedOutput, typed_output_of
-from async_grpo.environments.unsupported_fields import ignored_fields
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
@@ -60,12 +64,9 @@ from async_grpo.processes.offload import offloaded
 
 CLAIM_PATH = "/v1/trajectories"
 RESPONSE_PATH = f"/v1/responses/{{{RESPONSE_ID}}}"
-# Requests of one trajectory that are answered at the same time. The connections of the endpoint must suffice for all
-MAX_REQUESTS_AT_ONCE = MAX_CONNECTIONS // 4
 SHUTDOWN_S = 2.0  # seconds that unfinished requests have to end when the endpoint closes
 CLAIM_WAIT_S = 20.0  # longest time that a claim waits for a trajectory
 
-TOO_MANY_REQUESTS = f"this trajectory has {MAX_REQUESTS_AT_ONCE} unanswered requests: wait for their answers"
 PATHS = (
     "there are POST /v1/chat/completions, /v1/responses, /v1/completions and /v1/result, and GET /v1/models"
 )
@@ -234,16 +235,10 @@ class AgentEndpoint:
         trajectory = request.get(TRAJECTORY)
         if trajectory is None:
             return await handler(request)
-        if trajectory.num_requests >= MAX_REQUESTS_AT_ONCE:
-            # Delayed refusals of one agent would else fill all connections
-            raise web.HTTPTooManyRequests(text=TOO_MANY_REQUESTS)
-        refusals = trajectory.policy.refusals
-        trajectory.num_requests += 1
-        try:
+        with trajectory.one_more_request():
+            refusals = trajectory.policy.refusals
             async with refusals.watching(web.HTTPException, TrajectoryOver, ConfigurationError):
                 return await handler(request)
-        finally:
-            trajectory.num_requests -= 1
 
     def _authorize(self, request: web.Request) -> bool:
         """Return whether the request has a key that its path accepts. Store the key's trajectory in the request."""

@@ -23,8 +23,8 @@ from scripted_play import run
 
 from async_grpo.environments import call_reader
 from async_grpo.environments.chat import Chat
-from async_grpo.environments.responses_answer import response_of
-from async_grpo.environments.responses_request import ResponsesRequest, messages_of_input
+from async_grpo.environments.openai_server.responses_answer import response_of
+from async_grpo.environments.openai_server.responses_request import ResponsesRequest, messages_of_input
 from async_grpo.environments.trajectory_client import Reply
 
 pytestmark = [needs_templates, pytest.mark.slow]

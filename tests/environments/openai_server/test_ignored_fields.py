@@ -6,11 +6,15 @@ import pytest
 from agent_endpoint import MESSAGES, Server
 from scripted_play import run
 
-from async_grpo.environments.unsupported_fields import IGNORED, RESPONSES_UNSUPPORTED, ignored_fields
+from async_grpo.environments.openai_server.unsupported_fields import (
+    IGNORED,
+    RESPONSES_UNSUPPORTED,
+    ignored_fields,
+)
 from async_grpo.experience.step_metrics import trajectory_stats
 from async_grpo.types import Sample
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from agent_endpoint import Server
 from reported_inputs import REPORTS, needs_reports
 from scripted_play import run
 
-from async_grpo.environments.unsupported_fields import UNSUPPORTED, unsupported_fields
+from async_grpo.environments.openai_server.unsupported_fields import UNSUPPORTED, unsupported_fields
 
 NUM_GROUPS = 4  # of requests in the program
 FREELY = "turns are sampled freely"

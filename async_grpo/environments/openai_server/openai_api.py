@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat
 
-from async_grpo.environments.event_stream import pieces_of
+from async_grpo.environments.openai_server.event_stream import pieces_of
 from async_grpo.environments.trajectory_client import Reply
 from async_grpo.environments.typed_output import Name, NamedTool, ResponseFormat, ToolChoice
 from async_grpo.metrics.free_numbers import MAX_EXTRA, NUMBER_NAME

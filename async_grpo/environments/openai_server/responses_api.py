@@ -7,18 +7,18 @@ from typing import Any
 
 from aiohttp import web
 
-from async_grpo.environments.event_stream import send_events
-from async_grpo.environments.open_trajectory import Trajectory
-from async_grpo.environments.request_body import parsed_body, read_body
-from async_grpo.environments.request_faults import validated
-from async_grpo.environments.responses_answer import response_events, response_of
-from async_grpo.environments.responses_request import ResponsesRequest
-from async_grpo.environments.trajectory_client import SharedContext
-from async_grpo.environments.unsupported_fields import (
+from async_grpo.environments.openai_server.event_stream import send_events
+from async_grpo.environments.openai_server.open_trajectory import Trajectory
+from async_grpo.environments.openai_server.request_body import parsed_body, read_body
+from async_grpo.environments.openai_server.request_faults import validated
+from async_grpo.environments.openai_server.responses_answer import response_events, response_of
+from async_grpo.environments.openai_server.responses_request import ResponsesRequest
+from async_grpo.environments.openai_server.unsupported_fields import (
     RESPONSES_HINTS,
     RESPONSES_UNSUPPORTED,
     ignored_fields,
 )
+from async_grpo.environments.trajectory_client import SharedContext
 from async_grpo.processes.offload import offloaded
 
 RESPONSE_ID = "response_id"  # name of the id in the path of a stored answer

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.environments.event_stream import pieces_of
-from async_grpo.environments.responses_request import (
+from async_grpo.environments.openai_server.event_stream import pieces_of
+from async_grpo.environments.openai_server.responses_request import (
     CALL_PREFIX,
     ChosenFunction,
     ResponsesRequest,
