@@ -13,6 +13,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
+from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
@@ -167,6 +168,7 @@ def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samp
         min_samples_between=config.samples_between_models,
         keep_last=config.keep_models or None,
         resumed_at=samples,
+        lora=settings.lora,
     )
 
 
@@ -175,8 +177,13 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     path = config.model_name_or_path
     model = _empty_model(path)
     is_empty = model is not None
+    # Trained weights are float32. Weights that LoRA freezes are only read, so they have the dtype of the computation
+    dtype = torch_dtype(settings.dtype) if settings.lora else torch.float32
     if model is None:
-        model = load_causal_lm(path, "float32").to(ranks.device)
+        model = load_causal_lm(path, dtype).to(ranks.device)
+    if settings.lora:
+        model.to(dtype)
+        add_lora(model, settings.lora)
     policy = PolicyModel(
         model,
         chunk_tokens=config.logprob_chunk_size,
@@ -186,8 +193,11 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     # The folder may have a value head from an earlier run. If not, the new value head starts at zero
     load_value_head(policy, path)
     shard_policy(policy, ranks, config, settings.dtype)
+    device = torch.device("cpu") if config.cpu_offload else ranks.device
     if is_empty:
-        load_shards(policy, path, torch.device("cpu") if config.cpu_offload else ranks.device)
+        load_shards(policy, path, device)
+    if settings.lora:
+        fill_lora(policy.model, settings.lora, settings.seed, device)
     check_forward(policy, torch_dtype(settings.dtype), ranks.max)
     release_gathered(policy)
     return policy
@@ -210,5 +220,7 @@ def _accumulator(
     config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks
 ) -> GradientAccumulator:
     optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
-    objective = Objective(config, settings.guaranteed_completion_tokens)
+    objective = Objective(
+        config, settings.guaranteed_completion_tokens, reference_is_base=settings.lora is not None
+    )
     return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)

@@ -10,6 +10,7 @@ import torch
 
 from async_grpo.config.compatibility import check_methods
 from async_grpo.config.evaluation_files import refuse_ambiguous_files
+from async_grpo.config.lora import lora_settings
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.row_checks import check_rows
@@ -131,6 +132,7 @@ def prepare(config: RunConfig) -> Prepared:
         guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
+        lora=lora_settings(config, model),
         has_grammars=config.environment is not None and config.typed_output == ENFORCE,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_grpo.config.lora import base_digest
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ROWS
 from async_grpo.errors import ConfigurationError
@@ -40,6 +41,8 @@ FIXED = {
     "max_generation_tokens": "the finished groups were generated under the earlier limit",
     "reward_fns": "the finished groups were scored by the earlier rewards",
     "optimizer": "the checkpoint has the moments of the earlier optimizer",
+    **dict.fromkeys(("lora_rank", "lora_targets", "init_adapter"), "the checkpoint has the adapter of the earlier layers"),
+    **dict.fromkeys(("lora_alpha", "lora_rslora"), "the checkpoint has an adapter for the earlier scale"),
     "advantage_estimator": "the optimizer and the finished groups have what the earlier estimator needs",
     "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",
 }
@@ -182,9 +185,10 @@ def as_options(config: RunConfig) -> dict[str, Any]:
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the data and of a chat template in a file, by option.
+    """Return the SHA-256 of the data, of a chat template in a file, and of the base of an adapter, by option.
 
-    A resumed run compares them to check that its prompts are the same.
+    A resumed run compares them to check that its prompts are the same, and that the checkpoint's adapter belongs to the
+    base.
     """
     digests = {}
     if config.data_path == ROWS:
@@ -194,6 +198,8 @@ def data_digests(config: RunConfig) -> dict[str, str]:
         digests["data_path"] = digest_of_rows(Path(config.data_path))
     if config.chat_template is not None:
         digests["chat_template"] = _file_digest(config.chat_template)
+    if config.has_lora:
+        digests["model_name_or_path"] = base_digest(config.model_name_or_path)
     return digests
 
 

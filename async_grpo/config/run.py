@@ -25,6 +25,7 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.redaction import secrets
 from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.training.lora_config import with_lora_rate
 from async_grpo.types import ENVIRONMENT
 
 # Keys that `training_params.json` has in addition to the options. They are allowed in every file for `--config`
@@ -50,12 +51,15 @@ class RunConfig(RunOptions):
 
         Args:
             options: The values of all options.
-            explicit_names: Names of the options that the user has set. The recipe may change all other options.
+            explicit_names: Names of the options that the user has set. The recipe may change all other options, and
+                LoRA the learning rate.
         """
-        options, message = apply_recipe(options, explicit_names)
-        # Only rank 0 of the trainer prints the message. `async-grpo run` itself uses a subclass and does not
-        if message and cls is RunConfig and os.environ.get("RANK", "0") == "0":
-            print(message, flush=True)
+        options, recipe_message = apply_recipe(options, explicit_names)
+        options, lora_message = with_lora_rate(options, explicit_names)
+        # Only rank 0 of the trainer prints the messages. `async-grpo run` itself uses a subclass and does not
+        if cls is RunConfig and os.environ.get("RANK", "0") == "0":
+            for message in filter(None, (recipe_message, lora_message)):
+                print(message, flush=True)
         return cls(**options)
 
     def __post_init__(self) -> None:

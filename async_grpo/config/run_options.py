@@ -16,6 +16,7 @@ from async_grpo.options.fields import (
 )
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.lora_config import LoraConfig
 from async_grpo.weights.config import WeightConfig
 
 _output = partial(option, panel="Output")
@@ -43,6 +44,7 @@ class MemberConfig(Section):
 class RunOptions(
     WeightConfig,
     OptimizerConfig,
+    LoraConfig,
     RewardConfig,
     EnvironmentConfig,
     BatchConfig,
@@ -134,7 +136,9 @@ class RunOptions(
     def logprob_roles(self) -> tuple[str, ...]:
         """Return the roles of logprob workers that the run needs: often none, else "reference", "proximal" or both."""
         roles = []
-        if self.kl_coef > 0:
+        # With LoRA the trainer itself computes the reference, by its model without the adapter. Only a KL penalty in the
+        # rewards is needed before the trainer sees the sample
+        if self.kl_coef > 0 and (self.kl_in_reward or not self.has_lora):
             roles.append("reference")
         if self.needs_proximal:
             roles.append("proximal")

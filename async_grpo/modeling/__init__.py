@@ -1,5 +1,6 @@
 """The policy as a network: loading a Hugging Face causal LM, its packed forward, its log-probs, its sharded weights."""
 
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -7,32 +8,89 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def local_shard(weight: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class MergedWeight:
+    """A weight with a LoRA adapter: base + scaling * lora_b @ lora_a (Hu et al. 2021, "LoRA", equation 3).
+
+    The sum is computed when `full_tensor` needs it, so that only one merged weight is in memory at a time. The other
+    functions of this module read the base, which has the shape and the sharding of the merged weight.
+    """
+
+    base: Tensor  # (out, in), frozen
+    lora_a: Tensor  # (rank, in)
+    lora_b: Tensor  # (out, rank)
+    scaling: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape (out, in) of the merged weight."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the base."""
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that stores the base."""
+        return self.base.device
+
+    def numel(self) -> int:
+        """Return the number of values of the merged weight."""
+        return self.base.numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of one value of the base."""
+        return self.base.element_size()
+
+
+Weight = Tensor | MergedWeight
+
+
+def local_shard(weight: Weight) -> Tensor:
     """Return this rank's shard of a weight, or the weight itself if it is not sharded.
 
     The result is a view: writing to it changes the weight.
     """
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    stored = stored_tensor(weight)
+    return stored.to_local() if isinstance(stored, DTensor) else stored
 
 
-def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the whole weight, cast to `dtype`. A sharded weight is cast and then gathered, which is a collective."""
+def stored_tensor(weight: Weight) -> Tensor:
+    """Return the tensor that the model stores for a weight: the base if the weight has an adapter."""
+    return weight.base if isinstance(weight, MergedWeight) else weight
+
+
+def full_tensor(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole weight, cast to `dtype`. A sharded weight is cast and then gathered, which is a collective.
+
+    An adapter is merged in float32, and the sum is cast.
+    """
+    if isinstance(weight, MergedWeight):
+        base = full_tensor(weight.base).float()
+        lora_a = full_tensor(weight.lora_a, torch.float32)
+        lora_b = full_tensor(weight.lora_b, torch.float32)
+        merged = torch.addmm(base, lora_b, lora_a, alpha=weight.scaling)
+        return merged.to(dtype or weight.dtype)
     shard = weight.detach().to(compute_device(weight), dtype or weight.dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
-def compute_device(weight: Tensor) -> torch.device:
+def compute_device(weight: Weight) -> torch.device:
     """Return the device that computes with a (possibly sharded) weight.
 
     It may differ from the device that stores the weight: with CPU offload, shards are in main memory, which NCCL cannot
     reach.
     """
-    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
+    stored = stored_tensor(weight)
+    return torch.device(stored.device_mesh.device_type) if isinstance(stored, DTensor) else stored.device
 
 
-def copies(weight: Tensor) -> int:
+def copies(weight: Weight) -> int:
     """Return the number of ranks that hold the same shard of a weight; 1 if the weight is not sharded."""
-    if not isinstance(weight, DTensor):
+    stored = stored_tensor(weight)
+    if not isinstance(stored, DTensor):
         return 1
-    mesh = weight.device_mesh
-    return prod(mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement.is_replicate())
+    mesh = stored.device_mesh
+    return prod(mesh.size(dim) for dim, placement in enumerate(stored.placements) if placement.is_replicate())

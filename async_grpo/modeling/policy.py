@@ -9,8 +9,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from async_grpo.allowed_tokens import AllowedTokens
-from async_grpo.modeling import compute_device, full_tensor
+from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
+from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, plain_name
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 from async_grpo.modeling.token_masks import TokenMasks
@@ -158,10 +159,10 @@ class PolicyModel(nn.Module):
         return compute_device(next(self.parameters()))
 
 
-def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, weight) of every weight except the value head's, in the model's order.
+def stored_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the module, tensor) of every tensor except the value head's, in the model's order.
 
-    Tied weights are yielded once. The weights are not copies. If the policy is sharded, they are its shards (DTensors).
+    Tied weights are yielded once. The tensors are not copies. If the policy is sharded, they are its shards (DTensors).
     """
     yielded_ids: set[int] = set()
     # A forward may leave weights gathered. Hooks of state_dict shard them again. named_parameters has no such hooks
@@ -169,6 +170,26 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         if id(tensor) not in yielded_ids:
             yielded_ids.add(id(tensor))
             yield name, tensor
+
+
+def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
+    """Yield (Hugging Face name, weight) of every weight except the value head's, in the model's order.
+
+    Tied weights are yielded once. The weights are not copies. If the policy is sharded, they are its shards (DTensors).
+    The weight of a layer with a LoRA adapter is yielded as a `MergedWeight`, and the adapter's own tensors are left out.
+    """
+    stored = dict(stored_weights(policy))
+    merged = {}
+    adapter_ids = set()
+    for layer_name, layer in lora_modules(policy.model):
+        lora_a = layer.lora_A[ADAPTER_NAME].weight
+        lora_b = layer.lora_B[ADAPTER_NAME].weight
+        name = f"{layer_name}.base_layer.weight"
+        merged[name] = MergedWeight(stored[name], lora_a, lora_b, layer.scaling[ADAPTER_NAME])
+        adapter_ids |= {id(lora_a), id(lora_b)}
+    for name, tensor in stored.items():
+        if id(tensor) not in adapter_ids:
+            yield plain_name(name), merged.get(name, tensor)
 
 
 def named_full_tensors(policy: PolicyModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ from async_grpo.errors import NonFiniteGradient
 from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.base_reference import add_base_logprobs
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
@@ -66,6 +67,8 @@ class GradientAccumulator:
             self._backward(batch)
 
     def _backward(self, batch: BatchTensors) -> None:
+        if self.objective.needs_base_logprobs:
+            add_base_logprobs(self.policy, self.objective, batch)
         loss, totals = self.objective(self.policy, batch)
         loss.backward()
         self.on_logprobs(batch.logprobs)

@@ -214,9 +214,10 @@ class Checkpointer:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for everything that a checkpoint contains. A sharded policy yields its shards.
 
-        The tensors are not copies, so that a checkpoint can be loaded into them.
+        The tensors are not copies, so that a checkpoint can be loaded into them. Frozen weights, which LoRA leaves as they
+        are in the model's folder, are not part of a checkpoint.
         """
-        for name, parameter in self.policy.named_parameters():
+        for name, parameter in trained_parameters(self.policy):
             state = optimizer_state(self.scheduler.optimizer, parameter)
             yield f"weights.{name}", parameter.detach()
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -233,13 +234,18 @@ class Checkpointer:
             yield f"random.cuda.{self.ranks.rank}", torch.cuda.get_rng_state()
 
 
+def trained_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter) of all parameters of the policy that are trained: with LoRA, those of the adapters."""
+    return ((name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad)
+
+
 def load_weights(policy: PolicyModel, folder: Path) -> None:
-    """Load the weights of a checkpoint into a policy that is not sharded. No process group is needed.
+    """Load the trained weights of a checkpoint into a policy that is not sharded. No process group is needed.
 
     Raises:
         CheckpointBroken: The checkpoint belongs to another model, or its shards cannot be read.
     """
-    tensors = {f"weights.{name}": parameter.detach() for name, parameter in policy.named_parameters()}
+    tensors = {f"weights.{name}": parameter.detach() for name, parameter in trained_parameters(policy)}
     with _shards_of(folder) as reader:
         dcp.load(tensors, storage_reader=reader, no_dist=True)
 

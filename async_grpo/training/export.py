@@ -4,6 +4,8 @@ import copy
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.messages import LoraSettings
+from async_grpo.modeling import full_tensor
 from async_grpo.modeling.load import TOKENIZER_FILES, model_folder, torch_dtype
+from async_grpo.modeling.lora import named_lora_tensors, write_lora_folder
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.distributed import Ranks
 
@@ -34,7 +39,10 @@ VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 @dataclass
 class ModelExporter:
-    """Writes models that other libraries can load, and removes old exports. Saving is a collective; rank 0 writes."""
+    """Writes models that other libraries can load, and removes old exports. Saving is a collective; rank 0 writes.
+
+    With LoRA, an export is the folder of an adapter in peft's format. `async-grpo export --merged` makes a model of it.
+    """
 
     output_dir: Path  # folder of the run
     model_path: str | Path  # folder of the run's initial model, with its tokenizer and generation settings
@@ -43,6 +51,7 @@ class ModelExporter:
     min_samples_between: int = 30_000  # number of trained samples between two exports
     keep_last: int | None = None  # number of newest exports that are kept; None keeps all
     resumed_at: int = 0  # number of samples that were trained before the run was resumed; 0 for a new run
+    lora: LoraSettings | None = None  # settings of the adapter that is trained; None if all weights are trained
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / "hf_format"
@@ -84,15 +93,24 @@ class ModelExporter:
         On rank 0 the export is complete when this method returns.
         """
         target = self._folder / f"samples_{samples}"
+        if self.lora is None:
+            tensors = named_full_tensors(policy, self._dtype)
+            dtype = self._dtype
+        else:
+            tensors = ((name, full_tensor(tensor)) for name, tensor in named_lora_tensors(policy.model))
+            dtype = torch.float32  # adapters are small, and merging one in float32 is more exact
         state: dict[str, Tensor] = {}
         # All ranks must take part in gathering each tensor, but only rank 0 keeps it
-        for name, tensor in named_full_tensors(policy, self._dtype):
+        for name, tensor in tensors:
             if self.ranks.is_main:
-                state[name] = tensor.to("cpu", self._dtype, copy=True)
+                state[name] = tensor.to("cpu", dtype, copy=True)
         value_head = value_head_tensors(policy)
         self._last_saved = samples
         if self.ranks.is_main:
-            write_model(policy.model, state, value_head, target, source=self._source, dtype=self._dtype)
+            if self.lora is None:
+                write_model(policy.model, state, value_head, target, source=self._source, dtype=dtype)
+            else:
+                write_adapter(state, self.lora, value_head, target, source=self._source)
             # Only exports of this run are removed: `_written` lists no others
             self._written.append(target)
             while self.keep_last and len(self._written) > self.keep_last:
@@ -119,12 +137,6 @@ def write_model(
         source: A model folder whose tokenizer and generation settings are copied.
         dtype: The dtype of the weights.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f".{target.name.rpartition('_')[0]}*.partial"):
-        shutil.rmtree(leftover)
-    partial = target.with_name(f".{target.name}.partial")
-    replaced = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
     # save_pretrained reads only the class, the dtype and the tied names of a model, so a model on the "meta" device
     # suffices. This model keeps the default generation settings, because transformers refuses to save some other
     # settings. The generation settings of `source` are copied later, as a file
@@ -132,22 +144,58 @@ def write_model(
         twin = AutoModelForCausalLM.from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    twin.save_pretrained(partial, state_dict=state)
-    for name in COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
-    if value_head:
-        (partial / VALUE_HEAD_FILE).parent.mkdir()
-        tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
-        save_file(tensors, partial / VALUE_HEAD_FILE)
-    # safetensors creates files that only their owner can read: give them the permissions of config.json
-    for path in partial.rglob("*.safetensors"):
-        shutil.copymode(partial / "config.json", path)
+    with _complete_folder(target) as partial:
+        twin.save_pretrained(partial, state_dict=state)
+        _add_files(partial, source, value_head)
+        # safetensors creates files that only their owner can read: give them the permissions of config.json
+        for path in partial.rglob("*.safetensors"):
+            shutil.copymode(partial / "config.json", path)
+
+
+def write_adapter(
+    tensors: dict[str, Tensor], settings: LoraSettings, value_head: dict[str, Tensor], target: Path, *, source: Path
+) -> None:
+    """Write the folder of a LoRA adapter in peft's format, so that the folder `target` is always complete.
+
+    Args:
+        tensors: The adapter's tensors by peft's names.
+        settings: The adapter's settings.
+        value_head: The weights of a value head by name; {} writes no value head.
+        target: The folder to write.
+        source: Folder of the base model, whose tokenizer and generation settings are copied, and which the adapter names.
+    """
+    with _complete_folder(target) as partial:
+        partial.mkdir()
+        write_lora_folder(partial, tensors, settings, str(source.absolute()), torch.float32)
+        _add_files(partial, source, value_head)
+
+
+@contextmanager
+def _complete_folder(target: Path) -> Iterator[Path]:
+    """Yield the hidden path of a folder for the block to make. After the block, the folder gets the name `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{target.name.rpartition('_')[0]}*.partial"):
+        shutil.rmtree(leftover)
+    partial = target.with_name(f".{target.name}.partial")
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    yield partial
     # An earlier run with the same output_dir may have left a folder of this name
     if target.exists():
         os.rename(target, replaced)
     os.rename(partial, target)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _add_files(folder: Path, source: Path, value_head: dict[str, Tensor]) -> None:
+    """Copy the tokenizer and the generation settings of `source` into a folder, and write the value head if there is one."""
+    for name in COPIED_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if value_head:
+        (folder / VALUE_HEAD_FILE).parent.mkdir()
+        tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
+        save_file(tensors, folder / VALUE_HEAD_FILE)
 
 
 def _samples(path: Path) -> int:

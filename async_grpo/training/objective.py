@@ -96,13 +96,18 @@ class Objective:
         config: The algorithm's options.
         max_completion_tokens: Completion tokens that fit in the context even after the longest prompt. The aggregation
             `constant_length` divides by this number. 0 means `--max-generation-tokens`.
+        reference_is_base: Whether the reference of the KL penalty is the policy without its LoRA adapter, whose
+            log-probs the trainer computes (see `base_reference`), and the samples carry none.
 
     Raises:
         ConfigurationError: The loss or the estimator does not have an option that is set.
     """
 
-    def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, max_completion_tokens: int = 0, *, reference_is_base: bool = False
+    ) -> None:
         self.config = config
+        self.needs_base_logprobs = reference_is_base and config.loss_kl_coef > 0
         self.loss = config.loss
         self.loss_settings = config.loss_settings
         length_scale = float(max_completion_tokens or config.max_generation_tokens)
@@ -149,7 +154,7 @@ class Objective:
         """
         if batch.is_dummy:
             return
-        if self.config.loss_kl_coef and batch.ref_logprobs is None:
+        if self.config.loss_kl_coef and batch.ref_logprobs is None and not self.needs_base_logprobs:
             raise ConfigurationError(
                 f"kl_coef is {self.config.loss_kl_coef} but the samples carry no reference log-probs; "
                 "run a reference logprob worker or set kl_coef to 0"

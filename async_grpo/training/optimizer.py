@@ -71,16 +71,17 @@ def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor
 def build_policy_optimizer(
     policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return AdamW over the policy, with weight decay on all weights, and the schedule of its learning rates.
+    """Return AdamW over the trained weights of the policy, with weight decay, and the schedule of its learning rates.
 
-    The model is parameter group 0, a value head is group 1.
+    The model (with LoRA, its adapters) is parameter group 0, a value head is group 1.
 
     Args:
         policy: The policy, sharded or not.
         config: The options of the optimizer.
         total_steps: Number of steps of the run. Some schedules decay to 0 at this step.
     """
-    groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
+    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
     if policy.value_head is not None:
         groups.append({"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate})
     make_optimizer = _adamw_8bit() if config.optimizer == "adamw_8bit" else partial(AdamW, fused=True)

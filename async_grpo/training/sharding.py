@@ -27,7 +27,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
 from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.modeling.packed import compile_around_attention
-from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.modeling.lora import plain_name
+from async_grpo.modeling.policy import PolicyModel, stored_weights
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 
@@ -119,13 +120,17 @@ def weight_names(path: str | Path) -> Collection[str]:
 def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> None:
     """Load the weights from a model folder into a policy whose model is empty ("meta"), and place them on `device`.
 
-    If the policy is sharded, each rank reads only its own rows of each weight.
+    If the policy is sharded, each rank reads only its own rows of each weight. LoRA adapters stay empty.
     """
     weights: dict[str, Any] = {}
-    for name, weight in named_weights(policy):
-        weights[name] = torch.empty_like(weight, device=device)
+    names_in_module = {}
+    for name, weight in stored_weights(policy):
+        if ".lora_" not in name:
+            weights[plain_name(name)] = torch.empty_like(weight, device=device)
+            names_in_module[plain_name(name)] = name
     state_dict_loader.load(weights, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
-    policy.model.load_state_dict(weights, strict=False, assign=True)
+    loaded = {names_in_module[name]: weight for name, weight in weights.items()}
+    policy.model.load_state_dict(loaded, strict=False, assign=True)
     policy.model.tie_weights()
     if not isinstance(policy, FSDPModule):
         policy.to(device)  # moves the buffers; the weights are on the device already

@@ -72,7 +72,8 @@ class RecordingOptimizer(torch.optim.SGD):
         self.policy, self.gradients = policy, None
 
     def step(self) -> None:
-        self.gradients = {name: full(p.grad).clone() for name, p in self.policy.named_parameters()}
+        trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        self.gradients = {name: full(p.grad).clone() for name, p in trained}
 
 
 def recording_accumulator(policy: Any, objective: Any, ranks: Any, **options: Any) -> tuple[Any, Any]:

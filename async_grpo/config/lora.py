@@ -1,0 +1,114 @@
+"""The settings of a run's LoRA adapter, from its options, its model and the folder of its initial adapter."""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.messages import LoraSettings
+from async_grpo.modeling.load import empty_causal_lm, model_folder
+from async_grpo.modeling.lora import (
+    layer_of,
+    layers_in_file,
+    layers_of_targets,
+    linear_layers,
+    read_lora_config,
+    read_lora_tensors,
+    scaling_of,
+)
+from async_grpo.training.lora_config import ALL_LINEAR, LoraConfig
+
+SAMPLE_BYTES = 1 << 20  # number of bytes that are read at each place of a file for its digest
+NUM_SAMPLES = 16  # number of places in each file
+log = logging.getLogger(__name__)
+
+
+def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
+    """Return the settings of the adapter to train; None if all weights are trained.
+
+    Raises:
+        ConfigurationError: A target names no layer, or the initial adapter does not fit the model or the options.
+    """
+    if not config.has_lora:
+        return None
+    model = empty_causal_lm(model_path)
+    if config.init_adapter is not None:
+        settings = _initial_settings(config, Path(config.init_adapter).expanduser().absolute())
+        _refuse_other_model(model, settings)
+    else:
+        layers = linear_layers(model)
+        if config.lora_targets != ALL_LINEAR:
+            layers = layers_of_targets(model, [name.strip() for name in config.lora_targets.split(",")])
+        settings = LoraSettings(config.lora_rank, config.lora_scaling, tuple(sorted(layers)), config.lora_sync)
+    _log_size(model, settings)
+    return settings
+
+
+def _initial_settings(config: LoraConfig, folder: Path) -> LoraSettings:
+    """Return the settings of the adapter in a folder.
+
+    Raises:
+        ConfigurationError: The folder holds no such adapter, or the options ask for another rank.
+    """
+    description = read_lora_config(folder)
+    rank = description["r"]
+    if config.lora_rank not in (0, rank):
+        raise ConfigurationError(
+            f"--lora-rank {config.lora_rank}: the adapter in --init-adapter {folder} has the rank {rank}: leave "
+            "--lora-rank out"
+        )
+    layers = tuple(layers_in_file(folder))
+    return LoraSettings(rank, scaling_of(description), layers, config.lora_sync, str(folder))
+
+
+def _refuse_other_model(model: Any, settings: LoraSettings) -> None:
+    """Refuse an initial adapter whose layers or shapes are not those of the model."""
+    shapes = {}
+    for name in settings.layers:
+        try:
+            out_features, in_features = model.get_submodule(name).weight.shape
+        except (AttributeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the adapter in --init-adapter {settings.initial_folder} has tensors for {name}, which is no linear "
+                "layer of the model: give the model for which it was trained"
+            ) from error
+        prefix = f"base_model.model.{name}"
+        shapes[f"{prefix}.lora_A.weight"] = (settings.rank, in_features)
+        shapes[f"{prefix}.lora_B.weight"] = (out_features, settings.rank)
+    assert all(layer_of(name) in settings.layers for name in shapes)
+    read_lora_tensors(Path(settings.initial_folder), shapes)
+
+
+def _log_size(model: Any, settings: LoraSettings) -> None:
+    """Log which part of the model is trained, so that layers without an adapter are noticed."""
+    num_trained = 0
+    for name in settings.layers:
+        num_trained += settings.rank * sum(model.get_submodule(name).weight.shape)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    names = sorted({name.rpartition(".")[2] for name in settings.layers})
+    log.info(
+        "LoRA of rank %d, scaled by %.3g, on %d layers (%s): %.2f M parameters are trained, %.2f M are frozen",
+        settings.rank,
+        settings.scaling,
+        len(settings.layers),
+        ", ".join(names),
+        num_trained / 1e6,
+        num_weights / 1e6,
+    )
+
+
+def base_digest(model_path: str) -> str:
+    """Return a sha256 (hex) of samples of a model's weight files, and of their sizes.
+
+    A checkpoint of LoRA does not hold the base. A run that goes on with another base would compute something else.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(model_folder(model_path).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for number in range(NUM_SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
