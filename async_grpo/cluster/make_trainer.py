@@ -194,10 +194,10 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     load_value_head(policy, path)
     shard_policy(policy, ranks, config, settings.dtype)
     device = torch.device("cpu") if config.cpu_offload else ranks.device
-    if is_empty:
-        load_shards(policy, path, device)
     if settings.lora:
         fill_lora(policy.model, settings.lora, settings.seed, device)
+    if is_empty:
+        load_shards(policy, path, device)
     check_forward(policy, torch_dtype(settings.dtype), ranks.max)
     release_gathered(policy)
     return policy

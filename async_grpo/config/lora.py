@@ -40,7 +40,9 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
         layers = linear_layers(model)
         if config.lora_targets != ALL_LINEAR:
             layers = layers_of_targets(model, [name.strip() for name in config.lora_targets.split(",")])
-        settings = LoraSettings(config.lora_rank, config.lora_scaling, tuple(sorted(layers)), config.lora_sync)
+        settings = LoraSettings(
+            config.lora_rank, config.lora_scaling, tuple(sorted(layers)), config.lora_sync
+        )
     _log_size(model, settings)
     return settings
 

@@ -41,7 +41,9 @@ FIXED = {
     "max_generation_tokens": "the finished groups were generated under the earlier limit",
     "reward_fns": "the finished groups were scored by the earlier rewards",
     "optimizer": "the checkpoint has the moments of the earlier optimizer",
-    **dict.fromkeys(("lora_rank", "lora_targets", "init_adapter"), "the checkpoint has the adapter of the earlier layers"),
+    **dict.fromkeys(
+        ("lora_rank", "lora_targets", "init_adapter"), "the checkpoint has the adapter of the earlier layers"
+    ),
     **dict.fromkeys(("lora_alpha", "lora_rslora"), "the checkpoint has an adapter for the earlier scale"),
     "advantage_estimator": "the optimizer and the finished groups have what the earlier estimator needs",
     "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",

@@ -24,7 +24,7 @@ from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
-from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.modeling.policy import PolicyModel, stored_weights
 from async_grpo.protocols import Manifest
 from async_grpo.weights.package import unpack
 
@@ -235,14 +235,14 @@ def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str
     Raises:
         WeightsDidNotLand: A name or a shape is not one of the policy's.
     """
-    weights = dict(named_weights(policy))
+    weights = dict(stored_weights(policy))
     for name, tensor in tensors.items():
         if name not in weights or weights[name].shape != tensor.shape:
             expected = tuple(weights[name].shape) if name in weights else "no such tensor"
             raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
         weights[name].copy_(tensor)
     # Read the weights again, because `copy_` may have written to a copy that the forward pass does not use
-    used_weights = dict(named_weights(policy))
+    used_weights = dict(stored_weights(policy))
     differing = set()
     for name, tensor in tensors.items():
         if not torch.equal(used_weights[name], tensor.to(used_weights[name])):

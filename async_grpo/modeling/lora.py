@@ -8,7 +8,6 @@ model: `named_weights` yields merged weights under them.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +197,9 @@ def read_lora_config(folder: Path) -> dict[str, Any]:
     rank = config.get("r")
     alpha = config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-        raise ConfigurationError(f"{path}: r is {rank!r:.40} and lora_alpha is {alpha!r:.40}: both must be numbers")
+        raise ConfigurationError(
+            f"{path}: r is {rank!r:.40} and lora_alpha is {alpha!r:.40}: both must be numbers"
+        )
     return config
 
 

@@ -51,7 +51,9 @@ class ModelExporter:
     min_samples_between: int = 30_000  # number of trained samples between two exports
     keep_last: int | None = None  # number of newest exports that are kept; None keeps all
     resumed_at: int = 0  # number of samples that were trained before the run was resumed; 0 for a new run
-    lora: LoraSettings | None = None  # settings of the adapter that is trained; None if all weights are trained
+    lora: LoraSettings | None = (
+        None  # settings of the adapter that is trained; None if all weights are trained
+    )
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / "hf_format"
@@ -153,7 +155,12 @@ def write_model(
 
 
 def write_adapter(
-    tensors: dict[str, Tensor], settings: LoraSettings, value_head: dict[str, Tensor], target: Path, *, source: Path
+    tensors: dict[str, Tensor],
+    settings: LoraSettings,
+    value_head: dict[str, Tensor],
+    target: Path,
+    *,
+    source: Path,
 ) -> None:
     """Write the folder of a LoRA adapter in peft's format, so that the folder `target` is always complete.
 
@@ -188,7 +195,7 @@ def _complete_folder(target: Path) -> Iterator[Path]:
 
 
 def _add_files(folder: Path, source: Path, value_head: dict[str, Tensor]) -> None:
-    """Copy the tokenizer and the generation settings of `source` into a folder, and write the value head if there is one."""
+    """Copy the tokenizer and the generation settings of `source` into a folder, and write the value head, if any."""
     for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

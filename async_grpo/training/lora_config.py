@@ -74,9 +74,7 @@ class LoraConfig(Section):
         return self.lora_alpha / divisor
 
 
-def with_lora_rate(
-    options: Mapping[str, Any], explicit_names: Collection[str]
-) -> tuple[dict[str, Any], str]:
+def with_lora_rate(options: Mapping[str, Any], explicit_names: Collection[str]) -> tuple[dict[str, Any], str]:
     """Multiply the default learning rate by LEARNING_RATE_FACTOR if an adapter is trained and the user set no rate.
 
     Args:
@@ -92,6 +90,10 @@ def with_lora_rate(
     has_lora = options.get("lora_rank") or options.get("init_adapter")
     if not has_lora or "learning_rate" in explicit_names:
         return dict(options), ""
-    rate = float(f"{LEARNING_RATE_FACTOR * options['learning_rate']:.12g}")  # 2e-05 and not 1.9999999999999998e-05
-    message = f"LoRA: learning_rate={rate:g}, which is {LEARNING_RATE_FACTOR} times the default (docs/lora.md)"
+    rate = float(
+        f"{LEARNING_RATE_FACTOR * options['learning_rate']:.12g}"
+    )  # 2e-05 and not 1.9999999999999998e-05
+    message = (
+        f"LoRA: learning_rate={rate:g}, which is {LEARNING_RATE_FACTOR} times the default (docs/lora.md)"
+    )
     return {**options, "learning_rate": rate}, message

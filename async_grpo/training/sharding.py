@@ -25,9 +25,9 @@ from torch.distributed.fsdp import (
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
+from async_grpo.modeling.lora import plain_name
 from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.modeling.packed import compile_around_attention
-from async_grpo.modeling.lora import plain_name
 from async_grpo.modeling.policy import PolicyModel, stored_weights
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks

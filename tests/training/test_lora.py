@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_policy import SETTINGS, pack, random_sequence, save_tiny_model
 from transformers import AutoModelForCausalLM
-from two_ranks import full, on_two_ranks, recording_accumulator, relative_error
+from two_ranks import on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.cluster import make_trainer
@@ -103,7 +103,9 @@ def step_on_ranks(ranks, folder, seed):
 def test_gradients_of_two_ranks_and_the_weights_that_are_sent_are_those_of_peft_in_one_process(folder):
     gradients, sent = on_two_ranks(partial(step_on_ranks, seed=1), folder)
     expected = reference_gradients(folder, sequences_of(1))
-    assert len(gradients) == len(expected) == 2 * 7 * 2  # A and B of seven layers in two blocks, and nothing else
+    assert (
+        len(gradients) == len(expected) == 2 * 7 * 2
+    )  # A and B of seven layers in two blocks, and nothing else
     got = {name: gradients[f"model.{name}"] for name in expected}
     error, worst = relative_error(got, expected)
     assert error < 1e-5 and worst < 1e-5
