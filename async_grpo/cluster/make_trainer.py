@@ -14,7 +14,12 @@ from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
-from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.modeling.policy import (
+    PolicyModel,
+    named_adapters,
+    named_weights,
+    named_weights_and_adapters,
+)
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
@@ -69,7 +74,7 @@ def make_trainer(
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(code_digests))
     policy = _policy(config, settings, ranks)
     accumulator = _accumulator(config, settings, policy, ranks)
-    checkpointer = _checkpointer(config, ranks, policy, accumulator, save_experience, digests_read)
+    checkpointer = _checkpointer(config, settings, ranks, policy, accumulator, save_experience, digests_read)
     step, samples = _restore(checkpointer, settings)
     accumulator.steps = step
     if config.record:
@@ -122,6 +127,7 @@ def _is_evaluated(config: RunConfig, step: int) -> bool:
 
 def _checkpointer(
     config: RunConfig,
+    settings: SharedRunSettings,
     ranks: Ranks,
     policy: PolicyModel,
     accumulator: GradientAccumulator,
@@ -142,6 +148,7 @@ def _checkpointer(
         inputs=digests_read or {},
         save_experience=save_experience,
         stay=kept_names,
+        lora=settings.lora,
     )
 
 
@@ -156,7 +163,12 @@ def _publisher(
         max_over_ranks=ranks.max,
     )
     make_publisher = get_transport(settings.transport).make_publisher
-    return make_publisher(engines, named_weights, canary, torch_dtype(settings.dtype), ranks.rank, config)
+    dtype = torch_dtype(settings.dtype)
+    if settings.lora is None or settings.lora.sync == "merged":
+        return make_publisher(engines, named_weights, canary, dtype, ranks.rank, config)
+    publisher: Any = make_publisher(engines, named_weights_and_adapters, canary, dtype, ranks.rank, config)
+    publisher.named_updates = named_adapters
+    return publisher
 
 
 def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int) -> ModelExporter:

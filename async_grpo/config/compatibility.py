@@ -164,6 +164,7 @@ def _idle_values(c: RunOptions) -> Broken:
         ),
         (resamples, "max_resamples", "--zero-variance resample (or --on-reward-failure with refill)"),
         (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
+        (c.has_lora, "lora_alpha lora_targets lora_rslora lora_sync", "--lora-rank above 0"),
         (c.curriculum, "curriculum_up_at curriculum_down_at", "--curriculum"),
         (c.reward_combine == "gate", "gate_threshold", "--reward-combine gate"),
         (c.verdict_cache, "verdict_cache_mb", "--verdict-cache"),
@@ -172,6 +173,11 @@ def _idle_values(c: RunOptions) -> Broken:
     ):
         if not is_used:
             yield from idle(c, flags, f"without {condition}")
+    if c.init_adapter is not None:
+        own = "lora_alpha lora_targets lora_rslora"
+        yield from idle(
+            c, own, "with --init-adapter, whose adapter has its own scale and layers: leave it out"
+        )
     if c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness:
         _warn(
             c,

@@ -53,12 +53,16 @@ class RunConfig(RunOptions):
             options: The values of all options.
             explicit_names: Names of the options that the user has set. The recipe may change all other options, and
                 LoRA the learning rate.
+
+        Raises:
+            ConfigurationError: An option is wrong, or the model is an adapter whose base is not found.
         """
+        options, adapter_message = with_base_of_adapter(options)
         options, recipe_message = apply_recipe(options, explicit_names)
         options, lora_message = with_lora_rate(options, explicit_names)
         # Only rank 0 of the trainer prints the messages. `async-grpo run` itself uses a subclass and does not
         if cls is RunConfig and os.environ.get("RANK", "0") == "0":
-            for message in filter(None, (recipe_message, lora_message)):
+            for message in filter(None, (adapter_message, recipe_message, lora_message)):
                 print(message, flush=True)
         return cls(**options)
 
@@ -77,6 +81,27 @@ class RunConfig(RunOptions):
                 "variable, or unset it",
             )
         refuse_broken(self, broken_values(self))
+
+
+def with_base_of_adapter(options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """If the model is the folder of an adapter, make it the initial adapter, and its base the model.
+
+    Returns:
+        The options, and a message that names the base, or "" if the model is no adapter.
+
+    Raises:
+        ConfigurationError: The base of the adapter is not found.
+    """
+    folder = Path(options.get("model_name_or_path") or "").expanduser()
+    is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists()
+    if options.get("init_adapter") is not None or not is_adapter:
+        return dict(options), ""
+    # This import loads torch, which takes seconds
+    from async_grpo.modeling.incomplete_folders import base_of_adapter
+
+    base = base_of_adapter(folder)
+    message = f"{folder} holds an adapter: the training begins with it, on its base {base}"
+    return {**options, "init_adapter": str(folder), "model_name_or_path": base}, message
 
 
 @dataclass(frozen=True, kw_only=True)

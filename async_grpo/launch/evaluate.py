@@ -21,7 +21,7 @@ from async_grpo.experience.data_files import names_data_set
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
-from async_grpo.launch.export import ExportConfig, export
+from async_grpo.launch.export import ADAPTER_CONFIG_FILE, ExportConfig, export
 from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_config import LocalConfig, MayHaveNoTrainer
 from async_grpo.launch.local_run import parameters, start
@@ -80,7 +80,8 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
     """Options of `async-grpo eval`. For a checkpoint, options that are not set take the values of its run."""
 
     path: str = required(
-        "Folder of a checkpoint, of a run (its newest checkpoint), or of a model.", argument=True
+        "Folder of a checkpoint, of a run (its newest checkpoint), of a model, or of a LoRA adapter.",
+        argument=True,
     )
     eval_data_path: str | None = option(
         None,
@@ -198,14 +199,15 @@ def evaluate(config: EvalConfig) -> None:
     """
     model = Path(local_model(config.path))
     step = 0
-    is_valid_folder = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
-    refuse(not is_valid_folder, f"{model} holds no model (config.json), no run and no checkpoint")
+    names_of_valid_folders = ("config.json", ADAPTER_CONFIG_FILE, "checkpoints", MANIFEST)
+    is_valid_folder = any((model / name).exists() for name in names_of_valid_folders)
+    refuse(not is_valid_folder, f"{model} holds no model (config.json), no adapter, no run and no checkpoint")
     with private_folder("grpo-eval-") as scratch:
         if not (model / "config.json").exists():
             model = scratch / "model"
             dtype = config.as_run(model).dtype
-            manifest = export(ExportConfig(path=config.path, output_dir=str(model), dtype=dtype))
-            step = manifest.step
+            # A LoRA adapter is merged, so that every engine can evaluate it
+            step = export(ExportConfig(path=config.path, output_dir=str(model), dtype=dtype, merged=True))
         run = config.as_run(model)
         arguments = [
             "-m",

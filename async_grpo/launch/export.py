@@ -1,4 +1,4 @@
-"""`async-grpo export`: write the model of a checkpoint in the Hugging Face format."""
+"""`async-grpo export`: write the model of a checkpoint in the Hugging Face format, or add a LoRA adapter to its base."""
 
 import logging
 import os
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import Section, option, refuse, required
-from async_grpo.training.checkpoint_folder import Manifest, named
+from async_grpo.training.checkpoint_folder import named
 
+ADAPTER_CONFIG_FILE = "adapter_config.json"  # a folder with this file is an adapter in peft's format
 log = logging.getLogger(__name__)
 
 
@@ -17,59 +18,63 @@ class ExportConfig(Section):
     """Options of `async-grpo export`."""
 
     path: str = required(
-        "Folder of a checkpoint, or of a run (its newest checkpoint).", "Export", argument=True
+        "Folder of a checkpoint, of a run (its newest checkpoint), or of a LoRA adapter in peft's format.",
+        "Export",
+        argument=True,
     )
     output_dir: str = required("Folder of the exported model, which must not exist.", "Export")
     dtype: str = option(
-        "bfloat16", "Data type of the exported weights.", "Export", choices=("float32", "bfloat16")
+        "bfloat16",
+        "Data type of the exported weights. Adapters are always written in float32.",
+        "Export",
+        choices=("float32", "bfloat16"),
+    )
+    merged: bool = option(
+        False,
+        "Write a whole model: the base with the LoRA adapter added to its weights. Without this option, the checkpoint of "
+        "a LoRA run is written as an adapter in peft's format.",
+        "Export",
+    )
+    base: str = option(
+        "", "Folder of the base model, if it is not where the run or the adapter had it.", "Export"
     )
 
 
-def export(config: ExportConfig) -> Manifest:
-    """Write the model of a checkpoint, and return the checkpoint's manifest.
+def export(config: ExportConfig) -> int:
+    """Write the model of a checkpoint or of an adapter, and return the step of the checkpoint (0 for an adapter).
 
     Raises:
-        ConfigurationError: There is no complete checkpoint, or the output folder exists or cannot be made.
+        ConfigurationError: There is no complete checkpoint and no adapter, the base is not found, or the output folder
+            exists or cannot be made.
         RunFailed: The model cannot be written, for example because the disk is full.
         CheckpointBroken: The checkpoint's weights are not those that its manifest describes.
     """
     target = Path(config.output_dir)
     refuse(os.path.exists(target), f"--output-dir {target} exists: choose another folder")
-    folder, manifest = named(Path(config.path))
-    source = manifest.options.get("model_name_or_path")
-    if not isinstance(source, str) or "\0" in source:
-        raise ConfigurationError(
-            f"{folder} does not say of which model it is (model_name_or_path in its manifest)"
-        )
+    path = Path(config.path)
+    manifest = None
+    if not (path / ADAPTER_CONFIG_FILE).is_file():
+        folder, manifest = named(path)
+    elif not config.merged:
+        raise ConfigurationError(f"{path} is an adapter already: give --merged to add it to its base")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
             f"--output-dir {target} cannot be made: {error.strerror}: choose another folder"
         ) from error
-    # These imports take seconds, so wrong options are refused before them
+    # This import takes seconds, so wrong options are refused before it
     from safetensors import SafetensorError
 
-    from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
-    from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
-    from async_grpo.training.checkpoint import load_weights
-    from async_grpo.training.export import write_model
+    from async_grpo.launch.exported_models import export_adapter, export_checkpoint
 
-    dtype = torch_dtype(config.dtype)
-    has_critic = manifest.options.get("advantage_estimator") == "gae"
-    policy = PolicyModel(load_causal_lm(source, "float32"), value_head=has_critic)
-    load_weights(policy, folder)
-    state = {name: tensor.to(dtype, copy=True) for name, tensor in named_full_tensors(policy)}
     try:
-        write_model(
-            policy.model,
-            state,
-            value_head_tensors(policy),
-            target,
-            source=model_folder(source),
-            dtype=dtype,
-        )
+        if manifest is None:
+            export_adapter(path, target, config.base, config.dtype)
+            log.info("the model with the adapter in %s: %s", path, target)
+            return 0
+        export_checkpoint(folder, manifest, target, config.base, config.dtype, merged=config.merged)
     except (OSError, SafetensorError) as error:
         raise RunFailed(f"--output-dir {target} cannot be written: {error}: choose another folder") from error
     log.info("the model after step %d, trained on %d samples: %s", manifest.step, manifest.samples, target)
-    return manifest
+    return manifest.step

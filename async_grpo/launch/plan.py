@@ -24,6 +24,7 @@ from async_grpo.training.checkpoint_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
+    from async_grpo.messages import LoraSettings
 
 OK = "ok"
 WARNING = "warning"
@@ -70,12 +71,16 @@ def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
     Raises:
         ConfigurationError: Weights of the model are missing, or are stored as pickles.
     """
-    num_parameters = parameters_of(Path(config.model_name_or_path))
+    folder = Path(config.model_name_or_path)
+    num_parameters = parameters_of(folder)
+    num_trained = None
+    if prepared.settings.lora is not None:
+        num_trained = adapter_parameters(folder, prepared.settings.lora)
     package_bytes = 2 * num_parameters  # size of all weights in bfloat16
     return [
         *limits(package_bytes),
-        disk(config, num_parameters),
-        *memory(config, prepared, num_parameters),
+        disk(config, num_parameters if num_trained is None else num_trained),
+        *memory(config, prepared, num_parameters, num_trained),
     ]
 
 
@@ -89,6 +94,14 @@ def parameters_of(folder: Path) -> int:
 
     refuse_pickles(folder)
     return sum(math.prod(shape) for shape in weight_shapes(folder).values())
+
+
+def adapter_parameters(folder: Path, lora: "LoraSettings") -> int:
+    """Return the number of parameters of a LoRA adapter: rank * (inputs + outputs) of each layer that has one."""
+    from async_grpo.modeling.model_files import weight_shapes
+
+    shapes = weight_shapes(folder)
+    return sum(lora.rank * sum(shapes.get(f"{layer}.weight", ())) for layer in lora.layers)
 
 
 def limits(package_bytes: int = 0) -> Iterator[Finding]:
@@ -113,11 +126,16 @@ def limits(package_bytes: int = 0) -> Iterator[Finding]:
     yield Finding("shared memory", level, text, "docker run --shm-size=16g, or --ipc=host")
 
 
-def disk(config: LocalConfig, num_parameters: int) -> Finding:
-    """Check the disk space for all models and checkpoints that the run keeps, and for one that is being written."""
+def disk(config: LocalConfig, num_trained: int) -> Finding:
+    """Check the disk space for all models and checkpoints that the run keeps, and for one that is being written.
+
+    Args:
+        config: The run's options.
+        num_trained: Number of trained parameters. With LoRA, checkpoints and models hold these alone.
+    """
     place = nearest_folder(config.output_path)
-    checkpoint_bytes = 12 * num_parameters  # float32 weights and both moments of Adam
-    model_bytes = 2 * num_parameters  # bfloat16
+    checkpoint_bytes = 12 * num_trained  # float32 weights and both moments of Adam
+    model_bytes = (4 if config.has_lora else 2) * num_trained  # adapters in float32, models in bfloat16
     num_samples = config.num_steps * config.samples_per_step
     num_models = config.keep_models or math.ceil(num_samples / config.samples_between_models)
     num_existing = len(checkpoints_of(config.output_path))
@@ -168,7 +186,7 @@ def cards() -> list[list[str]]:
 
 
 def roles(
-    config: LocalConfig, prepared: "Prepared", num_parameters: int
+    config: LocalConfig, prepared: "Prepared", num_parameters: int, num_trained: int | None = None
 ) -> Iterator[tuple[str, int, int, float]]:
     """Yield the estimated memory of all processes, except the processes of rewards.
 
@@ -178,6 +196,7 @@ def roles(
         config: The run's options.
         prepared: The run's inputs.
         num_parameters: Number of the model's parameters.
+        num_trained: Number of trained parameters: with LoRA, those of the adapter. None if all are trained.
 
     Yields:
         Name of a kind of process, number of such processes, GPUs of each process, and bytes of each process.
@@ -203,7 +222,7 @@ def roles(
     head_bytes = 4 * settings.vocab_size * (3 * chunk_tokens + model.hidden_size)
 
     # A trainer rank: its shard of weights, gradients and moments, and the activations of a micro-batch
-    state_bytes = _state_bytes(config, num_parameters)
+    state_bytes = _state_bytes(config, num_parameters, num_trained, dtype_bytes)
     offloaded_bytes = state_bytes if config.cpu_offload else 0.0
     activation_bytes = config.max_tokens_per_gpu * _token_activation_bytes(config, model, dtype_bytes)
     rank_bytes = state_bytes - offloaded_bytes + activation_bytes + head_bytes
@@ -216,20 +235,31 @@ def roles(
     for name in config.logprob_roles:
         yield f"{name} worker", 1, 1, dtype_bytes * num_parameters + head_bytes
     # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
-    main_memory_bytes = (2 * dtype_bytes + 12) * num_parameters + num_ranks * offloaded_bytes
+    checkpoint_bytes = 12 * (num_parameters if num_trained is None else num_trained)
+    main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     yield "rank 0's machine", 1, 0, main_memory_bytes
 
 
-def _state_bytes(config: LocalConfig, num_parameters: int) -> float:
-    """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments."""
+def _state_bytes(
+    config: LocalConfig, num_parameters: int, num_trained: int | None, dtype_bytes: int
+) -> float:
+    """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments.
+
+    With LoRA, the model's weights are frozen: they have no gradients and no moments, and the dtype of the computation.
+    """
     parameter_bytes = 8  # float32 weight and gradient
     parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
     if config.update_stats:
         parameter_bytes += 4
-    return parameter_bytes * num_parameters / (config.fsdp_size or config.nproc_per_node)
+    num_bytes = parameter_bytes * num_parameters
+    if num_trained is not None:
+        num_bytes = parameter_bytes * num_trained + dtype_bytes * num_parameters
+    return num_bytes / (config.fsdp_size or config.nproc_per_node)
 
 
-def shared_gpu(config: LocalConfig, prepared: "Prepared", num_parameters: int, card_bytes: int) -> Finding:
+def shared_gpu(
+    config: LocalConfig, prepared: "Prepared", num_parameters: int, num_trained: int | None, card_bytes: int
+) -> Finding:
     """Check the shares of a GPU's memory that the engine and the trainer get with `--colocate`.
 
     It is an error if a share is smaller than what its program certainly needs: for the engine, the weights; for the
@@ -239,7 +269,9 @@ def shared_gpu(config: LocalConfig, prepared: "Prepared", num_parameters: int, c
 
     dtype_bytes = torch_dtype(prepared.settings.dtype).itemsize
     weight_bytes = dtype_bytes * num_parameters // config.tensor_parallel_size
-    state_bytes = 0 if config.cpu_offload else int(_state_bytes(config, num_parameters))
+    state_bytes = 0
+    if not config.cpu_offload:
+        state_bytes = int(_state_bytes(config, num_parameters, num_trained, dtype_bytes))
     engine_bytes = int(config.gpu_memory_utilization * card_bytes)
     trainer_bytes = int(config.trainer_gpu_share * card_bytes)
     # Lowest and highest `--gpu-memory-utilization` with which both programs fit, rounded to hundredths
@@ -274,7 +306,9 @@ def _token_activation_bytes(config: LocalConfig, model: Any, dtype_bytes: int) -
     return all_layers_bytes
 
 
-def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> Iterator[Finding]:
+def memory(
+    config: LocalConfig, prepared: "Prepared", num_parameters: int, num_trained: int | None = None
+) -> Iterator[Finding]:
     """Compare the estimated memory of each process with the available memory.
 
     The findings are warnings, because the estimates are rough. Only the shares of a GPU with `--colocate` may be an
@@ -289,9 +323,9 @@ def memory(config: LocalConfig, prepared: "Prepared", num_parameters: int) -> It
     except NO_CARDS as error:
         yield Finding("GPU memory", WARNING, f"nvidia-smi fails: {error}", "install it with the driver")
     main_memory_bytes = 0
-    needs = list(roles(config, prepared, num_parameters))
+    needs = list(roles(config, prepared, num_parameters, num_trained))
     if card_bytes and config.colocate:
-        yield shared_gpu(config, prepared, num_parameters, card_bytes)
+        yield shared_gpu(config, prepared, num_parameters, num_trained, card_bytes)
     for name, count, num_gpus, process_bytes in needs:
         if card_bytes and num_gpus:
             share = config.gpu_memory_utilization if config.colocate or name == "engine" else 1.0

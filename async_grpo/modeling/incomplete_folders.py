@@ -34,7 +34,10 @@ SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.sa
 # Number of bytes at the beginning of a file that are examined, and shown if they are text
 NUM_BEGINNING_BYTES = 60
 NUM_HINTED_FOLDERS = 3  # maximum number of other folders that a message proposes
-MERGE = "merge the adapter into that model (peft's merge_and_unload), and give the folder of the merged model"
+MERGE = (
+    "merge it (async-grpo export ADAPTER --merged --output-dir FOLDER), or train it further (--init-adapter ADAPTER "
+    "--model-name-or-path BASE)"
+)
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -58,19 +61,47 @@ def refuse_adapter(folder: Path) -> None:
     if (folder / ADAPTER_WEIGHTS_FILE).exists():
         raise ConfigurationError(
             f"{folder} holds the weights of an adapter ({ADAPTER_WEIGHTS_FILE}), which the engines would take for the "
-            "model's: remove the file, or merge the adapter into its model (peft's merge_and_unload) and give the "
-            "folder of the merged model"
+            f"model's: remove the file, or {MERGE}"
         )
+
+
+def base_of_adapter(folder: Path) -> str:
+    """Return the folder of the model to which an adapter belongs, or the model's name on the hub.
+
+    Raises:
+        ConfigurationError: The adapter does not name its model, or the model's folder does not exist here.
+    """
+    base = _named_base(folder)
+    if base is None:
+        raise ConfigurationError(
+            f"{folder} holds an adapter, and {ADAPTER_CONFIG_FILE} does not name its model: give --init-adapter {folder} "
+            "--model-name-or-path BASE"
+        )
+    # A relative path is one from the folder in which the adapter was trained, or from the adapter's own
+    for path in (Path(base).expanduser(), folder / base):
+        if (path / "config.json").is_file():
+            return str(path)
+    if is_hub_name(base):
+        return base
+    raise ConfigurationError(
+        f"{folder} holds an adapter of the model {base!r:.120}, which is no folder here: give --init-adapter {folder} "
+        "--model-name-or-path BASE"
+    )
 
 
 def _base_model(folder: Path) -> str:
     """Return the name of the model for which an adapter was trained, for an error message."""
+    name = _named_base(folder)
+    return "not named in it" if name is None else f"{name!r:.120}"
+
+
+def _named_base(folder: Path) -> str | None:
+    """Return the model that a folder's adapter_config.json names, or None if it names none or cannot be read."""
     try:
-        content = read_json(folder / ADAPTER_CONFIG_FILE, follow_links=True)
-        name = content.get("base_model_name_or_path")
+        name = read_json(folder / ADAPTER_CONFIG_FILE, follow_links=True).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
-        name = None
-    return f"{name!r:.120}" if name else "not named in it"
+        return None
+    return name if isinstance(name, str) and name and "\0" not in name else None
 
 
 def problem_without_config(path: Path) -> str:

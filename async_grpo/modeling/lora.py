@@ -48,9 +48,23 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Give the layers of `settings` an adapter, and freeze all other weights. The adapter's tensors are still empty.
 
     Call `fill_lora` once the model's weights are loaded.
+
+    Raises:
+        ConfigurationError: A layer is no linear layer of the model, or the rank is larger than all of its layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    candidates = {name: model.get_submodule(name) for name in linear_layers(model)}
+    missing = [name for name in settings.layers if name not in candidates]
+    if missing or not settings.layers:
+        layer = missing[0] if missing else "at all"
+        raise ConfigurationError(f"the model has no linear layer {layer!r:.120}, so it gets no adapter")
+    largest = max(max(candidates[name].weight.shape) for name in settings.layers)
+    if not 1 <= settings.rank <= largest:
+        raise ConfigurationError(
+            f"an adapter of rank {settings.rank} does not fit layers of at most {largest} inputs and outputs: give a "
+            "--lora-rank between 1 and their size; 8 to 64 is usual"
+        )
     # peft multiplies by lora_alpha / r
     config = LoraConfig(
         r=settings.rank,
@@ -192,7 +206,7 @@ def read_lora_config(folder: Path) -> dict[str, Any]:
         if value is not None and value not in plain_values:
             raise ConfigurationError(
                 f"{path}: {field} is {value!r:.80}, which is not supported: train a plain LoRA adapter, or merge this one "
-                "into its model (peft's merge_and_unload)"
+                "with peft (merge_and_unload)"
             )
     rank = config.get("r")
     alpha = config.get("lora_alpha")

@@ -9,9 +9,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from async_grpo.allowed_tokens import AllowedTokens
-from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor
+from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor, stored_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
-from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, plain_name
+from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, named_lora_tensors, plain_name
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 from async_grpo.modeling.token_masks import TokenMasks
@@ -190,6 +190,21 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
     for name, tensor in stored.items():
         if id(tensor) not in adapter_ids:
             yield plain_name(name), merged.get(name, tensor)
+
+
+def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, weight) of the frozen weights, and then (peft's file name, tensor) of the LoRA adapters.
+
+    So weights and adapters reach an engine apart, if it adds adapters in its layers.
+    """
+    for name, weight in named_weights(policy):
+        yield name, stored_tensor(weight)
+    yield from named_adapters(policy)
+
+
+def named_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (peft's file name, tensor) of the LoRA adapters, in the model's order."""
+    return named_lora_tensors(policy.model)
 
 
 def named_full_tensors(policy: PolicyModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ A checkpoint can be loaded by any number of ranks. This module decides what a ch
 `torch.distributed.checkpoint` copies the state, writes it as safetensors, and distributes it again when it is loaded.
 """
 
+import dataclasses
 import itertools
 import logging
 import shutil
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
+from async_grpo.messages import LoraSettings
 from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.checkpoint_folder import (
@@ -66,6 +68,7 @@ class Checkpointer:
     save_experience: SaveExperience | None = None
     # Returns the names of checkpoints that are never removed; the default, tuple, returns none
     stay: Callable[[], Collection[str]] = tuple
+    lora: LoraSettings | None = None  # settings of the adapter that is trained, stored in the manifest
 
     def __post_init__(self) -> None:
         # A separate process group, because its collectives run at the same time as those of the training
@@ -99,6 +102,7 @@ class Checkpointer:
             inputs=self.inputs,
             versions=versions(),
             ended=end_reason,
+            lora=dataclasses.asdict(self.lora) if self.lora else {},
         )
         tensors = dict(self._tensors())
         writer = dcp.HuggingFaceStorageWriter(

@@ -64,6 +64,8 @@ class Manifest:
     inputs: dict[str, str]  # sha256 of the run's input files, by the option that names them
     versions: dict[str, str]  # versions of this library and of those that it uses
     ended: str = ""  # why the run ended after this checkpoint; "" if it continued
+    # `LoraSettings` of the adapter in the checkpoint, which then holds no other weights; {} if all weights were trained
+    lora: dict[str, Any] = field(default_factory=dict)
     # sha256 of all files except the manifest, by relative path
     files: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  # size in bytes of each file; {} in old checkpoints
@@ -158,7 +160,7 @@ def _problem_of(manifest: Manifest) -> str:
         value = getattr(manifest, name)
         if type(value) is not int or not 0 <= value < 1 << 53:
             return f"{name} is {value!r:.50}, which is not a whole number from 0 to 2**53"
-    for name in ("options", "inputs", "versions", "files", "sizes"):
+    for name in ("options", "inputs", "versions", "files", "sizes", "lora"):
         if not isinstance(getattr(manifest, name), dict):
             return f"{name} is no table"
     for name in ("inputs", "versions", "files"):

@@ -456,3 +456,23 @@ def test_a_run_warns_of_what_a_quick_look_finds(tmp_path, monkeypatch):
     assert told[-1] == "started" and "open files: at most 1024 in a process: ulimit -n 65536" in told
     assert any(text.startswith("machine's memory: together about ") for text in told)
     assert any(text.startswith("trainer rank: 1 x about ") for text in told)
+
+
+def test_with_lora_the_frozen_weights_are_counted_once_and_the_adapter_is_saved_alone(tmp_path, monkeypatch):
+    """The tiny model: 4 layers of 128, 384 wide; 4 heads of 32, of which 2 keep keys."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    # By hand, inputs + outputs of q, k, v, o, gate, up and down
+    widths = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 3 * (128 + 384)
+    config = LocalConfig(**options(tmp_path, nproc_per_node=2, lora_rank=8, kl_coef=0.1))
+    prepared = prepare(config)
+    num_trained = plan.adapter_parameters(TINY_MODEL, prepared.settings.lora)
+    assert num_trained == 4 * 8 * widths
+    sizes = {}
+    for trained in (None, num_trained):
+        for name, _, _, num_bytes in plan.roles(config, prepared, 1_000_000, trained):
+            sizes[name, trained] = num_bytes
+    # 20 bytes for each trained parameter on two ranks, and 4 for each frozen one
+    saved = 20e6 / 2 - (20 * num_trained + 4e6) / 2
+    assert sizes["trainer rank", None] - sizes["trainer rank", num_trained] == pytest.approx(saved)
+    assert sizes["rank 0's machine", num_trained] == 8e6 + 12 * num_trained
+    assert not any("reference" in name for name, _ in sizes)  # the trainer computes the reference itself

@@ -48,8 +48,8 @@ def test_a_full_disk_is_said_in_one_line(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export, "named", lambda path: (path, manifest()))
-    monkeypatch.setattr("async_grpo.training.checkpoint.load_weights", lambda policy, folder: None)
-    monkeypatch.setattr("async_grpo.training.export.write_model", no_space)
+    monkeypatch.setattr("async_grpo.launch.exported_models.load_weights", lambda policy, folder: None)
+    monkeypatch.setattr("async_grpo.launch.exported_models.write_model", no_space)
     assert exit_code(tmp_path / "new" / "model") == 1
     error = capsys.readouterr().err
     assert "model cannot be written: " in error and "No space left" in error and "Traceback" not in error

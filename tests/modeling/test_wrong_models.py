@@ -94,10 +94,10 @@ def cut_weights(num_bytes: int) -> Change:
 adapter_config = with_file("adapter_config.json", json.dumps(ADAPTER))
 BASE = "its base is 'Qwen/Qwen2.5-0.5B'"
 REFUSED_FOLDERS: dict[str, tuple[Change, str, str]] = {  # change, reason, way out
-    "adapter alone": (adapter_alone(), BASE, "merge_and_unload"),
+    "adapter alone": (adapter_alone(), BASE, "async-grpo export ADAPTER --merged"),
     "adapter of a folder": (adapter_alone(base_model_name_or_path="../tiny"), "base is '../tiny'", "merge"),
     "adapter without a base": (adapter_alone(base_model_name_or_path=None), "not named in it", "merge"),
-    "adapter of another kind": (adapter_alone(peft_type="IA3"), BASE, "folder of the merged model"),
+    "adapter of another kind": (adapter_alone(peft_type="IA3"), BASE, "--init-adapter ADAPTER"),
     "adapter in a pickle": (
         all_of(adapter_alone(), without("adapter_model.safetensors"), with_file("adapter_model.bin")),
         BASE,

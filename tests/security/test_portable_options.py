@@ -29,6 +29,7 @@ FREE_TEXT = {
     "reward_limits": "numbers by name",
     "on_reward_failure": "one of four policies by name",
     "environment_options": "taken over for shipped environments alone",
+    "lora_targets": "names of layers of the model",
     "tool_parser": "one of the readers of calls by name",
     "reasoning_parser": "one of vLLM's parsers by name",
     "eval_data_path": "a file, not of the hub, that is read as rows, and that no judge of the user's is sent",

@@ -1,0 +1,118 @@
+"""Read the weights of a checkpoint or of a LoRA adapter, and write them as a model or as an adapter."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.messages import LoraSettings
+from async_grpo.modeling.incomplete_folders import base_of_adapter
+from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
+from async_grpo.modeling.lora import (
+    add_lora,
+    fill_lora,
+    layers_in_file,
+    named_lora_tensors,
+    read_lora_config,
+    scaling_of,
+)
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
+from async_grpo.training.checkpoint import load_weights
+from async_grpo.training.checkpoint_folder import Manifest
+from async_grpo.training.export import write_adapter, write_model
+
+CPU = torch.device("cpu")
+
+
+def export_checkpoint(
+    folder: Path, manifest: Manifest, target: Path, base: str, dtype: str, *, merged: bool
+) -> None:
+    """Write the policy of a checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Its verified manifest.
+        target: The folder to write.
+        base: Folder of the model from which the run started; "" for the folder that the run names.
+        dtype: Name of the dtype of a whole model.
+        merged: Whether to write a whole model although the run trained an adapter.
+
+    Raises:
+        ConfigurationError: The checkpoint does not name its model, or the model cannot be loaded.
+        CheckpointBroken: The checkpoint's weights are not those that its manifest describes.
+    """
+    source = base or manifest.options.get("model_name_or_path")
+    if not isinstance(source, str) or "\0" in source:
+        raise ConfigurationError(
+            f"{folder} does not say of which model it is (model_name_or_path in its manifest): give --base FOLDER"
+        )
+    settings = _settings_of(folder, manifest)
+    if settings is not None:
+        settings = replace(settings, initial_folder="")  # its values were replaced by those of the checkpoint
+    policy = _policy(source, settings, has_critic=manifest.options.get("advantage_estimator") == "gae")
+    load_weights(policy, folder)
+    if settings is not None and not merged:
+        tensors = {name: tensor.detach() for name, tensor in named_lora_tensors(policy.model)}
+        write_adapter(tensors, settings, value_head_tensors(policy), target, source=model_folder(source))
+        return
+    _write_whole(policy, target, source, dtype)
+
+
+def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
+    """Write the model of an adapter: its base with the adapter added to the weights.
+
+    Args:
+        folder: Folder of the adapter, in peft's format.
+        target: The folder to write.
+        base: Folder of the base; "" for the one that the adapter names.
+        dtype: Name of the dtype of the written weights.
+
+    Raises:
+        ConfigurationError: The adapter or its base cannot be used.
+    """
+    source = base or base_of_adapter(folder)
+    description = read_lora_config(folder)
+    settings = LoraSettings(
+        rank=description["r"],
+        scaling=scaling_of(description),
+        layers=tuple(layers_in_file(folder)),
+        initial_folder=str(folder),
+    )
+    policy = _policy(source, settings, has_critic=False)
+    fill_lora(policy.model, settings, seed=0, device=CPU)
+    _write_whole(policy, target, source, dtype)
+
+
+def _settings_of(folder: Path, manifest: Manifest) -> LoraSettings | None:
+    """Return the settings of the adapter in a checkpoint; None if the checkpoint holds all weights.
+
+    Raises:
+        CheckpointBroken: The manifest describes no adapter that this version knows.
+    """
+    if not manifest.lora:
+        return None
+    try:
+        return TypeAdapter(LoraSettings).validate_python(manifest.lora)
+    except ValidationError as error:
+        raise CheckpointBroken(f"{folder}: lora in its manifest: {error.errors()[0]['msg']}") from error
+
+
+def _policy(source: str, settings: LoraSettings | None, *, has_critic: bool) -> PolicyModel:
+    """Return the policy of a model folder in float32, with an adapter if there are settings of one."""
+    model = load_causal_lm(source, "float32")
+    if settings is not None:
+        add_lora(model, settings)
+        # The checkpoint's values replace these. An adapter that was made without values could not be loaded into
+        fill_lora(model, settings, seed=0, device=CPU)
+    return PolicyModel(model, value_head=has_critic)
+
+
+def _write_whole(policy: PolicyModel, target: Path, source: str, dtype_name: str) -> None:
+    """Write a whole model, with adapters added to its weights."""
+    dtype = torch_dtype(dtype_name)
+    state = {name: tensor.to(dtype, copy=True) for name, tensor in named_full_tensors(policy)}
+    write_model(
+        policy.model, state, value_head_tensors(policy), target, source=model_folder(source), dtype=dtype
+    )
