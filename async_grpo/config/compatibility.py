@@ -174,9 +174,11 @@ def _idle_values(c: RunOptions) -> Broken:
         if not is_used:
             yield from idle(c, flags, f"without {condition}")
     if c.init_adapter is not None:
-        own = "lora_alpha lora_targets lora_rslora"
+        scale_and_layers = "lora_alpha lora_targets lora_rslora"
         yield from idle(
-            c, own, "with --init-adapter, whose adapter has its own scale and layers: leave it out"
+            c,
+            scale_and_layers,
+            "with --init-adapter, whose adapter has its own scale and layers: leave it out",
         )
     if c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness:
         _warn(

@@ -1,13 +1,12 @@
 """The settings of a run's LoRA adapter, from its options, its model and the folder of its initial adapter."""
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import LoraSettings
-from async_grpo.modeling.load import empty_causal_lm, model_folder
+from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.lora import (
     layer_of,
     layers_in_file,
@@ -19,8 +18,6 @@ from async_grpo.modeling.lora import (
 )
 from async_grpo.training.lora_config import ALL_LINEAR, LoraConfig
 
-SAMPLE_BYTES = 1 << 20  # number of bytes that are read at each place of a file for its digest
-NUM_SAMPLES = 16  # number of places in each file
 log = logging.getLogger(__name__)
 
 
@@ -98,19 +95,3 @@ def _log_size(model: Any, settings: LoraSettings) -> None:
         num_trained / 1e6,
         num_weights / 1e6,
     )
-
-
-def base_digest(model_path: str) -> str:
-    """Return a sha256 (hex) of samples of a model's weight files, and of their sizes.
-
-    A checkpoint of LoRA does not hold the base. A run that goes on with another base would compute something else.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(model_folder(model_path).glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for number in range(NUM_SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

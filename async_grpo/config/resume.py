@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.lora import base_digest
+from async_grpo.config.base_weights import base_digest
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ROWS
 from async_grpo.errors import ConfigurationError

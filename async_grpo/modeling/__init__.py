@@ -53,8 +53,8 @@ def local_shard(weight: Weight) -> Tensor:
 
     The result is a view: writing to it changes the weight.
     """
-    stored = stored_tensor(weight)
-    return stored.to_local() if isinstance(stored, DTensor) else stored
+    tensor = stored_tensor(weight)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stored_tensor(weight: Weight) -> Tensor:
@@ -83,14 +83,14 @@ def compute_device(weight: Weight) -> torch.device:
     It may differ from the device that stores the weight: with CPU offload, shards are in main memory, which NCCL cannot
     reach.
     """
-    stored = stored_tensor(weight)
-    return torch.device(stored.device_mesh.device_type) if isinstance(stored, DTensor) else stored.device
+    tensor = stored_tensor(weight)
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 def copies(weight: Weight) -> int:
     """Return the number of ranks that hold the same shard of a weight; 1 if the weight is not sharded."""
-    stored = stored_tensor(weight)
-    if not isinstance(stored, DTensor):
+    tensor = stored_tensor(weight)
+    if not isinstance(tensor, DTensor):
         return 1
-    mesh = stored.device_mesh
-    return prod(mesh.size(dim) for dim, placement in enumerate(stored.placements) if placement.is_replicate())
+    mesh = tensor.device_mesh
+    return prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate())

@@ -119,10 +119,10 @@ def has_lora(model: nn.Module) -> bool:
     return next(lora_modules(model), None) is not None
 
 
-def plain_name(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """Return the name of a frozen weight in the model without adapters.
 
-    >>> plain_name("model.layers.0.self_attn.q_proj.base_layer.weight")
+    >>> name_without_adapter("model.layers.0.self_attn.q_proj.base_layer.weight")
     'model.layers.0.self_attn.q_proj.weight'
     """
     return name.replace(BASE_LAYER, ".")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor, stored_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
-from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, named_lora_tensors, plain_name
+from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, name_without_adapter, named_lora_tensors
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 from async_grpo.modeling.token_masks import TokenMasks
@@ -178,18 +178,18 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
     Tied weights are yielded once. The weights are not copies. If the policy is sharded, they are its shards (DTensors).
     The weight of a layer with a LoRA adapter is yielded as a `MergedWeight`, and the adapter's own tensors are left out.
     """
-    stored = dict(stored_weights(policy))
+    tensors = dict(stored_weights(policy))
     merged = {}
     adapter_ids = set()
     for layer_name, layer in lora_modules(policy.model):
         lora_a = layer.lora_A[ADAPTER_NAME].weight
         lora_b = layer.lora_B[ADAPTER_NAME].weight
         name = f"{layer_name}.base_layer.weight"
-        merged[name] = MergedWeight(stored[name], lora_a, lora_b, layer.scaling[ADAPTER_NAME])
+        merged[name] = MergedWeight(tensors[name], lora_a, lora_b, layer.scaling[ADAPTER_NAME])
         adapter_ids |= {id(lora_a), id(lora_b)}
-    for name, tensor in stored.items():
+    for name, tensor in tensors.items():
         if id(tensor) not in adapter_ids:
-            yield plain_name(name), merged.get(name, tensor)
+            yield name_without_adapter(name), merged.get(name, tensor)
 
 
 def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:

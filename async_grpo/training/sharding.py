@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
-from async_grpo.modeling.lora import plain_name
+from async_grpo.modeling.lora import name_without_adapter
 from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel, stored_weights
@@ -126,8 +126,8 @@ def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> 
     names_in_module = {}
     for name, weight in stored_weights(policy):
         if ".lora_" not in name:
-            weights[plain_name(name)] = torch.empty_like(weight, device=device)
-            names_in_module[plain_name(name)] = name
+            weights[name_without_adapter(name)] = torch.empty_like(weight, device=device)
+            names_in_module[name_without_adapter(name)] = name
     state_dict_loader.load(weights, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
     loaded = {names_in_module[name]: weight for name, weight in weights.items()}
     policy.model.load_state_dict(loaded, strict=False, assign=True)

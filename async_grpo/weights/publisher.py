@@ -24,6 +24,7 @@ from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPa
 from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.in_thread import in_thread
+from async_grpo.weights.observed_rounding import with_observed_rounding
 from async_grpo.weights.package import SELF_TEST, canary_miss, pack_weights, prove_landed, record
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
@@ -43,9 +44,6 @@ Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # A trainer whose log-probs change more by rounding gets a higher tolerance. The value for bfloat16 is above the usual
 # rounding, because engines with quantized weights differ from the trainer by more than rounding
 UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
-# If all weights of a bfloat16 engine were read back, a difference up to this many nats only causes a warning in the first
-# sync
-LARGEST_ROUNDING = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -109,10 +107,10 @@ class Publisher:
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
         draft = self._draft(model, version)
         wait_for_self_test()
-        named = self.named_weights
+        named_weights = self.named_weights
         if self.named_updates is not None and not self_test:
-            named = self.named_updates
-        prove = self._transact(draft, dict(named(model)))
+            named_weights = self.named_updates
+        prove = self._transact(draft, dict(named_weights(model)))
 
         def finish() -> dict[str, float]:
             differences = prove()
@@ -324,7 +322,9 @@ class Publisher:
                 self._unread |= unread
             try:
                 last = last_differences.get(worker_id, 0.0)
-                expected = self._with_observed_rounding(package, worker_id, receipt)
+                expected = package
+                if self._rounding is None and self.config.canary_tolerance is None:
+                    expected = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
                 differences[worker_id] = prove_landed(expected, worker_id, receipt, last)
             except WeightsDidNotLand as error:
                 failures[worker_id] = error
@@ -333,34 +333,6 @@ class Publisher:
         for worker_id, failure in failures.items():
             engines.fence(worker_id, failure)
         return differences
-
-    def _with_observed_rounding(
-        self, package: WeightPackage, worker_id: str, receipt: Receipt
-    ) -> WeightPackage:
-        """Return the package. In the first sync, its tolerance is raised if the engine rounds more than expected.
-
-        UNCHANGED_ALLOWED was measured on models with random weights. A trained model may amplify rounding more. If the
-        engine is known to compute with the weights that were sent, a difference up to LARGEST_ROUNDING only causes a
-        warning, and later syncs are compared with this difference.
-        """
-        received, logprobs = receipt
-        is_first = self._rounding is None and self.config.canary_tolerance is None
-        if not is_first or self.wire_dtype is torch.float32:
-            return package
-        miss = canary_miss(logprobs - package.canary_logprobs)
-        are_all_read = all(tensor.in_use and tensor.is_read_back for tensor in received.values())
-        if are_all_read and package.tolerance < miss <= LARGEST_ROUNDING:
-            log.warning(
-                "worker %s computes with the weights that were sent, but its log-probs differ from the trainer's by %.3g "
-                "(expected: at most %.3g). The run goes on, and compares later weights with this difference. If "
-                "mismatch_kl is large from the first step, engine and trainer disagree on the model (docs/operations.md, "
-                "Refused: what now)",
-                worker_id,
-                miss,
-                package.tolerance,
-            )
-            return replace(package, tolerance=miss)
-        return package
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
         """Pack the tensors into chunks.
