@@ -18,7 +18,7 @@ RELATIVE_TOLERANCE = 1e-9
 # The same for a value after \approx
 APPROXIMATE_TOLERANCE = 0.05
 
-_RELATION = re.compile(r"\\approx(?![a-zA-Z])|\\simeq(?![a-zA-Z])|=")
+_RELATION = re.compile(r"\\approx(?![a-zA-Z])|\\simeq(?![a-zA-Z])|={1,3}")
 _TOKEN = re.compile(
     r"\s{0,200}(?:(\d{1,100}(?:\.\d{0,100})?|\.\d{1,100})"
     r"|\\(frac|sqrt|pi|cdot|times|div|left|right|binom)(?![a-zA-Z])|(\\?%|[-+*/^(){}!\[\]]))"
@@ -58,7 +58,7 @@ def states_false_equation(text: str) -> bool:
         return False
     side, last_side = sides[-2:]
     value, last_value = values[-2:]
-    tolerance = RELATIVE_TOLERANCE if relations[-1][0] == "=" else APPROXIMATE_TOLERANCE
+    tolerance = RELATIVE_TOLERANCE if "=" in relations[-1][0] else APPROXIMATE_TOLERANCE
     if ("%" in side) != ("%" in last_side):
         return all(_differ(value * factor, last_value, last_side, tolerance) for factor in (1, 100, 0.01))
     return _differ(value, last_value, last_side, tolerance) and _differ(last_value, value, side, tolerance)

@@ -34,9 +34,9 @@ _LAYOUT = re.compile(
 _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
 _TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many characters at the end of a text
-_DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
-# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}`, in a text from which layout was removed
-_NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?=\Z")
+_DIVIDER = re.compile(r"[,;]?(?:and|or|and/or)?(?:maybe|perhaps|possibly)?")  # in small letters, without blanks
+# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}` or "x is \boxed{1}", in a text from which layout was removed
+_NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?(?:=| is)\Z")
 # Words that belong to the value before them, in front of "and" or "or", as in `\boxed{1} papers and \boxed{2} bins`
 _DIVIDER_WITH_WORDS = re.compile(
     r"\s{0,8},?\s{0,8}(?!(?:is|was|are|were|so|then|but|no|not|it|we|fails|works|holds|wrong|right|false|true)(?![a-zA-Z]))"
@@ -206,7 +206,7 @@ def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> boo
         return True
     divider = _NAME_OF_BOX.sub("", _LAYOUT.sub(" ", between).rstrip().replace(" =", "="))
     if divider.strip():
-        is_divider = "".join(divider.lower().split()) in _DIVIDERS
+        is_divider = _DIVIDER.fullmatch("".join(divider.lower().split())) is not None
         return is_divider or _DIVIDER_WITH_WORDS.fullmatch(divider) is not None
     is_same_environment = "\\begin" not in between and "\\end" not in between
     are_in_environment = span.box.is_in_environment and next_box.is_in_environment

@@ -15,7 +15,7 @@ _CHOICE = re.compile(
     \(? \s{{0,8}} (?:{FONT}\s?\{{)? \s{{0,8}}
     ([a-zA-Z])
     \s{{0,8}} \}}? \s{{0,8}} \)? \.? \s{{0,8}} \}}? \.?
-    (?:[,;]?\s{{1,4}}{REASON}[^\n]{{0,200}})?
+    (?:[,;:]?\s{{1,4}}{REASON}[^\n]{{0,200}})?
     """,
     re.VERBOSE,
 )
@@ -25,7 +25,8 @@ _NUMBER_OR_COMMAND = (
     r"(?:[$€£¥]?\.?\d|\$|-\s?[\d.\\]"
     r"|\\(?!(?:cup|cap|times|cdot|setminus|subset|in|to|[gl]e|ne|equiv|approx|pm)(?![a-zA-Z])|[,;:!\ ]))"
 )
-# The letter of a choice before its value, as in "(B) 12", "B) 12" or "B. 12". The value itself does not match
+_DOUBT = r"(?i:or|and|maybe|perhaps|possibly|either)(?![a-zA-Z])"  # the first word behind "B. " that is no value
+# The letter of a choice before its value, as in "(B) 12", "B) 12" or "B. Paris". The value itself does not match
 CHOICE_WITH_VALUE = re.compile(
     rf"""
     \s{{0,8}}
@@ -33,7 +34,7 @@ CHOICE_WITH_VALUE = re.compile(
         (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})
           | {SPACE}{{1,8}} (?=\w{{2}}|[(\[]|[a-zA-Z]\s?[-^+=(])  # a word, a bracket or a formula
         )
-      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as "A. Smith"
+      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND}|(?!{_DOUBT})\w{{2}})
     )
     """,
     re.VERBOSE,
@@ -52,6 +53,7 @@ _SECOND_CHOICE = re.compile(
     (?<![a-zA-Z\\}])
     (?: \(\s?[A-J]\s?\)
       | (?<!\()[A-J][.:)]\s{1,4}[-\d$\\]  # not the end of `P(A) = 3`, and not that of a sentence
+      | (?<=[,;]\s)[A-J][.:)]\s
       | (?<=\d)\s{1,4}[A-E](?=\s{1,4}[-\d$\\]|\s{0,4}\Z)  # as in `12 C 13`
       | (?:or|maybe|perhaps|possibly|wrong;?|it\ is)\s{1,4}\}?\s{0,4}[A-J](?![a-zA-Z])
     )

@@ -11,10 +11,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 from async_grpo.rewards.answer_reading.arithmetic import arithmetic_value, states_false_equation
-from async_grpo.rewards.answer_reading.choices import CHOICE_WITH_VALUE, REASON, letter_of, plain_choice
+from async_grpo.rewards.answer_reading.choices import (
+    CHOICE_WITH_VALUE,
+    REASON,
+    choice_with_value,
+    letter_of,
+    plain_choice,
+)
 from async_grpo.rewards.answer_reading.formulas import Formula, formulas_in
 from async_grpo.rewards.answer_reading.measures import units_of
 from async_grpo.rewards.answer_reading.notation import plain_value
+from async_grpo.rewards.answer_reading.qualifiers import BOUND_WORDS
 from async_grpo.rewards.answer_reading.spellings import plain_text
 from async_grpo.rewards.answer_reading.units import without_scales
 
@@ -25,7 +32,7 @@ MAX_COPULA_DISTANCE = 100  # maximum number of characters between "answer" and "
 # "answer" in several languages, "correct option" and the like
 _ANSWER_WORD = re.compile(
     r"""
-    (?i: \b(?:answers?|(?:correct|right)[ ](?:option|choice))\b
+    (?i: \b(?:answers?|(?:correct|right|best)[ ](?:option|choice))\b
       | respuesta|réponse|antwort|risposta|resposta|ответ
     )
     | 答案|答え|答|정답
@@ -47,22 +54,32 @@ _LINK = re.compile(
 )
 # A second answer after the first one, as in "It could be 5. Or it is 7."
 _ALTERNATIVE = re.compile(
-    r"[ \t*_`\"')\]}$.,;!?-]{1,8}(?i:or|alternatively|maybe|perhaps|possibly)\b[^.!?\n\d\\$]{0,40}[$(*]{0,3}"
+    r"[ \t*_`\"'()\]}$.,;!?-]{1,8}"
+    r"(?i:or|alternatively|otherwise|maybe|perhaps|possibly|but\s(?:it\s|this\s)?(?:might|may|could))\b"
+    r"[^.!?\n\d\\$]{0,40}[$(*]{0,3}"
 )
 _LIST_END = re.compile(r"[\s*_`\"')\]}]*(?:[.!?;:,](?:\s|\Z)|\Z|\n|[.!?]?\*)|[ \t]*\n")
 # Marks between "answer is" and the letter of a choice. Before a letter with its value, "(" is part of the choice
-_BEFORE_CHOICE = re.compile(r"[\s*_`\"'(\[{:=]*")
-_BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*")
+_BEFORE_CHOICE = re.compile(r"[\s*_`\"':=]*(?:[Oo]ption\s|[Cc]hoice\s)?[\s*_`\"'(\[{:=]*")
+_BEFORE_CHOICE_WITH_VALUE = re.compile(r"[\s*_`\"':=]*(?:[Oo]ption\s|[Cc]hoice\s)?")
+_MARKS = " \t\n*_`\"':"  # marks around words or a choice
+_MAX_CHOICE_CHARACTERS = 200  # maximum length of a text that is a letter with its value
 # "B, C" and "B. Or C" are no choice of B, but a sentence may follow one, as in "B. A is wrong"
 _AFTER_CHOICE = re.compile(
     r"[*_`\"')\]}]*(?:[.!]|[,;](?!\s+\(?[A-J](?![a-zA-Z])))?[*_]*"
-    rf"(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!Or\b)|\s{{1,4}}{REASON})"
+    rf"(?:\s*\n|\s*\Z|\s+(?=[A-Z])(?!(?:Or|Maybe|Perhaps|Possibly)\b)|\s{{1,4}}{REASON})"
 )
 _CHOICE_AFTER_VALUE = re.compile(r"[$*_\s]{1,4}\(?[A-E](?![a-zA-Z'])")  # a second choice, as in "(B) 12 C"
 # A unit after a number. "in" is none here, as in "5 in total"
 _UNIT_AFTER = re.compile(
     r"\s?((?:(?:square|cubic|sq\.?|cu\.?)\s)?(?!in\b)[a-zA-Z]{2,12}(?:\s?(?:/|\bper)\s?[a-zA-Z]{1,12})?)(\^\d)?(?![a-zA-Z])"
 )
+# Words before a number that make it a bound, as in "The answer is at least 5", and words behind it
+_BOUND_BEFORE = re.compile(
+    r"[\s*_:]{0,4}(at (?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower) than|up to|over|under|above|below)"
+    r"[\s*_$]{1,4}"
+)
+_BOUND_BEHIND = re.compile(rf"[$*_]{{0,3}}\s({BOUND_WORDS.pattern})")
 _NEGATION = re.compile(
     r"(?:\bnot|n['\u2019]t)\s{1,3}[$*(\\]{0,4}\Z"
 )  # the words in front of a value that is denied
@@ -86,9 +103,12 @@ def stated_formula(text: str) -> str | None:
     ('5', '3, 4 or 5', None)
     """
     text = without_scales(plain_text(text[-MAX_CHARACTERS:]))
-    choice = plain_choice(text.strip())
+    whole = text.strip(_MARKS)
+    choice = plain_choice(whole)
     if choice is not None:
         return choice
+    if len(whole) <= _MAX_CHOICE_CHARACTERS and "\n" not in whole and choice_with_value(whole) is not None:
+        return whole
     formulas = []
     for formula in formulas_in(text):
         if not _is_name_of_value(text, formula) and not _is_denied(text, formula):
@@ -109,7 +129,7 @@ def stated_words(text: str) -> str | None:
         copula = _COPULA.search(text, word.end(), min(sentence_end, word.end() + MAX_COPULA_DISTANCE))
         if copula is not None:
             words = text[copula.end() : sentence_end]
-    return words.strip(" \t\n*_`\"':") or None
+    return words.strip(_MARKS) or None
 
 
 def _with_whole_sides(text: str, formula: Formula) -> Formula:
@@ -184,7 +204,7 @@ def _answer_at(
     if results:
         return _joined(text, results[-1]), True
     if candidates and candidates[0][0].begin <= begin + MAX_DISTANCE:
-        return _joined(text, candidates[0]), copula is not None
+        return _with_bound(text, begin, candidates[0]), copula is not None
     return None, False
 
 
@@ -287,6 +307,22 @@ def _joined(text: str, group: Sequence[Formula]) -> str:
         separator = ", " if word is None else f" {'and' if is_and else 'or'} "
         pieces.extend((separator, next_formula.text))
     return "".join(pieces)
+
+
+def _with_bound(text: str, begin: int, group: Sequence[Formula]) -> str:
+    """Return the formulas of a list, with words such as "at least" before them, or "or more" behind them.
+
+    Args:
+        text: The text.
+        begin: Where the words before the list begin, which is behind "answer is".
+        group: The formulas.
+    """
+    before = _BOUND_BEFORE.fullmatch(text, begin, group[0].begin)
+    behind = _BOUND_BEHIND.match(text, group[-1].end)
+    answer = _joined(text, group)
+    if before is not None:
+        answer = rf"\text{{{before[1]} }}{answer}"
+    return answer if behind is None else rf"{answer}\text{{ {behind[1]}}}"
 
 
 def _unit_after(text: str, formula: Formula) -> str:

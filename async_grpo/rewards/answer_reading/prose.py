@@ -11,6 +11,8 @@ from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, WORD_IN_FOR
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer that is compared as a text
 MAX_UNIT_WORDS = 4  # maximum number of words behind a value that may be its unit
+# Names, in small letters and without blanks, that an answer in words may give to the empty set
+EMPTY_SET_NAMES = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"}
 MAX_WORDS = 12  # maximum number of words of a gold answer that is compared as a text
 
 _FONT = re.compile(rf"{FONT}\s?\{{([^{{}}]{{0,400}})\}}")
@@ -141,6 +143,17 @@ def words_only(text: str) -> str | None:
     if _WORDS_ONLY.fullmatch(plain) is None or not _sure_words(plain):
         return None
     return ", ".join(sorted(_SEPARATOR.split(plain.casefold())))
+
+
+def equal_words(gold: str, answer: str) -> bool | None:
+    """Return whether an answer has the words of a gold answer of words, or None if the gold answer is none.
+
+    The letters of a word are no factors, so that "n y l e v E" is not "Evelyn". A name of the empty set is a value.
+    """
+    words = words_only(gold)
+    if words is None or words.replace(" ", "") in EMPTY_SET_NAMES:
+        return None
+    return words == words_only(answer)
 
 
 def _sure_words(plain: str) -> list[str]:

@@ -10,7 +10,6 @@ import re
 
 from async_grpo.rewards.answer_reading.arithmetic import states_false_equation
 from async_grpo.rewards.answer_reading.measures import have_other_units
-from async_grpo.rewards.answer_reading.prose import words_only
 from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, as_latex
 
 MAX_CHARACTERS = 2_000  # maximum length of an answer whose parts are compared
@@ -35,6 +34,11 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,]{0,60}(?:/\d{1,60})?")
 _RELATION_AT_BEGIN = re.compile(r"\s?(?:[<>]|\\(?:[gl]e|ne|[gl]t)(?![a-zA-Z]))")
 _TEXT = re.compile(rf"{FONT}\s?\{{([^{{}}]{{1,200}})\}}")
 _DOUBT = re.compile(r"(?<![a-zA-Z])(?:maybe|perhaps|possibly|not sure)(?![a-zA-Z])")
+# Words behind a number that make it a bound or the begin of a range, as in "5 or more", "5 at most" and "5 to 7"
+BOUND_WORDS = re.compile(
+    r"(?<![a-zA-Z\\])(?:(?:or|and)\s{1,4}(?:(?:possibly|maybe)\s{1,4})?(?:more|less|fewer|greater|higher|lower|larger"
+    r"|smaller|above|below|over|under|up)|at\s{1,4}(?:most|least)|to\s{1,4}\d{1,20})(?![a-zA-Z])"
+)
 _OTHER_NUMBER = re.compile(r"(?<![a-zA-Z])or\s{1,4}([a-z]{3,9})(?![a-zA-Z])")
 _DIGITS = re.compile(r"\d{1,60}")
 _NUMERALS = (
@@ -78,7 +82,7 @@ def contradict(gold: str, answer: str) -> bool:
         return _NUMBER.fullmatch(answer.strip()) is not None
     if _is_set_for_tuple(gold, answer) or _is_other_time(gold, answer):
         return True
-    if have_other_units(gold, answer) or _have_other_words(gold, answer):
+    if have_other_units(gold, answer):
         return True
     gold_parts = _qualifiers(gold)
     parts = _qualifiers(answer)
@@ -86,7 +90,9 @@ def contradict(gold: str, answer: str) -> bool:
 
 
 def _is_bound_of_number(gold: str, answer: str) -> bool:
-    """Return whether the answer is a relation without a left side, while the gold answer is a number."""
+    """Return whether the answer is a bound, such as `\\ge 5` or "5 or more", while the gold answer is a number."""
+    if BOUND_WORDS.search(gold) is None and BOUND_WORDS.search(answer) is not None:
+        return True
     return _NUMBER.fullmatch(gold) is not None and _RELATION_AT_BEGIN.match(as_latex(answer)) is not None
 
 
@@ -111,7 +117,7 @@ def _kind_of_brackets(text: str) -> str | None:
             return None  # the first bracket is closed before the end, or the list has none
     if depth != 0 or not has_comma:
         return None
-    if list_text.startswith(r"\{") and list_text.endswith(r"\}"):
+    if list_text.startswith((r"\{", "{")) and list_text.endswith("}"):
         return "set"
     return "tuple" if list_text[0] in "([" and list_text[-1] in ")]" else None
 
@@ -129,13 +135,6 @@ def _is_other_time(gold: str, answer: str) -> bool:
         return False
     time = _TIME.search(as_latex(answer))
     return time is None or int(time[1]) != hour or time[2] != gold_time[2]
-
-
-def _have_other_words(gold: str, answer: str) -> bool:
-    """Return whether both answers are only words, and not the same: letters in another order are another name."""
-    gold_words = words_only(gold)
-    words = words_only(answer)
-    return gold_words is not None and words is not None and words != gold_words
 
 
 def _states_doubt(answer: str) -> bool:

@@ -64,7 +64,8 @@ _SPELLINGS = {  # a pattern -> what replaces it. Applied one after the other
     r"(?<=\d)\s{0,8}(?:percent|pct|per cent)(?![a-zA-Z])": r"\\%",
     # Ordinal numbers, as in `3^{\text{rd}}`
     rf"(?<=\d)\s?\^\s?\{{?\s?{FONT}\s?\{{\s?(?:st|nd|rd|th)\s?\}}{{1,2}}": "",
-    # Names of the empty set
+    # Names of infinity and of the empty set
+    r"\A\s{0,8}(?:\\text\s{0,8}\{)?\s{0,8}[Ii]nfinity\s{0,8}\}?\s{0,8}\Z": r"\\infty ",
     r"\A\s{0,8}(?:\\text\s{0,8}\{)?\s{0,8}(?:(?:[Tt]here (?:is|are) )?[Nn]o (?:real )?solutions?|[Ee]mpty set)"
     r"\s{0,8}\}?\s{0,8}\Z": r"\\emptyset ",
     # Repeating decimals: dots over the first and the last digit of the period

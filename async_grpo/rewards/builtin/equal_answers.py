@@ -18,6 +18,7 @@ from latex2sympy2_extended.logic import And
 from math_verify import verify
 from sympy.core.relational import Relational
 
+from async_grpo.rewards.answer_reading.prose import EMPTY_SET_NAMES
 from async_grpo.rewards.builtin.equal_numbers import (
     equal_numbers,
     is_numeric,
@@ -37,8 +38,6 @@ PRECISION_DIGITS = 50  # number of digits to which math-verify computes values s
 
 _SET_NAME = re.compile(r"[a-zA-Z](?:_\{?\w{1,8}\}?)?'{0,3}")
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # math-verify reads 5% as 5 times this factor
-# Names, in small letters and without blanks, that an answer in words may give to the empty set
-_EMPTY_SET_NAMES = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"}
 
 
 def equal_answers(gold_answers: list[Any], answers: list[Any]) -> bool:
@@ -227,7 +226,7 @@ def _set_of(expression: Any, compared_set: sympy.Set) -> Any:
     for x < 1, x > 3. The set of a chain, as in 1 < x < 3, is always the intersection.
     """
     if compared_set is sympy.S.EmptySet and isinstance(expression, sympy.Symbol):
-        return compared_set if expression.name.lower() in _EMPTY_SET_NAMES else expression
+        return compared_set if expression.name.lower() in EMPTY_SET_NAMES else expression
     inequalities = _inequalities(expression)
     if not inequalities or not all(_is_quickly_solved(inequality) for inequality in inequalities):
         return expression

@@ -23,7 +23,13 @@ from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
 from async_grpo.rewards.answer_reading.free_text import stated_formula, stated_words
 from async_grpo.rewards.answer_reading.notation import plain_notation, readings
-from async_grpo.rewards.answer_reading.prose import equal_prose, is_prose, words_only
+from async_grpo.rewards.answer_reading.prose import (
+    equal_prose,
+    equal_words,
+    is_prose,
+    without_introduction,
+    words_only,
+)
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence, values_of_tuple
 from async_grpo.rewards.answer_reading.spellings import WORD_IN_FORMULA, as_latex
@@ -136,9 +142,11 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 def _equal_texts(gold: str, answer: str) -> bool:
     """Return whether two answers are equal as texts, or as math-verify reads them."""
-    gold_words = words_only(gold)
-    if plain_notation(gold) == plain_notation(answer) or (gold_words and gold_words == words_only(answer)):
+    if plain_notation(gold) == plain_notation(answer):
         return True
+    has_equal_words = equal_words(gold, answer)
+    if has_equal_words is not None:
+        return has_equal_words
     if _TUPLE.fullmatch(without_layout(answer)):
         gold = values_of_tuple(gold) or gold  # math-verify would ignore the order of the values
     gold_answers = _parsed_gold(gold)
@@ -230,7 +238,7 @@ def _stated(text: str) -> str | None:
     """Return the answer that a completion states, or None if it states none or its box is too long."""
     boxed = stated_answer(text, ("box",))
     if boxed is not None:
-        return boxed if len(boxed) <= MAX_CHARACTERS else None
+        return without_introduction(boxed) if len(boxed) <= MAX_CHARACTERS else None
     marked = stated_answer(text, ("box", "block", "marker"))
     if marked is not None and (_is_bare_formula(marked) or number_before_unit(without_layout(marked))):
         return marked

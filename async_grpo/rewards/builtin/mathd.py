@@ -19,7 +19,7 @@ from typing import Any
 
 from async_grpo.rewards.answer_reading.choices import compared_parts
 from async_grpo.rewards.answer_reading.notation import plain_notation, words_of
-from async_grpo.rewards.answer_reading.prose import equal_prose
+from async_grpo.rewards.answer_reading.prose import equal_prose, without_introduction
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.builtin import answers
 
@@ -84,6 +84,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 def equal_texts(gold: str, answer: str | None) -> bool:
     """Return whether a stated answer equals the gold answer, in all parts that both state (`compared_parts`)."""
+    answer = without_introduction(answer or "")
     if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
         return False
     has_equal_words = equal_prose(gold, answer)

@@ -18,7 +18,7 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
 from async_grpo.processes.deadline import interrupted_after
 from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
-from async_grpo.rewards.answer_reading.prose import equal_prose, is_prose
+from async_grpo.rewards.answer_reading.prose import equal_prose, equal_words, is_prose, without_introduction
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, read_sequence
 from async_grpo.rewards.builtin.answers import completion_text, mathematical_gold, stated_answer
@@ -205,7 +205,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     {'reward': 1.0}
     """
     gold = mathematical_gold(sample)
-    answer = stated_answer(completion_text(sample))
+    answer = without_introduction(stated_answer(completion_text(sample)) or "")
     if not answer or len(answer) > MAX_CHARACTERS or contradict(gold, answer):
         return {"reward": 0.0}
     has_equal_words = equal_prose(gold, answer)
@@ -216,7 +216,10 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def _equal_texts(gold: str, answer: str) -> bool:
-    """Return whether two answers have the same brackets and equal elements."""
+    """Return whether two answers have the same brackets and equal elements, or the same words."""
+    has_equal_words = equal_words(gold, answer)
+    if has_equal_words is not None:
+        return has_equal_words
     gold_brackets, gold_elements = split_elements(clean(gold))
     brackets, elements = split_elements(clean(answer))
     if gold_brackets != brackets or len(gold_elements) != len(elements):
