@@ -26,6 +26,7 @@ _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTING = (ast.Import, ast.ImportFrom)
 _SETTING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Assert, ast.Pass)
 _PROMPT = ">>> "  # an interactive session shows this before a line of code
+_CONTINUATION = "..."  # and this before the following lines of a block
 
 
 def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_program: bool = False) -> str:
@@ -36,7 +37,7 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
     does that, any block that defines or prints may answer.
 
     An example of use does not answer: it needs a name that only another block defines. Neither do sessions with ">>>",
-    shell commands and expected output. Of the blocks that answer, the last one counts, and blocks that are fenced as Python
+    shell commands and expected output, unless there are only sessions. Of the blocks that answer, the last one counts, and blocks that are fenced as Python
     precede those without a language. If only blocks answer that need names of others, or none does, it is the last one,
     after the blocks that define these names. Blocks in other languages count if the text has no others, and if they are
     Python all the same.
@@ -51,6 +52,8 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
     blocks = _candidates(text, prelude)
     if blocks and _parsed(text) is not None:
         return text  # the fences stand in strings of code that is not fenced
+    if all(block.lstrip().startswith(_PROMPT) for block in blocks):
+        blocks = [_typed_in(session) for session in blocks]
     if len(blocks) < 2:
         return blocks[0] if blocks else text
     contents = [_content_of(block) for block in blocks]
@@ -85,7 +88,7 @@ def _candidates(text: str, prelude: str) -> list[str]:
             python_blocks.append(_unindented(block, prelude))
         elif not language:
             plain_blocks.append(_unindented(block, prelude))
-        elif _parsed(block) is not None and _content_of(block).may_answer:
+        elif _content_of(_typed_in(block)).may_answer and _parsed(_typed_in(block)) is not None:
             other_blocks.append(block)
     return plain_blocks + python_blocks or other_blocks
 
@@ -164,6 +167,15 @@ def _blocks_of(text: str) -> list[tuple[str, str]]:
         inner_blocks = fenced_blocks(content) if is_markdown else []
         blocks += inner_blocks or [(language, content)]
     return blocks
+
+
+def _typed_in(block: str) -> str:
+    """Return the code that was typed into an interactive session, without its output, or any other block unchanged."""
+    if not block.lstrip().startswith(_PROMPT):
+        return block
+    lines = [line.rstrip() + " " for line in textwrap.dedent(block).splitlines()]
+    typed_lines = [line for line in lines if line.startswith((_PROMPT, f"{_CONTINUATION} "))]
+    return "".join(line[len(_PROMPT) :].rstrip() + "\n" for line in typed_lines)
 
 
 def _unindented(code: str, prelude: str) -> str:

@@ -9,7 +9,10 @@
 Tests that call a function by its name (`fn_name`, "testtype": "functional") must be rewritten as assertions.
 """
 
+import ast
+import functools
 import json
+import sys
 from typing import Any
 
 _TEST_KEYS = ({"assert"}, {"input", "output"})  # keys of the two kinds of tests
@@ -17,6 +20,13 @@ _COLUMNS_OF_SETS = (
     ("inputs", "outputs"),
     ("input", "output"),
 )  # keys of two lists that hold inputs and outputs
+# What tests use to see or replace input and output of the tested code, which runs in a process of its own
+_CAPTURES = {"redirect_stdout", "redirect_stderr", "patch"}  # functions of these modules
+_CAPTURING_MODULES = {"contextlib", "mock", "unittest.mock"}
+_CAPTURING_FIXTURES = {"capsys", "capfd", "monkeypatch"}  # arguments of tests for pytest
+_STREAMS = {"stdin", "stdout", "stderr"}
+_IMPORTABLE = sys.stdlib_module_names | {"solution"}  # modules that tests may import
+_CACHED_TESTS = 4096  # number of tests that are not parsed again for each completion
 _REWRITE = 'write them as {"assert": "assert NAME(ARGUMENTS) == RESULT"}'
 
 
@@ -70,7 +80,7 @@ def _joined(lines: Any) -> Any:
 def _test_of(test: Any) -> dict[str, str]:
     """Return a test with the keys of the `code` reward, or raise ValueError if it has none of the known forms."""
     if isinstance(test, str) and "assert" in test:
-        return {"assert": test}
+        test = {"assert": test}
     if isinstance(test, dict) and "testtype" in test:
         if test["testtype"] != "stdin":
             raise ValueError(
@@ -80,4 +90,53 @@ def _test_of(test: Any) -> dict[str, str]:
     keys = test.keys() if isinstance(test, dict) else ()
     if keys not in _TEST_KEYS or not all(isinstance(text, str) for text in test.values()):
         raise ValueError(f"a test must have texts as input and output, or as assert, not {test!r:.200}")
+    if "assert" in test:
+        _refuse_unusable(test["assert"])
     return {str(key): str(text) for key, text in test.items()}
+
+
+@functools.lru_cache(_CACHED_TESTS)
+def _refuse_unusable(statements: str) -> None:
+    """Raise ValueError if test statements are no Python, or would fail or judge wrongly whatever the tested code is."""
+    try:
+        tree = ast.parse(statements)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the test {statements!r:.200} cannot be run, because it is not valid Python: {error}") from error
+    for statement in tree.body:
+        for module in _modules_of(statement):
+            if module not in _IMPORTABLE:
+                raise ValueError(
+                    f"the test {statements!r:.200} imports {module}, but tests can import only Python's standard library "
+                    "and the module `solution`: rewrite it without this import"
+                )
+    for node in ast.walk(tree):
+        if _captured_name(node) is not None:
+            raise ValueError(
+                f"the test {statements!r:.200} uses {_captured_name(node)}, but the tested code runs in a process of its "
+                'own, whose input and output a test cannot see or replace: write {"input": ..., "output": ...}, which '
+                "runs the code as a program"
+            )
+
+
+def _modules_of(statement: ast.stmt) -> list[str]:
+    """Return the top-level modules that an import statement names, or [] for other statements."""
+    match statement:
+        case ast.Import(names=names):
+            return [alias.name.partition(".")[0] for alias in names]
+        case ast.ImportFrom(module=str(module), level=0):
+            return [module.partition(".")[0]]
+    return []
+
+
+def _captured_name(node: ast.AST) -> str | None:
+    """Return the name by which a node of a test sees or replaces input or output of the tested code, or None."""
+    match node:
+        case ast.arg(arg=name) if name in _CAPTURING_FIXTURES:
+            return name
+        case ast.ImportFrom(module=str(module), names=names) if module in _CAPTURING_MODULES:
+            return next((alias.name for alias in names if alias.name in _CAPTURES), None)
+        case ast.Attribute(value=owner, attr=name) if name in _CAPTURES:
+            return name if ast.unparse(owner) in _CAPTURING_MODULES else None
+        case ast.Attribute(value=ast.Name(id="sys"), attr=name, ctx=ast.Store()) if name in _STREAMS:
+            return f"sys.{name}"
+    return None

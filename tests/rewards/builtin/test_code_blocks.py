@@ -214,6 +214,29 @@ def test_python_with_another_name_counts_if_there_is_no_other_block(language, co
     assert score({"completion": both, "tests": CALL})["reward"] == 0.0
 
 
+DEFINED = ">>> def f(x):\n...     return x + 1\n...\n>>> f(1)\n2\n"
+
+
+@needs_network_off
+@pytest.mark.parametrize(
+    ("completion", "tests", "reward"),
+    [
+        (python(DEFINED), CALL, 1.0),
+        (f"```\n{DEFINED}```", CALL, 1.0),
+        (f"```pycon\n{DEFINED}```", CALL, 1.0),
+        (python(">>> n = int(input())\n>>> print(n + 1)\n7\n"), RUN, 1.0),
+        (python(DEFINED.replace("1\n...", "0\n..."), DEFINED), CALL, 1.0),
+        # Neighbours: beside other code, a session is an example
+        (python(F, DEFINED.replace("+ 1", "+ 0")), CALL, 1.0),
+        (python(DEFINED.replace("+ 1", "+ 0"), F), CALL, 1.0),
+        (python(F) + f"```pycon\n{DEFINED.replace('+ 1', '+ 0')}```", CALL, 1.0),
+        (python(">>> f(1)\n2\n"), CALL, 0.0),
+    ],
+)
+def test_code_that_was_typed_into_a_session_counts_if_there_is_no_other(completion, tests, reward):
+    assert score({"completion": completion, "tests": tests})["reward"] == reward
+
+
 BODY = 'def f(x):\n    """Add one."""\n'
 
 

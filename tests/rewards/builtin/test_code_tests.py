@@ -5,7 +5,7 @@ import json
 import pytest
 from sandboxes import needs_network_off
 
-from async_grpo.rewards.builtin import code_tests
+from async_grpo.rewards.builtin import code_tests, row_checks
 from async_grpo.rewards.builtin.code import score
 
 IO = {"input": "6\n", "output": "7\n"}
@@ -65,6 +65,47 @@ REFUSED = [
 def test_other_forms_are_refused(form, why):
     with pytest.raises(ValueError, match=why):
         code_tests.tests_of({"tests": form})
+
+
+@pytest.mark.parametrize(
+    ("statements", "why"),
+    [
+        ("assert f(6) = 7", "is not valid Python"),
+        ("    assert f(6) == 7", "is not valid Python: unexpected indent"),
+        ("assert f(" + "(" * 5000 + "6", "is not valid Python"),
+        ("import numpy as np\nassert f(6) == 7", "imports numpy, but tests can import only"),
+        ("from pandas.testing import x\nassert f(6) == 7", "imports pandas"),
+        ("import pytest\nwith pytest.raises(ValueError): assert f(6)", "imports pytest"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nassert f(6) is None", "uses sys.stdout"),
+        ("from contextlib import redirect_stdout as r\nassert f(6) is None", "uses redirect_stdout"),
+        ("import contextlib\nwith contextlib.redirect_stdout(None): assert f(6)", "uses redirect_stdout"),
+        ("def test(capsys):\n    assert f(6) is None", "uses capsys, but the tested code runs in a process"),
+        ("from unittest.mock import patch\nassert f(6) == 7", "uses patch"),
+        ("import unittest\nwith unittest.mock.patch('builtins.input'): assert f(6)", "uses patch"),
+    ],
+)
+def test_statements_that_could_only_judge_wrongly_are_refused_before_a_run(statements, why):
+    with pytest.raises(ValueError, match=why):
+        row_checks.check_code_row({"tests": [{"assert": statements}]})
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "from solution import f\nassert f(6) == 7",
+        "from collections.abc import Sequence\nassert f(6) == 7",
+        "try:\n    import numpy\nexcept ImportError:\n    pass\nassert f(6) == 7",
+        "import sys\nassert f(6) < sys.maxsize\nsys.stdout.flush()",
+        "from contextlib import suppress\nassert f(6) == 7",
+        "from unittest.mock import ANY\nassert f(6) == 7",
+        "def patch(x): return f(x)\nassert patch(6) == 7",
+        "class T:\n    patch = 7\nassert f(6) == T.patch",
+    ],
+)
+@needs_network_off
+def test_statements_that_look_like_refused_ones_are_run(statements):
+    code = "```python\ndef f(x):\n    return x + 1\n```"
+    assert score({"completion": code, "tests": [{"assert": statements}]})["reward"] == 1.0
 
 
 @needs_network_off
