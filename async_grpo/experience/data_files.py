@@ -16,6 +16,7 @@ from async_grpo.experience.row_columns import DEFAULT_COLUMNS, ColumnMap
 from async_grpo.experience.row_schemas import (
     PROMPT_COLUMNS,
     PROMPT_LIKE,
+    TOKENS,
     joined_texts,
     names_of,
     proposal,
@@ -49,6 +50,7 @@ Rows = Iterator[tuple[str, Any]]  # (file and line or row number as text, row)
 PROGRESS_S = 10.0  # seconds between two lines about the progress of a large file
 MAX_JSON_BYTES = 512 << 20  # largest JSON file, because all of it is read at once
 NAME_IT_JSON = "A file that is one JSON list must have a name that ends in .json"
+ROWS_ON_LINES = "Each row must stand on one line, as `jq -c . FILE` writes them"
 LINES_OF_CR = (
     "Its lines end with CR alone, as old Macintosh programs write: convert the file by tr '\\r' '\\n'"
 )
@@ -81,7 +83,7 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
             raise ConfigurationError(f"{place}: {error}") from error
         if num_rows == 0 and needs_prompt:
             _warn_of_unread_columns(path, raw_row, row, columns)
-        if columns.prompt and needs_prompt:
+        if needs_prompt:
             _warn_of_dropped_texts(place, raw_row, row, columns, warned_of)
         num_rows += 1
         yield place, row
@@ -159,6 +161,8 @@ def _jsonl_rows(path: Path, file: BinaryIO) -> Rows:
             raise ConfigurationError(f"{place}: {error}") from error
         except ValueError as error:  # not JSON, or brackets nested too deeply
             hint = f". {NAME_IT_JSON}" if line.lstrip().startswith("[") else ""
+            if line.strip() == "{":
+                hint = f". {ROWS_ON_LINES}"
             if "\r" in line.rstrip():
                 hint = f". {LINES_OF_CR}"
             raise ConfigurationError(f"{place}: not JSON ({json_problem(error)}){hint}") from error
@@ -320,23 +324,37 @@ def _warn_of_unread_columns(
 def _warn_of_dropped_texts(
     place: str, raw_row: dict[str, Any], row: dict[str, Any], columns: ColumnMap, warned_of: set[str]
 ) -> None:
-    """Warn, once for each column, if a row has a text in a column of prompts that `--prompt-column` does not name.
+    """Warn, once for each column, if a row has a text in a column of prompts that is not part of its prompt.
 
-    Rows of Alpaca, for example, have a task in `instruction` and its text in `input`, which is often empty.
+    Rows of Alpaca, for example, have a task in `instruction` and its text in `input`, which is often empty. A text beside
+    token ids is probably the text of these tokens.
     """
+    if TOKENS in row and not columns.prompt:
+        return
+    prompt_source, prompt = _used_prompt(row, columns)
     for name in PROMPT_COLUMNS:
         text = raw_row.get(name)
         if name in warned_of or not isinstance(text, str) or not text.strip() or name in columns.prompt:
             continue
-        if joined_texts(text) not in joined_texts(row.get("messages", row.get("input"))):
+        if joined_texts(text) not in joined_texts(prompt):
             warned_of.add(name)
             log.warning(
-                "%s: the text in the column %s is not part of the prompt, which is --prompt-column %s: if both belong to "
-                "the question, join them in one column",
+                "%s: the text in the column %s is not part of the prompt, which is %s: if both belong to the question, "
+                "join them in one column",
                 place,
                 name,
-                ",".join(columns.prompt),
+                prompt_source,
             )
+
+
+def _used_prompt(row: dict[str, Any], columns: ColumnMap) -> tuple[str, Any]:
+    """Return where the prompt of a row comes from, and the prompt: a text or messages."""
+    if columns.prompt:
+        return f"--prompt-column {','.join(columns.prompt)}", row.get("messages", row.get("input"))
+    if "messages" in row:
+        return "the column messages", row["messages"]
+    name = "input" if row.get("input") and not isinstance(row.get("prompt"), list) else "prompt"
+    return f"the column {name}", row.get(name)
 
 
 def _table_rows(path: Path, file: BinaryIO) -> Rows:

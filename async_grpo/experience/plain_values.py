@@ -8,6 +8,7 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 
 NULLS_OF_PANDAS = ("NAType", "NaTType")
+NARROW_NUMBERS = ("float16", "float32")  # types of numpy
 TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta)
 
 
@@ -43,8 +44,8 @@ def plain(value: Any) -> Any:
         TypeError: The value cannot be written as JSON. The message says what it is.
 
     >>> import numpy
-    >>> plain({"a": numpy.array([1, 2]), "b": numpy.float32(0.5), "c": (True, None)})
-    {'a': [1, 2], 'b': 0.5, 'c': [True, None]}
+    >>> plain({"a": numpy.array([1, 2]), "b": numpy.float32(0.1), "c": (True, None)})
+    {'a': [1, 2], 'b': 0.1, 'c': [True, None]}
     """
     if type(value).__name__ in NULLS_OF_PANDAS:
         return None
@@ -58,6 +59,10 @@ def plain(value: Any) -> Any:
         return int(value) if value == value.to_integral_value() else str(value)
     if isinstance(value, TIMES):
         return str(value)
+    if type(value).__name__ in NARROW_NUMBERS:
+        return float(
+            str(value)
+        )  # the shortest decimal. As Python's float, a float32 of 0.1 has 17 other digits
     if hasattr(value, "tolist"):  # a number or an array of numpy, torch or pyarrow
         return plain(value.tolist())
     if isinstance(value, str | int | float):  # a subclass, such as an enum's

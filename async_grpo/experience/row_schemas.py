@@ -30,6 +30,8 @@ PARTS_OF_PROMPTS = (
     "passage",
     "choices",
     "options",
+    "documents",
+    "functions",
     "image",
     "images",
     "video",

@@ -18,6 +18,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience import data_files
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import digest_of_rows, read_rows
+from async_grpo.experience.plain_values import plain
 from async_grpo.experience.table_files import _with_json
 from async_grpo.launch.python_rows import row_file
 
@@ -96,6 +97,21 @@ def test_values_of_arrow_become_those_of_json(tmp_path, kind):
     ((_, row),) = read_rows(path)
     assert row == {"prompt": "a", "value": expected}
     json.dumps(row)
+
+
+def test_numbers_of_single_precision_keep_their_digits(tmp_path):
+    import numpy
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    table = pyarrow.table(
+        {"prompt": ["a"] * 4, "answer": pyarrow.array([0.1, 7.0, 1e-7, None], pyarrow.float32())}
+    )
+    pq.write_table(table, tmp_path / "train.parquet")
+    answers = [row["answer"] for _, row in read_rows(tmp_path / "train.parquet")]
+    assert answers == [0.1, 7.0, 1e-7, None]
+    assert plain(numpy.float32(0.1)) == 0.1
+    assert plain(numpy.float64(0.1 + 0.2)) == 0.1 + 0.2
 
 
 def test_bytes_are_refused_by_row_and_column(tmp_path):
