@@ -94,8 +94,8 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/answer_reading/arithmetic.py": {
         "-?\\d{0,100}\\.(\\d{1,100})": "notation",
-        "\\\\approx(?![a-zA-Z])|\\\\simeq(?![a-zA-Z])|=": "notation",
         "\\s{0,200}(?:(\\d{1,100}(?:\\.\\d{0,100})?|\\.\\d{1,100})|\\\\(frac|sqrt|pi|cdot|times|div|left|right|binom)(?![a-zA-Z])|(\\\\?%|[-+*/^(){}!\\[\\]]))": "notation",  # noqa: E501
+        "\\\\approx(?![a-zA-Z])|\\\\simeq(?![a-zA-Z])|={1,3}": "notation",
     },
     "rewards/answer_reading/boxes.py": {
         "\\s{0,8},?\\s{0,8}(?!(?:is|was|are|were|so|then|but|no|not|it|we|fails|works|holds|wrong|right|false|true)(?![a-zA-Z]))(?:(?:for|in|of)\\s{1,8}(?:[a-zA-Z]{2,15}\\s{1,8}){0,3}(?:\\(?[a-zA-Z0-9]\\)?\\s{1,8})?|[a-z]{3,15}\\s{1,8}){1,2}(?:and|or)(?:\\s{1,8}[a-zA-Z]\\s?=)?\\s{0,8}": "stated_answer",  # noqa: E501
@@ -105,13 +105,14 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"[a-zA-Z]": "stated_answer",
         r"[a-zA-Z]{2}|=": "stated_answer",
         r"\\{1,2}(?:boxed|fbox)(?![a-zA-Z])|\\(?:begin|end)(?![a-zA-Z])|\\.|[{}]": "stated_answer",
-        r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?=\Z": "stated_answer",
         r"_ROW_BREAK": "stated_answer",
         r"_SEPARATOR": "stated_answer",
         r"f'(?:{_SPACE})+'": "stated_answer",
         r"f'(?:{_SPACE})+\\Z'": "stated_answer",
         r"f'-?\\d{{1,3}}({_SEPARATOR}\\d{{3}})+(\\.\\d+)?'": "stated_answer",
         r"f'{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\\\[()\\[\\]]|\\\\(?:begin|end)\\s*\\{{[a-zA-Z]+\\*?\\}}(?:\\{{[lcr| ]*\\}})?|\\\\(?:left|right)(?![a-zA-Z])\\s*[.()\\[\\]|]?|\\\\(?:[bB]ig{{1,2}}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox|boxed)(?![a-zA-Z])'": "stated_answer",  # noqa: E501
+        "(?<![a-zA-Z])[a-zA-Z](?:_\\w{1,3})?(?:=| is)\\Z": "stated_answer",
+        "[,;]?(?:and|or|and/or)?(?:maybe|perhaps|possibly)?": "stated_answer",
     },
     "rewards/answer_reading/characters.py": {
         r"([√∛∜])\s*(?:\(([^()]{0,200})\)|\{([^{}]{0,200})\}|(\d+(?:\.\d+)?|[a-zA-Zπ])|())": "notation",
@@ -160,13 +161,13 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"f'\n    ([-+]?) {_CURRENCY} {SPACE}{{0,8}} ([-+]?{_AMOUNT})\n    | ([-+]?{_AMOUNT}) {SPACE}{{0,8}} {_CURRENCY}\n    '": "notation",  # noqa: E501
     },
     "rewards/answer_reading/choices.py": {
-        "\n    (?<![a-zA-Z\\\\}])\n    (?: \\(\\s?[A-J]\\s?\\)\n      | (?<!\\()[A-J][.:)]\\s{1,4}[-\\d$\\\\]  # not the end of `P(A) = 3`, and not that of a sentence\n      | (?<=\\d)\\s{1,4}[A-E](?=\\s{1,4}[-\\d$\\\\]|\\s{0,4}\\Z)  # as in `12 C 13`\n      | (?:or|maybe|perhaps|possibly|wrong;?|it\\ is)\\s{1,4}\\}?\\s{0,4}[A-J](?![a-zA-Z])\n    )\n    ": "notation",  # noqa: E501
         "f'((?={_NUMBER_OR_COMMAND})[^\\\\n]{{0,200}}[\\\\d}}%)])(?:{SPACE}|,){{1,8}}(?:{FONT}\\\\s?\\\\{{)?\\\\(\\\\s?([A-J])\\\\s?\\\\)\\\\s?\\\\}}?\\\\.?'": "notation",  # noqa: E501
         "f'\\\\s?([a-zA-Z])\\\\s?(?={_SIGN})'": "notation",
         "f'\\\\s?{_SIGN}'": "notation",
-        "f'\\n    (?:{FONT}\\\\s?\\\\{{|\\\\{{)? \\\\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\\\s{{1,4}})?\\n    \\\\(? \\\\s{{0,8}} (?:{FONT}\\\\s?\\\\{{)? \\\\s{{0,8}}\\n    ([a-zA-Z])\\n    \\\\s{{0,8}} \\\\}}? \\\\s{{0,8}} \\\\)? \\\\.? \\\\s{{0,8}} \\\\}}? \\\\.?\\n    (?:[,;]?\\\\s{{1,4}}{REASON}[^\\\\n]{{0,200}})?\\n    '": "notation",  # noqa: E501
-        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\))\\n        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})\\n          | {SPACE}{{1,8}} (?=\\\\w{{2}}|[(\\\\[]|[a-zA-Z]\\\\s?[-^+=(])  # a word, a bracket or a formula\\n        )\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND})  # not a name such as \"A. Smith\"\\n    )\\n    '": "notation",  # noqa: E501
         r"f'{FONT}\\s?\\{{([^{{}}]{{1,200}})\\}}'": "notation",
+        "\n    (?<![a-zA-Z\\\\}])\n    (?: \\(\\s?[A-J]\\s?\\)\n      | (?<!\\()[A-J][.:)]\\s{1,4}[-\\d$\\\\]  # not the end of `P(A) = 3`, and not that of a sentence\n      | (?<=[,;]\\s)[A-J][.:)]\\s\n      | (?<=\\d)\\s{1,4}[A-E](?=\\s{1,4}[-\\d$\\\\]|\\s{0,4}\\Z)  # as in `12 C 13`\n      | (?:or|maybe|perhaps|possibly|wrong;?|it\\ is)\\s{1,4}\\}?\\s{0,4}[A-J](?![a-zA-Z])\n    )\n    ": "notation",  # noqa: E501
+        "f'\\n    (?:{FONT}\\\\s?\\\\{{|\\\\{{)? \\\\s{{0,8}} (?:(?:[Oo]ption|[Cc]hoice)\\\\s{{1,4}})?\\n    \\\\(? \\\\s{{0,8}} (?:{FONT}\\\\s?\\\\{{)? \\\\s{{0,8}}\\n    ([a-zA-Z])\\n    \\\\s{{0,8}} \\\\}}? \\\\s{{0,8}} \\\\)? \\\\.? \\\\s{{0,8}} \\\\}}? \\\\.?\\n    (?:[,;:]?\\\\s{{1,4}}{REASON}[^\\\\n]{{0,200}})?\\n    '": "notation",  # noqa: E501
+        "f'\\n    \\\\s{{0,8}}\\n    (?: (?:\\\\(\\\\s?([A-J])\\\\s?\\\\)|([A-J])\\\\))\\n        (?: {SPACE}{{0,8}} (?={_NUMBER_OR_COMMAND})\\n          | {SPACE}{{1,8}} (?=\\\\w{{2}}|[(\\\\[]|[a-zA-Z]\\\\s?[-^+=(])  # a word, a bracket or a formula\\n        )\\n      | ([A-J])[.:] {SPACE}{{1,8}} (?={_NUMBER_OR_COMMAND}|(?!{_DOUBT})\\\\w{{2}})\\n    )\\n    '": "notation",  # noqa: E501
     },
     "rewards/answer_reading/qualifiers.py": {
         "(?:[a-zA-Z]|\\([a-zA-Z](?:\\s?,\\s?[a-zA-Z]){0,5}\\))\\s?(?:=|\\\\in(?![a-zA-Z]))\\s?": "notation",
@@ -185,6 +186,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         "\\d{4}-\\d{2}-\\d{2}": "notation",
         "\\s?(?:[<>]|\\\\(?:[gl]e|ne|[gl]t)(?![a-zA-Z]))": "notation",
         "f'{FONT}\\\\s?\\\\{{([^{{}}]{{1,200}})\\\\}}'": "notation",
+        "(?<![a-zA-Z\\\\])(?:(?:or|and)\\s{1,4}(?:(?:possibly|maybe)\\s{1,4})?(?:more|less|fewer|greater|higher|lower|larger|smaller|above|below|over|under|up)|at\\s{1,4}(?:most|least)|to\\s{1,4}\\d{1,20})(?![a-zA-Z])": "notation",  # noqa: E501
     },
     "rewards/answer_reading/formulas.py": {
         '\n    (?P<newline>\\n)\n    |(?P<blank>(?:[ \\t\\r]|~|\\\\[,;:!\\ ]|\\\\q?quad(?![a-zA-Z]))+)\n    # <<3*4=12>> as in GSM8K, <b>, </b>, and marks of code\n    |(?P<tag><<[^<>\\n]{0,200}>>|</?[a-zA-Z][a-zA-Z0-9]{0,20}/?>|`{1,3})\n    |(?P<environment>\\\\begin\\s?\\{)\n    |(?P<delimiter>\\$\\$|\\$|\\\\[(\\[])\n    |(?P<font>\\\\(?:text[a-z]{0,6}|mathrm|mathbf|mbox|boldsymbol|operatorname)(?![a-zA-Z])\\s?\\{)\n    |(?P<command>\\\\[a-zA-Z]+)\n    |(?P<escaped>\\\\[{}|%])\n    # 1,234.5 or 12.5 or .5, each perhaps with an exponent, as in 6.02e23\n    |(?P<number>(?:\\d{1,3}(?:,\\d{3})+(?!\\d)(?:\\.\\d+)?|\\d+(?:\\.\\d+)?|\\.\\d+)(?:[eE][-+]?\\d{1,5}(?![\\w.]*\\w))?)\n    |(?P<function>(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|gcd|lcm|max|min|arc(?:sin|cos|tan))(?![a-zA-Z]))\n    # A word of two letters or more, perhaps with an apostrophe and digits, as in l\'aire and GPT-4o; a letter with digits,\n    # as in x2; a character of another script; or the words "I", "A" and "a" before another word\n    |(?P<word>(?:[^\\W\\d_][\'\\u2019])?[^\\W\\d_]{2,}(?:(?<=[a-zA-Z])-?\\d[a-zA-Z0-9]*)?|[a-zA-Z]\\d[a-zA-Z0-9]*|[^\\W\\d_a-zA-Z]\n        |[IaA](?=[ ][a-z]{2}))\n    |(?P<letter>[a-zA-Z])\n    |(?P<open>[(\\[{])\n    |(?P<close>[)\\]}])\n    |(?P<operator>[-+*/^_=<>|:,%])\n    |(?P<other>.)\n    ': "free text",  # noqa: E501
@@ -197,6 +199,7 @@ PATTERNS: dict[str, dict[str, str]] = {
         r"\s?(?:\\?%|(?:percent|pct)\b)": "free text",
         r"\s?/\s?\d": "free text",
         r"\s{0,2}10\s?\^": "free text",
+        "\\A\\{([^{}]+)\\}\\Z": "free text",
     },
     "rewards/answer_reading/sequences.py": {
         r"[a-zA-Z](?:_\w)?": "sequence",
@@ -217,21 +220,23 @@ PATTERNS: dict[str, dict[str, str]] = {
     },
     "rewards/answer_reading/free_text.py": {
         "(?:\\A|[.:!?\\n]|\\b(?:is|are|so|that|thus|hence|therefore|then|get|have|gives?|since|because))[\\s*_(\\[,]{0,8}\\Z": "free text",  # noqa: E501
-        "[ \\t*_`\\\"')\\]}$.,;!?-]{1,8}(?i:or|alternatively|maybe|perhaps|possibly)\\b[^.!?\\n\\d\\\\$]{0,40}[$(*]{0,3}": "free text",  # noqa: E501
         "[ \\t]*(?:[,;][ \\t]*)?\\(?[ \\t]*(?P<word>and|or(?: maybe| possibly)?|possibly|maybe|perhaps|和|或|及|\\\\text\\s?\\{\\s?(?:and|or)\\s?\\})?[ \\t]*": "free text",  # noqa: E501
         "[$*_\\s]{1,4}\\(?[A-E](?![a-zA-Z'])": "free text",
         "\\s?((?:(?:square|cubic|sq\\.?|cu\\.?)\\s)?(?!in\\b)[a-zA-Z]{2,12}(?:\\s?(?:/|\\bper)\\s?[a-zA-Z]{1,12})?)(\\^\\d)?(?![a-zA-Z])": "free text",  # noqa: E501
-        'f"""[*_`\\\\"\')\\\\]}}]*(?:[.!]|[,;](?!\\\\s+\\\\(?[A-J](?![a-zA-Z])))?[*_]*(?:\\\\s*\\\\n|\\\\s*\\\\Z|\\\\s+(?=[A-Z])(?!Or\\\\b)|\\\\s{{1,4}}{REASON})"""': "free text",  # noqa: E501
-        "\n    (?i: \\b(?:answers?|(?:correct|right)[ ](?:option|choice))\\b\n      | respuesta|réponse|antwort|risposta|resposta|ответ\n    )\n    | 答案|答え|答|정답\n    ": "free text",  # noqa: E501
         r"(?:[a-zA-Z](?:_\w)?|\\[a-z]{2,8}|[a-zA-Z]{2,20}|[a-zA-Z]\(\w\))": "free text",
         r"(?i:[:=]|\b(?:is|are|be|equals?|es|est|ist|é|è)\b)|[是为為は]": "free text",
         r"[$*_)\]\\]{0,4}\s(?:is|are)\s(?:the|our|my)\s(?:[a-z]{1,12}\s)?\Z": "free text",
         "[.!?](?=[*_\\\"')\\]]{0,4}(?:\\s|\\Z))": "free text",
-        "[\\s*_`\\\"'(\\[{:=]*": "free text",
         "[\\s*_`\\\"')\\]}]*(?:[.!?;:,](?:\\s|\\Z)|\\Z|\\n|[.!?]?\\*)|[ \\t]*\\n": "free text",
-        "[\\s*_`\\\"':=]*": "free text",
         r"\s{1,4}(?:is|are|equals?|must be|should be|will be)\b": "free text",
         "(?:\\bnot|n['\\u2019]t)\\s{1,3}[$*(\\\\]{0,4}\\Z": "free text",
+        "\n    (?i: \\b(?:answers?|(?:correct|right|best)[ ](?:option|choice))\\b\n      | respuesta|réponse|antwort|risposta|resposta|ответ\n    )\n    | 答案|答え|答|정답\n    ": "free text",  # noqa: E501
+        "[ \\t*_`\\\"'()\\]}$.,;!?-]{1,8}(?i:or|alternatively|otherwise|maybe|perhaps|possibly|but\\s(?:it\\s|this\\s)?(?:might|may|could))\\b[^.!?\\n\\d\\\\$]{0,40}[$(*]{0,3}": "free text",  # noqa: E501
+        "[\\s*_:]{0,4}(at (?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower) than|up to|over|under|above|below)[\\s*_$]{1,4}": "free text",  # noqa: E501
+        "[\\s*_`\\\"':=]*(?:[Oo]ption\\s|[Cc]hoice\\s)?": "free text",
+        "[\\s*_`\\\"':=]*(?:[Oo]ption\\s|[Cc]hoice\\s)?[\\s*_`\\\"'(\\[{:=]*": "free text",
+        'f"""[*_`\\\\"\')\\\\]}}]*(?:[.!]|[,;](?!\\\\s+\\\\(?[A-J](?![a-zA-Z])))?[*_]*(?:\\\\s*\\\\n|\\\\s*\\\\Z|\\\\s+(?=[A-Z])(?!(?:Or|Maybe|Perhaps|Possibly)\\\\b)|\\\\s{{1,4}}{REASON})"""': "free text",  # noqa: E501
+        "f'[$*_]{{0,3}}\\\\s({BOUND_WORDS.pattern})'": "free text",
     },
     "rewards/answer_reading/stated.py": {
         r"(</?answer>)": "stated_answer",
@@ -362,6 +367,9 @@ PATTERNS: dict[str, dict[str, str]] = {
         "f'\\\\\\\\(?:begin|end)\\\\{{[a-z]+\\\\*?\\\\}}|\\\\\\\\text\\\\{{\\\\s{{0,8}}(?:and|or)\\\\s{{0,8}}\\\\}}|\\\\\\\\[a-zA-Z]+|(?<![a-zA-Z]){WORD_IN_FORMULA}(?![a-zA-Z])'": "math_verify's answer",  # noqa: E501
         r"\([^()]*\)": "math_verify's answer",
         r"\\.|[{}]": "math_verify's answer",
+        "[=<>]|\\\\(?:to|implies|iff|approx|equiv|sim|[a-zA-Z]{0,20}arrow)(?![a-zA-Z])": "math_verify's answer",
+        "\\d+(?:\\.\\d+)?": "math_verify's answer",
+        "f'{FONT}\\\\s?\\\\{{(?:[^{{}}]|\\\\{{[^{{}}]{{0,20}}\\\\}}){{0,200}}\\\\}}'": "math_verify's answer",
     },
     "rewards/builtin/mathd.py": {
         r"(-?)(\d+)/(-?\d+)": "mathd",

@@ -34,8 +34,10 @@ _LAYOUT = re.compile(
 _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
 _TRAILING_CHARACTERS = 100  # trailing space is searched for only in this many characters at the end of a text
-_DIVIDER = re.compile(r"[,;]?(?:and|or|and/or)?(?:maybe|perhaps|possibly)?")  # in small letters, without blanks
-# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}` or "x is \boxed{1}", in a text from which layout was removed
+# The text between two boxes, in small letters and without blanks
+_DIVIDER = re.compile(r"[,;]?(?:and|or|and/or)?(?:maybe|perhaps|possibly)?")
+# The name of the next value, as in `x = \boxed{1}, y_1 = \boxed{2}` or "x is \boxed{1}", in a
+# text from which layout was removed
 _NAME_OF_BOX = re.compile(r"(?<![a-zA-Z])[a-zA-Z](?:_\w{1,3})?(?:=| is)\Z")
 # Words that belong to the value before them, in front of "and" or "or", as in `\boxed{1} papers and \boxed{2} bins`
 _DIVIDER_WITH_WORDS = re.compile(

@@ -61,6 +61,7 @@ _UNIT_IN_FONT = re.compile(r"\\[a-z]+\s?\{\s{0,8}(?!or\b|and\b)[^{}\d]{1,60}\}(?
 # Letters directly after a number, which are variables, as in `3x` and `2ab`
 _NUMBER_SUFFIX = re.compile(r"(?:[abcxyz]{2,3}|[a-zA-Z])(?![a-zA-Z0-9])")
 _NEGATIVE_PRICE = re.compile(r"(?:\A|[\s(:=*])-\\?[$€£¥₹]\Z")
+_GROUP = re.compile(r"\A\{([^{}]+)\}\Z")  # braces around a whole formula, which LaTeX does not show
 _REST_OF_FRACTION = re.compile(r"\s?/\s?\d")  # the text after the numerator
 _REST_OF_POWER = re.compile(r"\s{0,2}10\s?\^")  # the text after "x", as in "6.02 x 10^23"
 _PERCENT = re.compile(r"\s?(?:\\?%|(?:percent|pct)\b)")
@@ -155,7 +156,8 @@ def _delimited(text: str, token: _Token) -> Formula | None:
         return None
     end += len(closing)
     percent = _PERCENT.match(text, end)
-    formula = content.strip() + (r"\%" if percent is not None else "")
+    content = _GROUP.sub(r"\1", content.strip())
+    formula = content + (r"\%" if percent is not None else "")
     equals = text[max(0, token.begin - 2) : token.begin].rstrip().endswith("=")
     return Formula(token.begin, end if percent is None else percent.end(), formula, follows_equals=equals)
 

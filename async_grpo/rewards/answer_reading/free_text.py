@@ -76,8 +76,8 @@ _UNIT_AFTER = re.compile(
 )
 # Words before a number that make it a bound, as in "The answer is at least 5", and words behind it
 _BOUND_BEFORE = re.compile(
-    r"[\s*_:]{0,4}(at (?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower) than|up to|over|under|above|below)"
-    r"[\s*_$]{1,4}"
+    r"[\s*_:]{0,4}(at (?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower) than"
+    r"|up to|over|under|above|below)[\s*_$]{1,4}"
 )
 _BOUND_BEHIND = re.compile(rf"[$*_]{{0,3}}\s({BOUND_WORDS.pattern})")
 _NEGATION = re.compile(

@@ -37,10 +37,10 @@ def python_code_of(text: str, prelude: str = "", calls: Sequence[str] = (), is_p
     does that, any block that defines or prints may answer.
 
     An example of use does not answer: it needs a name that only another block defines. Neither do sessions with ">>>",
-    shell commands and expected output, unless there are only sessions. Of the blocks that answer, the last one counts, and blocks that are fenced as Python
-    precede those without a language. If only blocks answer that need names of others, or none does, it is the last one,
-    after the blocks that define these names. Blocks in other languages count if the text has no others, and if they are
-    Python all the same.
+    unless there are only sessions, shell commands and expected output. Of the blocks that answer, the last one counts,
+    and blocks that are fenced as Python precede those without a language. If only blocks answer that need names of
+    others, or none does, it is the last one, after the blocks that define these names. Blocks in other languages count if
+    the text has no others, and if they are Python all the same.
 
     Args:
         text: The completion without its thought.

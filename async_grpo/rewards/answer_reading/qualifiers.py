@@ -90,10 +90,10 @@ def contradict(gold: str, answer: str) -> bool:
 
 
 def _is_bound_of_number(gold: str, answer: str) -> bool:
-    """Return whether the answer is a bound, such as `\\ge 5` or "5 or more", while the gold answer is a number."""
-    if BOUND_WORDS.search(gold) is None and BOUND_WORDS.search(answer) is not None:
-        return True
-    return _NUMBER.fullmatch(gold) is not None and _RELATION_AT_BEGIN.match(as_latex(answer)) is not None
+    r"""Return whether the answer is a bound, such as `\ge 5` or "5 or more", while the gold answer is a number."""
+    has_bound_words = BOUND_WORDS.search(gold) is None and BOUND_WORDS.search(answer) is not None
+    has_relation = _RELATION_AT_BEGIN.match(as_latex(answer)) is not None
+    return has_bound_words or (has_relation and _NUMBER.fullmatch(gold) is not None)
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:

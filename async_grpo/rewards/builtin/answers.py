@@ -46,8 +46,8 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
     r"""Return the gold answer of a row, as text.
 
     It is the text after the last "####" in the row's `answer` (as in GSM8K), or else the whole `answer`. If that text
-    contains boxes, it is their content. Layout is removed as from the answer of a completion (`without_layout`), and so
-    are thousands separators.
+    contains one <answer> or boxes, it is their content. Layout is removed as from the answer of a completion
+    (`without_layout`), and so are thousands separators.
 
     Args:
         sample: The row, with or without a completion.
@@ -67,6 +67,7 @@ def gold_answer(sample: dict[str, Any], is_latex: bool = True) -> str:
         # In plain decimals, because `str` would return "1e-05"
         answer = int(answer) if answer.is_integer() else f"{Decimal(repr(answer)):f}"
     text = str(answer).rpartition("####")[2].strip()
+    text = (answer_block(text) or text).strip()
     if has_box(text):
         boxed = boxed_answer(text)
         if boxed is None:
@@ -82,11 +83,16 @@ def mathematical_gold(sample: dict[str, Any]) -> str:
     """Return the gold answer of a row for the rewards that compare values, without words before its value.
 
     Raises:
-        ValueError: As for `gold_answer`, or the answer is prose of several sentences or many words.
+        ValueError: As for `gold_answer`, or the answer is prose of several sentences or many words, or a JSON object.
 
     >>> mathematical_gold({"answer": "So the answer is 18 dollars"}), mathematical_gold({"answer": "5 or more"})
     ('18 dollars', '5 or more')
     """
     gold = without_introduction(gold_answer(sample))
+    if gold.startswith('{"') and gold.endswith("}"):
+        raise ValueError(
+            f"the row's answer {gold!r:.200} is a JSON object: name the field that holds the value, such as by "
+            "--answer-column answer.ground_truth"
+        )
     refuse_long_prose(gold)
     return gold

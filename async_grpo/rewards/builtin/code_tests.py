@@ -101,7 +101,9 @@ def _refuse_unusable(statements: str) -> None:
     try:
         tree = ast.parse(statements)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the test {statements!r:.200} cannot be run, because it is not valid Python: {error}") from error
+        raise ValueError(
+            f"the test {statements!r:.200} cannot be run, because it is not valid Python: {error}"
+        ) from error
     for statement in tree.body:
         for module in _modules_of(statement):
             if module not in _IMPORTABLE:

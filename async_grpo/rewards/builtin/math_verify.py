@@ -17,9 +17,11 @@ import re
 import unicodedata
 from typing import Any
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from async_grpo.processes.deadline import interrupted_after
+from async_grpo.rewards.answer_reading.arithmetic import arithmetic_value
 from async_grpo.rewards.answer_reading.choices import choice_with_value, compared_parts
 from async_grpo.rewards.answer_reading.free_text import stated_formula, stated_words
 from async_grpo.rewards.answer_reading.notation import plain_notation, readings
@@ -32,7 +34,7 @@ from async_grpo.rewards.answer_reading.prose import (
 )
 from async_grpo.rewards.answer_reading.qualifiers import contradict
 from async_grpo.rewards.answer_reading.sequences import DOTS, Sequence, read_sequence, values_of_tuple
-from async_grpo.rewards.answer_reading.spellings import WORD_IN_FORMULA, as_latex
+from async_grpo.rewards.answer_reading.spellings import FONT, WORD_IN_FORMULA, as_latex
 from async_grpo.rewards.answer_reading.units import number_before_unit
 from async_grpo.rewards.builtin.answers import (
     boxed_answer,
@@ -51,6 +53,9 @@ SECONDS = 5.0  # maximum time of one parse or comparison, after which the sample
 MAX_READ_DIGITS = 4000
 
 _INTEGER = re.compile(r"-?[1-9]\d*")
+_TEXT_IN_FONT = re.compile(rf"{FONT}\s?\{{(?:[^{{}}]|\{{[^{{}}]{{0,20}}\}}){{0,200}}\}}")
+_RELATION = re.compile(r"[=<>]|\\(?:to|implies|iff|approx|equiv|sim|[a-zA-Z]{0,20}arrow)(?![a-zA-Z])")
+_PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 # Numbers separated only by white space, and the slash after them if the last one is part of a fraction. One possessive
 # match finds the slash, because a lookahead from each number to it would take quadratic time
@@ -153,7 +158,7 @@ def _equal_texts(gold: str, answer: str) -> bool:
     for formula in _formulas(answer):
         answers = parsed(formula, "the answer") or _long_integer(boxed_answer(formula) or "")
         with interrupted_after(SECONDS, "the comparison"):
-            if equal_answers(gold_answers, answers):
+            if equal_answers(gold_answers, answers) and not _is_reduced(answer, answers[0]):
                 return True
     return False
 
@@ -175,7 +180,23 @@ def _parsed_gold(gold: str) -> list[Any]:
     gold_answers = parsed(_marked(gold), "the row's answer") or _long_integer(gold)
     if not gold_answers:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
+    if _is_reduced(gold, gold_answers[0]):
+        raise ValueError(
+            f"of the row's answer {gold!r:.200}, only the number {gold_answers[0]} can be read: write only the value, with "
+            "commas between several values"
+        )
     return gold_answers
+
+
+def _is_reduced(text: str, value: Any) -> bool:
+    """Return whether math-verify has read only one of the numbers of a text, as the 5 in "5..7"."""
+    plain = _TEXT_IN_FONT.sub(" ", plain_notation(text))
+    if _RELATION.search(plain):
+        return False  # of a relation or a chain of steps, the last side counts
+    numbers = set(_PLAIN_NUMBER.findall(plain))
+    is_one_of_many = isinstance(value, sympy.Number) and len(numbers) > 1 and str(value) in numbers
+    # The numbers of an expression and of a base, as in `4/2` and `1011_2`, belong to its value
+    return is_one_of_many and "_" not in plain and arithmetic_value(plain) is None
 
 
 def _long_integer(text: str) -> list[Any]:

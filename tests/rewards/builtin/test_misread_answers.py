@@ -208,6 +208,20 @@ KINDS: dict[str, list[tuple[str, str, bool]]] = {
         ("4", r"It is \boxed{3}; perhaps not. \boxed{4}", True),
     ],
 }  # fmt: skip
+REDUCED = [
+    "5..7",
+    "5\u20137",
+    "7\n8",
+    "1 + 2 + \\cdots + n",
+    "1) 5 2) 6",
+    "7&8",
+]  # of which one number was read
+WHOLE = [
+    ("4/2", "2"), ("1011_2", "1011_2"), (r"\frac{0}{5}", "0"), (r"x \equiv 5 \pmod{7}", "5"), ("x_1 = 5", "5"),
+    ("5 m^2", "5"), (r"34\,\mathrm{m\,s^{-1}}", "34"), (r"\frac{1}{3} \approx 0.33", r"\frac{1}{3}"), ("3 1/2", "3.5"),
+    (r"5 \text{ (since 2 + 3 = 5)}", "5"), ("<answer>7</answer>", "7"), (r"<answer>\boxed{7}</answer>", "7"),
+    ("1, 2", "2, 1"), ("12:30", "12:30"),
+]  # fmt: skip
 PROSE = [
     "Proof. By induction on 3 cases.",
     "We prove this by induction on the number n of the 12 cases of the lemma that was shown above.",
@@ -244,6 +258,34 @@ def test_a_row_whose_answer_is_prose_is_refused_at_the_start(check, gold):
         check({"answer": gold})
     check({"answer": f"{gold} #### 3"})
     row_checks.check_exact_row({"answer": gold})
+
+
+@pytest.mark.parametrize("gold", REDUCED)
+def test_no_number_is_taken_from_several(gold):
+    with pytest.raises(ValueError, match="only the number [0-9]+ can be read: write only the value"):
+        row_checks.check_math_verify_row({"answer": gold})
+    for number in "125678":
+        completion = rf"\boxed{{{gold}}}"
+        assert math_verify.score({"completion": completion, "answer": number}) == {"reward": 0.0}
+
+
+@pytest.mark.parametrize(("gold", "answer"), WHOLE)
+def test_a_value_with_several_numbers_is_read_as_a_whole(gold, answer):
+    row_checks.check_math_verify_row({"answer": gold})
+    assert math_verify.score({"completion": rf"\boxed{{{answer}}}", "answer": gold}) == {"reward": 1.0}
+    if "answer" not in gold:
+        assert math_verify.score({"completion": rf"\boxed{{{gold}}}", "answer": answer}) == {"reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    "check", [row_checks.check_math_verify_row, row_checks.check_mathd_row, row_checks.check_sympy_row]
+)
+def test_a_json_object_is_no_value(check):
+    with pytest.raises(
+        ValueError, match="is a JSON object: name the field .*--answer-column answer.ground_truth"
+    ):
+        check({"answer": '{"ground_truth": "7"}'})
+    row_checks.check_exact_row({"answer": '{"ground_truth": "7"}'})
 
 
 @pytest.mark.parametrize(
