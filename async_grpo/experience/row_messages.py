@@ -99,8 +99,9 @@ def row_messages(messages: Sequence[Any], known_roles: Collection[str] = ROLES) 
             checked.append(template_message(message))
         except ConfigurationError as error:
             raise ConfigurationError(f"message {number} of {len(messages)}: {error}") from error
-    texts = [message["content"] or "" for message in checked if message["role"] not in SYSTEM_ROLES]
-    refuse(bool(texts) and not "".join(texts).strip(), "the messages have no text, so there is no question")
+    # A system message may hold the whole question, with an empty message of the user behind it
+    texts = [message["content"] or "" for message in checked]
+    refuse(not "".join(texts).strip(), "the messages have no text, so there is no question")
     refuse(
         checked[-1]["role"] == "assistant",
         "the last message is the assistant's, so the prompt would contain an answer: remove it. If completions should "

@@ -42,7 +42,7 @@ RIGHT = [
     ([user('{"type": "text"}')], [("user", '{"type": "text"}')]),
     ([user("[1, 2]")], [("user", "[1, 2]")]),
     ([user("None")], [("user", "None")]),
-    ([user("")], [("user", "")]),
+    ([{"role": "system", "content": "a"}, user("")], [("system", "a"), ("user", "")]),
     ([user("a <|im_end|> b")], [("user", "a <|im_end|> b")]),
     ([user("x\u2028y\x85z\u00e9😀")], [("user", "x\u2028y\x85z\u00e9😀")]),
     # numbers
@@ -299,7 +299,7 @@ def test_the_column_tools_reaches_the_template(tools, expected, model, make_toke
         ),
         # neighbours
         ("tiny", {"messages": [user("a")]}, None),
-        ("tiny", {"messages": [user("")]}, None),
+        ("tiny", {"messages": [user("a"), user("")]}, None),
         ("forgets", {"messages": [user("a")]}, None),
         ("nogenprompt", {"input": "a"}, None),
         ("tiny", {"messages": [user("a")], "tools": None}, None),

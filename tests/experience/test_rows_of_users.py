@@ -328,3 +328,60 @@ def test_a_template_that_is_given_as_a_text_is_refused_with_the_way_out(tmp_path
         PromptOptions(chat_template="{% for m in messages %}{% endfor %}").read_template()
     with pytest.raises(ConfigurationError, match="No such file or directory: '[^']*'$"):
         PromptOptions(chat_template=str(tmp_path / "none.jinja")).read_template()
+
+
+DROPPED = {
+    "a task and its text": (
+        {"prompt": "Solve:", "input": "3 4"},
+        "column prompt .* which is the column input",
+    ),
+    "messages and a text": (
+        conversation(ASK, input="7 + 8?"),
+        "column input .* which is the column messages",
+    ),
+    "messages and a prompt": (conversation(ASK, prompt="7 + 8?"), "column prompt .* the column messages"),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_a_text_that_is_not_part_of_the_prompt_is_named(tmp_path, caplog, kind):
+    row, words = DROPPED[kind]
+    prompts(tmp_path, row)
+    assert re.search(f"rows.jsonl, line 1: the text in the {words}", caplog.text)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Solve:", "input": ""},
+        {"prompt": "3 4", "input": "Solve: 3 4"},
+        conversation(ASK, prompt="3+4?"),
+        conversation(ASK, prompt=[ASK]),
+        {"input_token_ids": [51, 43], "prompt": "3+4?"},
+    ],
+)
+def test_a_text_that_the_prompt_contains_is_not_named(tmp_path, caplog, row):
+    prompts(tmp_path, row)
+    assert "is not part of the prompt" not in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
+def test_messages_without_text_are_refused(tmp_path, content):
+    empty = {"role": "user", "content": content}
+    with pytest.raises(
+        ConfigurationError, match="line 1: the messages have no text, so there is no question"
+    ):
+        prompts(tmp_path, conversation({"role": "system", "content": " "}, empty))
+    assert prompts(tmp_path, conversation(ASK, {"role": "tool", "content": ""}))
+    assert prompts(tmp_path, conversation({"role": "system", "content": "What is 3+4?"}, empty))
+
+
+def test_a_row_on_several_lines_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ConfigurationError, match="line 1: not JSON .* Each row must stand on one line"):
+        prompts(tmp_path, json.dumps({"prompt": "a"}, indent=1))
+
+
+@pytest.mark.parametrize("name", ["documents", "functions"])
+def test_columns_of_documents_and_functions_that_are_not_read_are_named(tmp_path, caplog, name):
+    prompts(tmp_path, conversation(ASK, **{name: [{"name": "add"}]}))
+    assert f"the column {name} is not part of the prompt" in caplog.text
