@@ -54,7 +54,7 @@ def small(small_folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(small_folder)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(small_folder, tmp_path):
     build_small({0: tmp_path / "again", 1: tmp_path / "other"})
     folders = (small_folder, tmp_path / "again", tmp_path / "other")

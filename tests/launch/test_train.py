@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from early_starts import nothing_early
 
 import async_grpo
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
@@ -21,7 +22,7 @@ from async_grpo.errors import ConfigurationError, RunInterrupted
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import read_rows
 from async_grpo.experience.dataset import questions_of
-from async_grpo.launch import from_python
+from async_grpo.launch import from_python, local_run
 from async_grpo.launch.from_python import TrainResult, train
 from async_grpo.launch.python_rewards import reward_names
 from async_grpo.launch.python_rows import row_file
@@ -391,9 +392,10 @@ def test_a_wrong_option_is_refused_before_anything_is_written(tmp_path, runs, op
 
 
 @pytest.mark.slow
-def test_the_checks_of_the_command_are_made_and_say_the_same(tmp_path):
+def test_the_checks_of_the_command_are_made_and_say_the_same(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="unknown reward function countdwn.*did you mean countdown"):
         train(TINY_MODEL, ROWS, "countdwn", output_dir=tmp_path / "run", **SMALL)
+    monkeypatch.setattr(local_run, "early_start", nothing_early)
     with pytest.raises(ConfigurationError, match="'/no/model' is not a folder"):
         train("/no/model", ROWS, "countdown", output_dir=tmp_path / "run", **SMALL)
     with pytest.raises(ConfigurationError, match="name the rewards of the run"):

@@ -105,7 +105,7 @@ def nothing_is_started(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@pytest.mark.parametrize("command", ["run", "doctor"])
+@pytest.mark.parametrize("command", ["run", pytest.param("doctor", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("changes", "reason", "cure"), SETTINGS, ids=[" ".join(map(str, one[0])) for one in SETTINGS]
 )
@@ -267,7 +267,10 @@ def test_a_file_of_options_that_is_no_toml_or_holds_an_unknown_one(tmp_path, cap
         ("run", {"learning-rate": -1}, "--learning-rate must be above 0, not -1.0"),
         ("doctor", {"policy-loss": "ppo"}, "--policy-loss 'ppo' is unknown"),
         ("run", {"reward-fns": "countdwn"}, "did you mean countdown"),
-        ("doctor", {"data-path": "/no/data.jsonl"}, "/no/data.jsonl: there is no such file"),
+        pytest.param(
+            *("doctor", {"data-path": "/no/data.jsonl"}, "/no/data.jsonl: there is no such file"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_as_a_program_of_its_own_it_takes_seconds(command, changes, said, tmp_path):

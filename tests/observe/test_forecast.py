@@ -58,7 +58,7 @@ def test_no_other_curve_fits_better(seed: int) -> None:
     assert best <= min(((y_T - other.at(X_T)) ** 2).sum() for other in others)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_intervals_of_20_noisy_runs_cover_the_truth(monkeypatch) -> None:
     """Each with a chance of 95 %: less than 17 of 20 would happen to 16 tests in 1,000."""
     monkeypatch.setattr(module, "NUM_RESAMPLES", 50)

@@ -37,7 +37,9 @@ def save_fresh_experts(folder: Path, expert_width: int) -> None:
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("expert_width", [ALIGNED_WIDTH, PADDED_WIDTH])
+@pytest.mark.parametrize(
+    "expert_width", [ALIGNED_WIDTH, pytest.param(PADDED_WIDTH, marks=pytest.mark.exhaustive)]
+)
 def test_experts_and_their_router_compute_with_the_weights_of_every_update(
     engine_environment, tmp_path, expert_width
 ):

@@ -13,7 +13,8 @@ from real_runs import lines
 
 from async_grpo.data import CAPITALS_TRAIN
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+# The same run with the sample model is test_whole_chain.py; its continuation and its export have tests of their own
+pytestmark = [pytest.mark.real, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 STEPS = 3
 DTYPES = ["float32", pytest.param("bfloat16", marks=long_without_bfloat16)]
 # 1e-10 and 0.002 are usual

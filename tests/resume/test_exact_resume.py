@@ -71,7 +71,12 @@ def weights(folder: Path):
     return load_file(last / "model.safetensors")
 
 
-CASES = [(0, 1, 1), (1, 1, 1), (2, 2, 1)]  # staleness, ranks, kills
+# Staleness, ranks, kills
+CASES = [
+    pytest.param(0, 1, 1, marks=pytest.mark.exhaustive),
+    pytest.param(1, 1, 1, marks=pytest.mark.exhaustive),
+    (2, 2, 1),
+]
 if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
     CASES = [(staleness, ranks, KILLS) for staleness in (0, 1, 2) for ranks in (1, 2)]
 

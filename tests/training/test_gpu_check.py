@@ -17,6 +17,13 @@ ROOT = Path(gpu_check.__file__).parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in gpu_check.ROWS if name != "compile"])  # which takes longer
+def test_a_row_passes_in_small(ranks, name):
+    outcome = gpu_check.checked(gpu_check.ROWS[name], gpu_check.Bench(ranks, tiny=True))
+    assert outcome["outcome"] == "passed", outcome
+
+
+@pytest.mark.exhaustive
 def test_every_row_passes_in_small_and_what_is_not_installed_is_named(tmp_path, warm):
     environment = os.environ | VARIABLES | {"PYTHON": str(warm.torch)}
     command = [

@@ -124,9 +124,12 @@ def publisher_of(engine: Engine, dtype=torch.bfloat16, tolerance: float | None =
     [
         (12, 256, (0, 7, 12), 1.5),
         # Kernels with AVX512's instructions for bfloat16 round otherwise than those with AVX2's
-        pytest.param(28, 256, (28,), 1.25 if HAS_BFLOAT16 else 1.5, marks=long_without_bfloat16),
-        (4, 1024, (0, 4), 1.5),
-        pytest.param(2, 2048, (0, 2), 1.5, marks=long_without_bfloat16),
+        pytest.param(
+            *(28, 256, (28,), 1.25 if HAS_BFLOAT16 else 1.5),
+            marks=[long_without_bfloat16, pytest.mark.exhaustive],
+        ),
+        pytest.param(4, 1024, (0, 4), 1.5, marks=pytest.mark.exhaustive),
+        pytest.param(2, 2048, (0, 2), 1.5, marks=[long_without_bfloat16, pytest.mark.exhaustive]),
     ],
 )
 def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(
