@@ -6,6 +6,7 @@ All functions take linear time.
 import re
 
 from async_grpo.rewards.answer_reading.choices import choice_with_value
+from async_grpo.rewards.answer_reading.measures import units_of
 from async_grpo.rewards.answer_reading.notation import plain_notation
 from async_grpo.rewards.answer_reading.spellings import FONT, SPACE, WORD_IN_FORMULA, as_latex
 
@@ -84,7 +85,8 @@ def is_prose(gold: str) -> bool:
     plain = _DELIMITER.sub(" ", _FONT.sub(r" \1 ", plain_notation(gold)))
     if not _has_digit(plain) or _RELATION.search(plain) is not None or _is_quantity(plain):
         return False
-    return _sure_words(plain) != []
+    # A value with two units, such as "5 ft 6 in", has no words of which it is sure that they are no variables
+    return _sure_words(plain) != [] or len(units_of(gold)) > 1
 
 
 def _is_quantity(plain: str) -> bool:
@@ -142,7 +144,7 @@ def words_only(text: str) -> str | None:
     plain = " ".join(_SPACES.sub(" ", latex).split()).rstrip(". ")
     if _WORDS_ONLY.fullmatch(plain) is None or not _sure_words(plain):
         return None
-    return ", ".join(sorted(_SEPARATOR.split(plain.casefold())))
+    return ", ".join(sorted(_SEPARATOR.split(plain.casefold().replace(" -", "-"))))
 
 
 def equal_words(gold: str, answer: str) -> bool | None:
