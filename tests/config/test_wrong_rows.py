@@ -66,6 +66,36 @@ ROWS = {
     "token ids of another model": ({"input_token_ids": [10**6]}, "outside the model's vocabulary", {}),
     "messages that are none": ({"messages": [1]}, "messages must be a list of objects", {}),
     "no messages": ({"messages": []}, "messages must be a list of objects", {}),
+    "messages without text": (
+        {"messages": [{"role": "user", "content": " "}]},
+        "the messages have no text, so there is no question",
+        {},
+    ),
+    "an answer of several numbers": (
+        {"prompt": "a", "answer": "5..7"},
+        "of the row's answer '5..7', only the number 5 can be read",
+        {"--reward-fns": "math_verify"},
+    ),
+    "an answer that is JSON": (
+        {"prompt": "a", "answer": '{"ground_truth": "7"}'},
+        "is a JSON object: name the field that holds the value",
+        {"--reward-fns": "math_verify"},
+    ),
+    "an answer that is prose": (
+        {"prompt": "a", "answer": "It has 3 sides. They are equal."},
+        "is prose, in which no value can be found",
+        {"--reward-fns": "math_verify"},
+    ),
+    "a test that is no Python": (
+        {"prompt": "a", "tests": [{"assert": "assert f(1) = 2"}]},
+        "cannot be run, because it is not valid Python",
+        {"--reward-fns": "code"},
+    ),
+    "a test of numpy": (
+        {"prompt": "a", "tests": ["import numpy\nassert f(1) == 2"]},
+        "imports numpy, but tests can import only",
+        {"--reward-fns": "code"},
+    ),
     "no such column": (GOOD, "question is not in this row, which has prompt, answer", QUESTION),
     "a null in the column": ({"question": None}, "question is null in this row", QUESTION),
     "an empty text in the column": ({"question": " "}, "the text there is empty", QUESTION),
@@ -88,7 +118,11 @@ ROWS = {
     ),
 }
 # All good rows of these tests have every column that the options name
-COMPLETE = GOOD | {"question": "3 + 4?", "reward_model": {"ground_truth": "7"}}
+COMPLETE = GOOD | {
+    "question": "3 + 4?",
+    "reward_model": {"ground_truth": "7"},
+    "tests": ["assert f(1) == 2"],
+}
 
 
 def as_line(row: object) -> bytes:
