@@ -3,14 +3,15 @@
     python examples/agents/make_environments.py
     python -m tests.long.agent_frameworks                              # all frameworks: about ten minutes
     python -m tests.long.agent_frameworks --only openai,smolagents     # these alone
+    python -m tests.long.agent_frameworks --columns "typed output"     # one column of the table alone
     python -m tests.long.agent_frameworks --typed-output hint          # forms of answers are in the prompt alone
     python -m tests.long.agent_frameworks --write                      # put the lines into the table of docs/agents.md
 
 A scripted policy plays with each example of examples/agents, and with each program of agent_programs, one feature at a
 time. A feature works if the program makes of the policy's turns what it must, each sampled token is trained on exactly
 once, and the program looks for no other host. Where a program requires a form, the policy's turn must also keep to the
-grammar that an engine would enforce. Mistakes are played without enforcement, which would prevent them. The exit status
-is 1 if a feature does not work.
+grammar that an engine would enforce. Mistakes and thoughts are played without, because it would prevent them. The exit
+status is 1 if a feature does not work.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ EXAMPLES = ROOT / "examples" / "agents"
 PROGRAMS = Path(__file__).with_name("agent_programs")
 PAGE = ROOT / "docs" / "agents.md"
 AT_ONCE = 2  # agents that play at the same time
+# Features that a grammar would prevent: mistakes, and thoughts, which the template of the policy does not write
+PLAYED_FREELY = (THINKING, *MISTAKES)
 # Columns of the table, and the features in each
 COLUMNS = {
     "chat": ("chat",),
@@ -109,7 +112,7 @@ async def try_features(
                 command_of(framework, feature, environments),
                 script.turns,
                 row,
-                HINT if feature in MISTAKES else typed_output,
+                HINT if feature in PLAYED_FREELY else typed_output,
             )
         fault = fault_of(played, script)
         tokens = (
@@ -140,10 +143,22 @@ def cell_of(group: tuple[str, ...], tried: dict[str, Tried]) -> str:
     return answer if num_sequences == 1 else f"{answer}, {num_sequences} sequences"
 
 
-def row_of(framework: str, tried: dict[str, Tried]) -> str:
-    """Return a framework's line of the table."""
+def features_of(columns: list[str]) -> list[str]:
+    """Return the features in columns of the table."""
+    return [feature for column in columns for feature in COLUMNS[column]]
+
+
+def row_of(framework: str, tried: dict[str, Tried], columns: list[str]) -> str:
+    """Return a framework's line of the table. Entries of other columns than the given ones are those of the page."""
     pins = frameworks()[framework].get("packages") or frameworks()[framework]["npm"]
-    cells = [cell_of(group, tried) for group in COLUMNS.values()]
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    page_row = next(
+        (line for line in lines[lines.index(head()[0]) :] if line.startswith(f"| {framework} |")), ""
+    )
+    page_cells = [cell.strip() for cell in page_row.split("|")[3:-1]]
+    cells = []
+    for number, (column, group) in enumerate(COLUMNS.items()):
+        cells.append(cell_of(group, tried) if column in columns else page_cells[number])
     return f"| {framework} | {', '.join(pins)} | {' | '.join(cells)} |"
 
 
@@ -166,6 +181,9 @@ def write_rows(rows: list[str]) -> None:
 def main(
     only: Annotated[str, typer.Option(help="Frameworks, with commas between them; all by default.")] = "",
     features: Annotated[str, typer.Option(help="Features, with commas between them; all by default.")] = "",
+    columns: Annotated[
+        str, typer.Option(help="Columns of the table, with commas between; all by default.")
+    ] = "",
     environments: Annotated[Path, typer.Option(help="Folder of the environments.")] = Path(".venv/agents"),
     typed_output: Annotated[str, typer.Option(help="As the option of a run: enforce or hint.")] = ENFORCE,
     write: Annotated[bool, typer.Option(help="Put the lines into docs/agents.md.")] = False,
@@ -183,9 +201,10 @@ def main(
             if not (environments / framework).exists():
                 print(f"{framework} is left out: there is no {environments / framework}")
                 continue
-            names = features.split(",") if features else []
+            tried_columns = columns.split(",") if columns else list(COLUMNS)
+            names = features.split(",") if features else features_of(tried_columns)
             tried = asyncio.run(try_features(framework, names, environments, model, typed_output))
-            rows.append(row_of(framework, tried))
+            rows.append(row_of(framework, tried, tried_columns))
             num_failed += sum(bool(result.fault) for result in tried.values())
             num_passed += sum(not result.fault for result in tried.values())
     print("\n".join([*head(), *rows]))
