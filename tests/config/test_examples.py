@@ -34,6 +34,8 @@ EIGHT = "0,1,2,3,4,5,6,7"
 RUNS = {  # and the GPUs that each needs, by CUDA_VISIBLE_DEVICES
     "countdown_laptop": "",
     "gsm8k_1gpu": "0",
+    "lora_24gb": "0",
+    "lora_80gb": "0",
     "gsm8k_8gpu": EIGHT,
     "maths_2x8": f"{EIGHT},8,9,10,11,12,13,14,15",
     "essay": "0,1,2,3",
