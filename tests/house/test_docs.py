@@ -75,3 +75,10 @@ def test_the_memory_of_a_cluster_is_what_the_formulas_say():
 
     page = (ROOT / "docs" / "clusters.md").read_text()
     assert f"\n{table()}\n" in page, "python -m benchmarks.memory_table makes the table of docs/clusters.md"
+
+
+def test_the_memory_of_lora_on_one_gpu_is_what_the_formulas_say():
+    from benchmarks.lora_memory import table
+
+    page = (ROOT / "docs" / "lora.md").read_text()
+    assert f"\n{table()}\n" in page, "python -m benchmarks.lora_memory makes the table of docs/lora.md"
