@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_thread import CANARY, MODEL, EngineThread, hf_logprobs, weights
+from long_tests import long_test
 from peft_adapters import lora_settings, new_adapter, peft_tensors
 from safetensors.torch import save, save_file
 from transformers import AutoModelForCausalLM
@@ -180,6 +181,42 @@ def test_a_long_prompt_of_the_old_adapter_is_not_reused_under_the_new_one(engine
         land(engine, policy)
         first, second = (engine.run(completions(engine, prompt, 1, 12))[0] for _ in range(2))
         assert max(error_of(answer, policy, prompt) for answer in (first, second)) < 1e-4
+
+
+OTHER_ENGINES = {
+    "two processes": (1e-4, {"processes": 2}),
+    "bfloat16": (0.3, {"dtype": "bfloat16"}),
+    "real model": (1e-4, {}),
+    "real model in bfloat16": (0.3, {"dtype": "bfloat16"}),
+}
+
+
+@long_test("a minute per engine")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", OTHER_ENGINES)
+def test_other_engines_apply_the_adapter_as_exactly_as_they_compute_the_base(kind, request):
+    allowed, changes = OTHER_ENGINES[kind]
+    folder = request.getfixturevalue("smollm2_folder") if "real model" in kind else MODEL
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = new_adapter(model, 16, SCALING, TARGETS, size=0.02)
+    tensors = peft_tensors(policy, getattr(torch, changes.get("dtype", "float32")))
+    lora, prompt = lora_settings(policy, 16, SCALING), CANARY[:12]
+    with closing(EngineThread(folder, lora=lora, **changes)) as other:
+        received = other.run(other.worker.update(0, [memoryview(save(tensors))]))
+        assert all(tensor.in_use and tensor.is_read_back for tensor in received.values())
+
+        async def mix() -> tuple[list[Completion], np.ndarray]:
+            asking = asyncio.ensure_future(completions(other, prompt, 4, 40))
+            return await asking, await other.worker.canary(CANARY, with_adapter=False)
+
+        answers, base = other.run(mix(), 180)
+        with_adapter = other.run(other.worker.canary(CANARY))
+    errors = with_adapter - hf_logprobs(policy, CANARY)
+    base_errors = base - base_logprobs(policy, CANARY)
+    assert np.abs(base_errors).max() < allowed and np.abs(errors).max() < allowed
+    assert max(error_of(answer, policy, prompt) for answer in answers) < allowed
+    assert np.sqrt(np.square(errors).mean()) < 2 * np.sqrt(np.square(base_errors).mean())
+    assert np.abs(with_adapter - base).max() > 0.3
 
 
 # -- proof
