@@ -18,8 +18,8 @@ class ReadBack:
     sends the weights that a new engine already holds, so all fingerprints should be equal afterwards. A place whose
     fingerprints differ cannot be read, and is ignored from then on.
 
-    If an engine receives only an adapter, every tensor of the adapter is a place of its own, and the places of the base
-    must stay as they were in `begin`. In this case no place is ignored.
+    If an engine applies an adapter, every tensor of the adapter is a place of its own, which is never ignored. A place of
+    the base must stay as it was in `begin` until it receives weights.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,12 @@ class ReadBack:
         self._not_in_use: set[str] = set()  # readable places that differ after the last update
         # Place -> fingerprint at the start of an engine with an adapter; empty for an engine that receives all weights
         self._at_start: dict[str, int] = {}
+        self._received_once: set[str] = set()  # places of the base that have received weights
         self._adapter: set[str] = set()  # names of the adapter's tensors
         self._adapter_not_in_use: set[str] = set()  # those that differ after the last update
 
     def begin(self, processes: FingerprintsOfProcesses) -> None:
-        """Note the weights of an engine that will receive only an adapter. These weights must not change."""
+        """Note the weights with which an engine starts that will apply an adapter to them."""
         places = processes[0][0].keys()
         self._at_start = {place: _sum_of_used(processes, place) for place in places}
         self._readable = set(places)
@@ -41,6 +42,7 @@ class ReadBack:
         """Compare fingerprints after an update, and note for `is_in_use` the places at which they differ."""
         _, arrived = processes[0]
         differing = set()
+        places_with_weights = {place for place, fingerprint in arrived.items() if fingerprint}
         for place, fingerprint in arrived.items():
             # The fingerprint is 0 if the place has received nothing
             expected = fingerprint or self._at_start.get(place, 0)
@@ -50,6 +52,9 @@ class ReadBack:
             self._readable = arrived.keys() - differing
             self._unreadable = differing
             log.info("%d of %d places of the weights can be read back", len(self._readable), len(arrived))
+        elif self._at_start:
+            self._unreadable |= differing & (places_with_weights - self._received_once)
+        self._received_once |= places_with_weights
         self._not_in_use = differing - self._unreadable
 
     def compare_adapter(self, processes: FingerprintsOfProcesses) -> None:

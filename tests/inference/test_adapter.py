@@ -102,3 +102,19 @@ def test_a_base_that_differs_from_the_start_is_a_place_of_no_received_tensor():
     assert made.is_in_use(A) and made.not_in_use(apart_from=[A, B]) == {"model.layers.0.mlp"}
     compare(made)
     assert made.not_in_use(apart_from=[A, B]) == set()
+
+
+def test_a_place_of_the_base_that_differs_when_it_first_receives_weights_cannot_be_read():
+    """Such as packed experts. All other places must be in use from then on."""
+    made = ReadBack()
+    made.begin([({"model.layers.0.mlp": 5, "model.layers.0.mlp.experts": 1}, {})])
+
+    def receive(mlp: int, used_mlp: int, experts: int) -> None:
+        arrived = {"model.layers.0.mlp": mlp, "model.layers.0.mlp.experts": experts}
+        made.compare([({"model.layers.0.mlp": used_mlp, "model.layers.0.mlp.experts": 1}, arrived)])
+
+    gate, expert = "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.experts.3.up_proj.weight"
+    receive(mlp=5, used_mlp=5, experts=8)
+    assert made.is_readable(gate) and not made.is_readable(expert) and made.is_in_use(expert)
+    receive(mlp=6, used_mlp=5, experts=9)
+    assert not made.is_in_use(gate) and made.is_in_use(expert)
