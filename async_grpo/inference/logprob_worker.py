@@ -24,8 +24,10 @@ from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
-from async_grpo.modeling.policy import PolicyModel, stored_weights
+from async_grpo.modeling.lora import add_lora, fill_lora
+from async_grpo.modeling.policy import PolicyModel, named_weights_and_adapters
 from async_grpo.protocols import Manifest
+from async_grpo.types import GENERATION
 from async_grpo.weights.package import unpack
 
 
@@ -75,7 +77,7 @@ class LogprobWorker:
             config: The `WorkerConfig`.
             settings: Settings that all workers of the run share.
         """
-        policy = PolicyModel(load_causal_lm(config.model_path, settings.dtype))
+        policy = _load_policy(config, settings)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = policy.to(device).eval()
         check_forward(policy, torch_dtype(settings.dtype))
@@ -217,6 +219,23 @@ class LogprobWorker:
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]
 
 
+def _load_policy(config: Any, settings: SharedRunSettings) -> PolicyModel:
+    """Load the model, with the run's LoRA adapter if the trainer sends it apart from the weights.
+
+    A reference worker has no adapter, because the reference of an adapter is the model without it.
+    """
+    model = load_causal_lm(config.model_path, settings.dtype)
+    lora = settings.lora
+    if lora is None or lora.sync == "merged":
+        return PolicyModel(model)
+    if config.mode != GENERATION and config.role == "reference":
+        return PolicyModel(model)
+    add_lora(model, lora)
+    policy = PolicyModel(model)
+    fill_lora(policy.model, lora, settings.seed, torch.device("cpu"))
+    return policy
+
+
 def _fail(error: Exception, requests: list[_Request]) -> None:
     for request in requests:
         if not request.answer.done():
@@ -225,7 +244,7 @@ def _fail(error: Exception, requests: list[_Request]) -> None:
 
 @torch.no_grad()
 def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors into the policy's weights of the same names.
+    """Copy the tensors into the policy's weights, or into its adapters, of the same names.
 
     All other weights keep their values. The manifest shows that they were not received.
 
@@ -235,14 +254,14 @@ def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str
     Raises:
         WeightsDidNotLand: A name or a shape is not one of the policy's.
     """
-    weights = dict(stored_weights(policy))
+    weights = dict(named_weights_and_adapters(policy))
     for name, tensor in tensors.items():
         if name not in weights or weights[name].shape != tensor.shape:
             expected = tuple(weights[name].shape) if name in weights else "no such tensor"
             raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
         weights[name].copy_(tensor)
     # Read the weights again, because `copy_` may have written to a copy that the forward pass does not use
-    used_weights = dict(stored_weights(policy))
+    used_weights = dict(named_weights_and_adapters(policy))
     differing = set()
     for name, tensor in tensors.items():
         if not torch.equal(used_weights[name], tensor.to(used_weights[name])):

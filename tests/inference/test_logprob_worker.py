@@ -5,6 +5,7 @@ import copy
 import threading
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.inference.logprob_worker import LogprobWorker
+from async_grpo.messages import LoraSettings
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.sharding import canary_logprobs
 
@@ -242,3 +244,41 @@ async def test_a_landing_check_is_answered_at_temperature_1_whatever_the_server_
     async with serving(PolicyModel(tiny_model()), temperature=0.3) as server:
         answer = await server.canary(ids)
     np.testing.assert_allclose(answer, canary_logprobs(PolicyModel(tiny_model()), ids), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "role", "has_adapter"),
+    [("logprob", "proximal", True), ("logprob", "reference", False), ("generation", "reference", True)],
+)
+async def test_a_worker_that_receives_an_adapter_computes_with_it_and_its_base_with_the_base(
+    tmp_path, mode, role, has_adapter
+):
+    """Mode generation is that of the engine for tests, which keeps its weights in such a worker."""
+    save_tiny_model(tmp_path)
+    policy = PolicyModel(tiny_model())
+    layers = ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj")
+    settings = replace(SETTINGS, lora=LoraSettings(rank=2, scaling=3.0, layers=layers, sync="adapter"))
+    config = SimpleNamespace(
+        model_path=str(tmp_path), mode=mode, role=role, max_tokens_per_gpu=100, max_wait_s=0.01
+    )
+    worker = LogprobWorker.start(config, settings)
+    text = np.arange(12, dtype=np.int32) % VOCAB
+    before = await worker.canary(text)
+    tensors, expected = {}, dict(policy.model.named_parameters())
+    for layer in layers:
+        weight = expected[f"{layer}.weight"]
+        a, b = torch.randn(2, weight.shape[1]), torch.randn(weight.shape[0], 2)
+        tensors |= {
+            f"base_model.model.{layer}.lora_A.weight": a,
+            f"base_model.model.{layer}.lora_B.weight": b,
+        }
+        with torch.no_grad():
+            weight.add_(3.0 * b @ a)
+    if not has_adapter:
+        with pytest.raises(WeightsDidNotLand, match="no such tensor"):
+            await worker.update(1, images(tensors))
+        return
+    manifest = await worker.update(1, images(tensors))
+    assert manifest.keys() == tensors.keys() and all(one.in_use for one in manifest.values())
+    after = await worker.canary(text)
+    assert np.abs(after - canary_logprobs(policy, text)).max() < 1e-4 < np.abs(after - before).max()
