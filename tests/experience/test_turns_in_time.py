@@ -195,7 +195,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @given(group=groups())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_estimator_sums_over_the_turns_in_time(case, group):
     options, reference = CASES[case]
     got = advantages_in_time(group, case.split()[0], **options)

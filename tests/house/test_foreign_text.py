@@ -662,6 +662,7 @@ READ_CHARACTERS = {
     "free text": 20_000,
     "short notation": 2_000,
 }
+MANY_SECONDS = {"math_verify's answer", "notation", "free text", "exact"}  # in all, for all of UNITS
 SECONDS = 2.0  # of processor time; what is linear takes some milliseconds, what is quadratic minutes
 
 
@@ -703,13 +704,16 @@ def num_characters_for(name: str) -> int:
     return NUM_CHARACTERS if name in IN_THE_LOOP else NUM_OTHER_CHARACTERS
 
 
-@pytest.mark.parametrize("name", FEEDS)
+MARKED = [pytest.param(name, marks=pytest.mark.slow) if name in MANY_SECONDS else name for name in FEEDS]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_a_megabyte_of_whatever_it_is_is_read_in_time(name):
     for unit in UNITS:
         feed(name, unit, num_characters_for(name))
 
 
-@pytest.mark.parametrize("name", FEEDS)
+@pytest.mark.parametrize("name", MARKED)
 def test_so_are_two_kinds_that_take_turns(name):
     for pair in itertools.combinations(PAIRED, 2):
         feed(name, "".join(pair), NUM_PAIR_CHARACTERS)

@@ -211,6 +211,7 @@ def reference_gradients(case, sequences):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in policy.named_parameters()}
 
 
+@pytest.mark.slow  # the gradients of the fast tests are those of test_gradient_exactness.py
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.startswith("clip_cov")]
 )  # whose random choice goes by the token's own number, which a padded batch does not know
@@ -221,6 +222,7 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ran
     assert overall < 2e-5 and worst < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("clip_cov")])
 def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_ranks, ranks, case):
     metrics, gradients = step_gradients(ranks, case, [pack(minibatch(list(CASES).index(case), case))])
@@ -230,6 +232,7 @@ def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_rank
         assert metrics["selected_frac"] > 0.03
 
 
+@pytest.mark.slow
 def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
     names = "mismatch_kl ess ratio_p01 ratio_p50 ratio_p99 clip_frac_low clip_frac_high".split()
     for case, (metrics, _) in two_ranks.items():
