@@ -334,6 +334,7 @@ LOST_OF_WIDE_ENGINE = {
 
 
 @long_without_bfloat16
+@pytest.mark.exhaustive  # tests/weights/test_self_test.py loses tensors of a small engine in bfloat16
 @pytest.mark.timeout(600)
 def test_a_wide_bfloat16_engine_starts_and_each_kind_of_tensor_that_it_loses_is_seen(wide_folder):
     """It was refused: all tensors changed by at least 0.1 made rounding as large as what a lost one makes.
