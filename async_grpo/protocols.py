@@ -139,12 +139,21 @@ Receipt = tuple[Manifest, np.ndarray]
 
 
 @dataclass(frozen=True)
+class ChunkDigest:
+    """Digest of a chunk of weights, and of the chunk to which it applies if it travels as changes."""
+
+    digest: str  # digest of the whole chunk, see `weights.sent_chunks.chunk_digest`
+    base_digest: str = ""  # digest of the chunk that the changes apply to; "" if the whole chunk travels
+
+
+@dataclass(frozen=True)
 class WeightPackage:
     """One version of the weights, with all data that is needed to prove that it arrived."""
 
     version: int  # policy version
     manifest: Manifest  # the tensors that are sent; a round of the self-test may send only some of them
-    # References to the weights, as uint8 arrays in safetensors format, or file paths; [] if a transport needs none
+    # References to the weights, as uint8 arrays in safetensors format, or file paths; [] if a transport needs none. With
+    # `chunk_digests`, chunks may be changes instead
     chunks: list[Any]
     # Token ids, (L,) int32 each, of fixed texts for the check; N tokens in all
     canary_texts: Sequence[np.ndarray]
@@ -154,6 +163,9 @@ class WeightPackage:
     # `weights.package.canary_miss`)
     tolerance: float
     for_late: bool = False  # True if the package is only for workers that joined late and have no weights yet
+    # Digests of the chunks, with which workers keep them for later changes (`weights.sent_chunks`). None, or an empty
+    # list, for whole chunks to which no changes will apply, such as those of a self-test
+    chunk_digests: Sequence[ChunkDigest | None] = ()
 
 
 class Engines(Protocol):

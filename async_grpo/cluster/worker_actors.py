@@ -21,6 +21,7 @@ from async_grpo.processes.private_folder import compile_cache, make_private_fold
 from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION
+from async_grpo.weights.received_chunks import ReceivedChunks
 
 # Environment variables that let several engines share a machine without a GPU. Forwarded variables override these
 ENGINE_ENVIRONMENT = {
@@ -41,6 +42,7 @@ class WorkerActor(ChannelServer):
         log_to_own_file(type(self).__name__.removesuffix("Actor").lower())
         self._loading = asyncio.Lock()
         self._version: int | None = None
+        self._received = ReceivedChunks()
         self._settings: SharedRunSettings | None = None
 
     async def warm_up(self, config: WorkerConfig) -> None:
@@ -83,7 +85,8 @@ class WorkerActor(ChannelServer):
         """Load a package, and compute the log-probs of its canary texts, from which the trainer sees that it loaded.
 
         Raises:
-            WeightsDidNotLand: Newer weights are already loaded, or this node cannot read the package's files.
+            WeightsDidNotLand: Newer weights are already loaded, this node cannot read the package's files, or the package
+                holds changes to weights that this worker does not have.
         """
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
@@ -91,7 +94,9 @@ class WorkerActor(ChannelServer):
             chunks = []
             for chunk in package.chunks:
                 chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)
-            manifest = await self._engine.update(package.version, chunks)
+            # In a thread, because large chunks take seconds, during which this process must answer calls
+            whole_chunks = await asyncio.to_thread(self._received.restore, chunks, package.chunk_digests)
+            manifest = await self._engine.update(package.version, whole_chunks)
             self._version = package.version
             return manifest, await answer_canary(self._engine, package.canary_texts)
 
@@ -111,6 +116,7 @@ class WorkerActor(ChannelServer):
             return False
         self._settings = settings
         self._version = None
+        self._received = ReceivedChunks()
         return await self._engine.begin_anew()
 
     async def processes(self) -> list[int]:

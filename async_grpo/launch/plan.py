@@ -21,6 +21,7 @@ from async_grpo.metrics.lines import duration, metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import is_number
 from async_grpo.training.checkpoint_folder import checkpoints_of
+from async_grpo.weights.config import get_transport
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
@@ -237,6 +238,15 @@ def roles(
     # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
     checkpoint_bytes = 12 * (num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
+    if config.weight_sync_deltas:
+        # Rank 0 keeps the last version that it sent. With packages, each worker keeps one copy; with NCCL, each process
+        # of an engine does
+        kept_bytes = dtype_bytes * num_parameters
+        main_memory_bytes += kept_bytes
+        num_copies = config.generation_workers + config.logprob_roles.count("proximal")
+        if not get_transport(config.weight_transport).sends_packages:
+            num_copies = config.generation_workers * config.tensor_parallel_size
+        yield "weights kept by a worker", num_copies, 0, kept_bytes
     yield "rank 0's machine", 1, 0, main_memory_bytes
 
 

@@ -13,6 +13,7 @@ from async_grpo.errors import RequestRefused, WorkerLost
 from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling
+from async_grpo.weights.received_chunks import ReceivedChunks
 
 
 class FakeEngine:
@@ -133,6 +134,7 @@ class InProcessWorker:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._received = ReceivedChunks()
 
     def connect(self, name: str, on_lost: Callable[[WorkerLost], None]) -> Self:
         """Return the link to the worker, which is the worker itself; see `Connect`."""
@@ -170,7 +172,8 @@ class InProcessWorker:
     async def load(self, package: WeightPackage) -> Receipt:
         """Load a package of weights, and return the receipt with the log-probs of its canary."""
         chunks = [memoryview(chunk) for chunk in package.chunks]
-        manifest = await self._handler("update")(package.version, chunks)
+        whole_chunks = self._received.restore(chunks, package.chunk_digests)
+        manifest = await self._handler("update")(package.version, whole_chunks)
         return manifest, await answer_canary(self.engine, package.canary_texts)
 
 

@@ -74,6 +74,12 @@ class WeightConfig(Section):
         "Folder that all nodes share, with room for the weights. Only for --weight-transport shared_files.",
         "Cluster",
     )
+    weight_sync_deltas: bool = option(
+        False,
+        "Send only the weights that changed since the last version, in the engines' dtype, wherever that is smaller. The "
+        "trainer and each worker keep one more copy of the weights in main memory.",
+        "Cluster",
+    )
     sync_timeout_s: float = option(
         600.0,
         "Maximum seconds that an engine may take to load new weights. A slower engine is ended.",

@@ -9,16 +9,19 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from async_grpo.errors import DeadlineExceeded, WorkerLost
-from async_grpo.modeling import full_tensor
+from async_grpo.modeling import compute_device, full_tensor
 from async_grpo.protocols import Engines, TensorRecord, WeightPackage
+from async_grpo.weights.delta_tensors import KEEP, SentTensors
 from async_grpo.weights.in_thread import in_thread
-from async_grpo.weights.package import record
+from async_grpo.weights.package import SELF_TEST, record
 from async_grpo.weights.publisher import Delivery, Publisher
+from async_grpo.weights.traffic import Traffic
 
 log = logging.getLogger(__name__)
 ABORT_S = 30.0  # seconds that an aborted transfer has to end, in addition to --sync-timeout-s
@@ -26,26 +29,60 @@ ABORT_S = 30.0  # seconds that an aborted transfer has to end, in addition to --
 
 @dataclass
 class RecordingSource:
-    """A `WeightSource` of vLLM: yields each full tensor once, in the wire dtype, and records it."""
+    """A `WeightSource` of vLLM: yields what travels of each tensor once, and records the full tensor in the wire dtype.
+
+    With `--weight-sync-deltas`, the names and contents that it yields are those of `delta_tensors`.
+    """
 
     wire_dtype: torch.dtype
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     sent: dict[str, TensorRecord] = field(default_factory=dict)
+    sent_tensors: SentTensors = field(default_factory=lambda: SentTensors(Traffic()))
 
     def __post_init__(self) -> None:
         self.begin(self.weights)
 
-    def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights of the next transfer."""
+    def begin(self, weights: Mapping[str, torch.Tensor], *, keep: bool = False) -> None:
+        """Set the weights of the next transfer.
+
+        Args:
+            weights: Tensors by name.
+            keep: Whether both sides keep the tensors, because changes to them may follow.
+        """
         self.weights = weights
         self.sent = {}
-        self._remaining = self._gather()
+        self._descriptions = []
+        for name, weight in weights.items():
+            name_on_wire = KEEP + name if keep else name
+            self._descriptions.append((name_on_wire, self.wire_dtype, tuple(weight.shape)))
+        self._remaining = self._kept() if keep else self._gather()
+
+    def begin_changes(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights of the next transfer, of which only changes travel. Gathers all weights, which is a collective.
+
+        The engines are told the sizes of all changes before the transfer begins, so all of them are computed here. They
+        wait in main memory.
+        """
+        self.begin(weights)
+        contents = []
+        for name, full_weight in self._remaining:
+            contents.append(self.sent_tensors.encode(name, full_weight, self.sent[name].digest))
+        self._descriptions = [(name, content.dtype, tuple(content.shape)) for name, content in contents]
+        devices = [compute_device(weight) for weight in weights.values()]
+        self._remaining = (
+            (name, content.to(device)) for (name, content), device in zip(contents, devices, strict=True)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the number of bytes that the transfer sends to each engine."""
+        return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self._descriptions)
 
     def metadata(self) -> list[Any]:
         """Return names, dtypes and full shapes of the tensors that will be sent, without gathering them."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, self.wire_dtype, tuple(w.shape)) for name, w in self.weights.items()]
+        return [ParamMeta(*description) for description in self._descriptions]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._remaining
@@ -60,6 +97,12 @@ class RecordingSource:
                 # Two communicators that work on one device at the same time can wait for each other forever
                 torch.cuda.synchronize(full_weight.device)
             yield name, full_weight
+
+    def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the weights one by one, and keep each for later changes."""
+        for name, full_weight in self._gather():
+            self.sent_tensors.keep(name, full_weight, self.sent[name].digest)
+            yield KEEP + name, full_weight
 
     def drain(self) -> None:
         """Gather the tensors that were not sent, because the other ranks gather all tensors and wait for this one."""
@@ -124,7 +167,7 @@ class NCCLPublisher(Publisher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._source = RecordingSource(self.wire_dtype)
+        self._source = RecordingSource(self.wire_dtype, sent_tensors=SentTensors(self._traffic))
 
     def make_engine(self, world_size: int) -> Any:
         """Return vLLM's trainer-side transfer engine. On rank 0 it is connected to all engines."""
@@ -141,12 +184,13 @@ class NCCLPublisher(Publisher):
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
-        self._source.begin(weights)
         engines = self.engines
         if engines is None:
+            self._source.begin(weights)
             self._sender = self._sender or self.make_engine(0)
             self._sender.send_weights()  # ranks other than 0 only take part in gathering the weights
             return None
+        self._begin_transfer(draft, weights)
         engines.begin(draft.for_late)
         engines.each("pause", draft.version)
         if self._join_group(engines):
@@ -158,6 +202,20 @@ class NCCLPublisher(Publisher):
             raise WorkerLost(f"no engine took the weights of version {draft.version}: see the log")
         package = replace(draft, manifest=self._source.sent)
         return lambda: (package, receipts)
+
+    def _begin_transfer(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> None:
+        """Choose whether the weights travel whole or as changes. Called on rank 0.
+
+        Workers that joined late have no weights yet, and those of a self-test are no version of the policy.
+        """
+        is_version = draft.version != SELF_TEST
+        has_deltas = self.config.weight_sync_deltas and is_version
+        if has_deltas and not draft.for_late and self._source.sent_tensors.has(weights):
+            self._source.begin_changes(weights)
+        else:
+            self._source.begin(weights, keep=has_deltas)
+        if is_version:
+            self._traffic.num_bytes += self._source.num_bytes
 
     def _broadcast(self, engines: Engines) -> None:
         """Send the weights to the group. If the transfer was aborted, fence all members of the group."""

@@ -77,6 +77,21 @@ def record(tensor: torch.Tensor) -> TensorRecord:
     )
 
 
+def split_into_chunks(
+    weights: Mapping[str, torch.Tensor], chunk_bytes: int, dtype: torch.dtype
+) -> list[dict[str, torch.Tensor]]:
+    """Split the weights, in order, into chunks of about `chunk_bytes` each, in `dtype`."""
+    chunks: list[dict[str, torch.Tensor]] = []
+    room_bytes = 0
+    for name, weight in weights.items():
+        if room_bytes <= 0:
+            chunks.append({})
+            room_bytes = chunk_bytes
+        chunks[-1][name] = weight
+        room_bytes -= weight.numel() * dtype.itemsize
+    return chunks
+
+
 @torch.no_grad()
 def pack_weights(
     weights: Mapping[str, torch.Tensor], dtype: torch.dtype

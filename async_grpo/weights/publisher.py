@@ -25,7 +25,14 @@ from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.in_thread import in_thread
 from async_grpo.weights.observed_rounding import with_observed_rounding
-from async_grpo.weights.package import SELF_TEST, canary_miss, pack_weights, prove_landed, record
+from async_grpo.weights.package import (
+    SELF_TEST,
+    canary_miss,
+    pack_weights,
+    prove_landed,
+    record,
+    split_into_chunks,
+)
 from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
     ORIGINALS_BYTES,
@@ -36,6 +43,8 @@ from async_grpo.weights.self_test import (
     round_tolerance,
     self_test_groups,
 )
+from async_grpo.weights.sent_chunks import SentChunks
+from async_grpo.weights.traffic import Traffic
 
 Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
 # Delivers weights; returns their package, and the workers' receipts by worker id
@@ -76,6 +85,8 @@ class Publisher:
         self._unread: set[str] = set()  # names of tensors that some worker cannot read back; only on rank 0
         self._blind: set[str] = set()  # workers that can read back no tensor at all
         self._last_differences: Differences = {}  # each worker's differences at its last proof
+        self._traffic = Traffic()
+        self._sent_chunks = SentChunks(self.config.weight_sync_deltas, self._traffic)
         self._for_late = False  # whether the current sync serves only workers that joined late
         # Waits for the last sync. `publish` calls it, so that syncs do not overlap. Before the first sync it is `dict`,
         # which returns {}
@@ -94,8 +105,8 @@ class Publisher:
                 first proof, a sync with a self-test serves only workers that joined late.
 
         Returns:
-            A function that waits for the proof. It returns the metrics `canary_error` and `weight_sync_s`. The latter
-            is the time since the call of `publish`.
+            A function that waits for the proof. It returns the metrics `canary_error`, `weight_sync_s` (the time since
+            the call of `publish`), and those of `Traffic`.
 
         Raises:
             WeightsDidNotLand: All workers that received weights to generate with failed the proof. Raised on rank 0,
@@ -119,6 +130,7 @@ class Publisher:
             return {
                 "weight_sync_s": time.monotonic() - started,
                 "canary_error": max(canary_errors, default=0.0),
+                **self._traffic.take_metrics(),
             }
 
         self._proof = self._in_thread(finish, version)
@@ -345,33 +357,27 @@ class Publisher:
             for weight in weights.values():
                 full_tensor(weight, self.wire_dtype)
             return None
-        packed = [pack_weights(chunk, self.wire_dtype) for chunk in self._chunks(weights)]
+        chunks = split_into_chunks(weights, self.chunk_bytes, self.wire_dtype)
+        packed = [pack_weights(chunk, self.wire_dtype) for chunk in chunks]
 
         def deliver() -> tuple[WeightPackage, Mapping[str, Receipt]]:
             manifest: dict[str, TensorRecord] = {}
             references = []
+            digests = []
             while packed:
                 # Removed from the list, so that the memory of a chunk is released once it is stored
                 image, tensors = packed.pop(0)
-                manifest |= {name: record(tensor) for name, tensor in tensors.items()}
+                records = {name: record(tensor) for name, tensor in tensors.items()}
+                manifest |= records
+                del tensors
+                image, digest = self._sent_chunks.encode(draft, image, records)
+                digests.append(digest)
                 references.append(self._store(engines, image))
-                del image, tensors
-            package = replace(draft, manifest=manifest, chunks=references)
+                del image
+            package = replace(draft, manifest=manifest, chunks=references, chunk_digests=digests)
             return package, engines.deliver(package)
 
         return deliver
-
-    def _chunks(self, weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Split the weights, in order, into chunks of about `chunk_bytes` each, in the wire dtype."""
-        chunks: list[dict[str, torch.Tensor]] = []
-        room_bytes = 0
-        for name, weight in weights.items():
-            if room_bytes <= 0:
-                chunks.append({})
-                room_bytes = self.chunk_bytes
-            chunks[-1][name] = weight
-            room_bytes -= weight.numel() * self.wire_dtype.itemsize
-        return chunks
 
     def _store(self, engines: Engines, image: np.ndarray) -> Any:
         """Store one chunk where all engines can read it, and return a reference to it for the package."""

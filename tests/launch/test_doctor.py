@@ -323,6 +323,9 @@ def test_memory_of_the_roles_by_hand(tmp_path, monkeypatch):
     assert next(nccl_roles)[3] == found["trainer rank"][2] + (
         2 << 30
     )  # the tensors of a broadcast, and their copy
+    kept = roles_of(LocalConfig(**given, weight_sync_deltas=True))
+    assert kept["weights kept by a worker"] == (2, 0, 4e6)
+    assert kept["rank 0's machine"] == (1, 0, 24e6)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     on_gpus = roles_of(LocalConfig(**given))
     longest = prepare(LocalConfig(**given)).settings.max_total_tokens

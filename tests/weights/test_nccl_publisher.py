@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scripted_engine import TwoLayers, logprobs, named, publisher
+from scripted_engine import TwoLayers, named, publisher
+from scripted_nccl import Control, Scripted
 from two_ranks import on_two_ranks
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand, WorkerLost
@@ -19,73 +20,6 @@ from async_grpo.weights import nccl
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import AbortingClient, NCCLPublisher, RecordingSource
 from async_grpo.weights.package import SELF_TEST
-
-
-class Control:
-    """`Engines`: engines that receive what the scripted trainer sends; a log of what they were told. `dies`: the step over
-    which `g1` is lost."""
-
-    def __init__(self, members, loses=None, dies=None):
-        self.members, self.loses, self.dies, self.log = dict(members), loses, dies, []
-        self.model, self.received = TwoLayers(), {}
-
-    def begin(self, for_late):
-        self.begun_for_late = for_late
-
-    def each(self, method, argument):
-        if method == self.dies and "g1" in self.members:
-            self.fence("g1", WorkerLost("g1 died"))
-        if method == "receipt":
-            return dict.fromkeys(self.members, (self.received, logprobs(self.model, *argument)))
-        self.log.append(f"{method} {argument}")
-        return dict.fromkeys(self.members)
-
-    def together(self, method, *arguments):
-        if method == self.dies and "g1" in self.members:
-            self.fence("g1", WorkerLost("g1 died"))
-            raise WorkerLost(f"g1 was lost in an NCCL weight sync, by {method}")
-
-    def fence(self, worker_id, error):
-        del self.members[worker_id]
-        self.log.append(f"fence {worker_id}")
-
-    def commit(self, package, landed):
-        self.log.append(f"commit {package.version} {','.join(landed)}")
-
-    def abort(self, error):
-        self.log.append(f"abort {type(error).__name__}")
-
-
-class Scripted(NCCLPublisher):
-    """In place of vLLM's trainer engine it is one itself. A broadcast to a peer that is gone ends when it is aborted."""
-
-    def make_engine(self, world_size: int):
-        if self.engines:
-            self.engines.log.append(f"group of {world_size}")
-            self.client, self.is_aborted = AbortingClient(self.engines, self._leave_group), threading.Event()
-            self.client.init_weight_transfer_engine({"rank_offset": 1})
-        return self
-
-    def send_weights(self):
-        control = self.engines
-        self.client.start_weight_update()
-        tensors = {}
-        try:
-            self.client.update_weights({})
-        except WorkerLost as lost:  # vLLM's broadcast ends with an error of NCCL; it has gathered a part
-            assert self.is_aborted.wait(5)
-            next(iter(self._source))
-            raise RuntimeError("NCCL error: unhandled system error") from lost
-        tensors = dict(self._source)
-        control.log.append("send")
-        arrived = {name: tensor for name, tensor in tensors.items() if name != control.loses}
-        control.received = {name: self._source.sent[name] for name in arrived}
-        control.model.load_state_dict(arrived, strict=False)
-        self.client.finish_weight_update()
-
-    def shutdown(self):
-        self.is_aborted.set()
-        self.engines.log.append("shutdown")
 
 
 def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from async_grpo.inference.vllm_edges import addresses, tied_heads
 from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter, is_of_adapter
 from async_grpo.protocols import TensorRecord
+from async_grpo.weights.delta_tensors import ReceivedTensors
 from async_grpo.weights.package import record
 from async_grpo.weights.read_back import fingerprint, sampled
 
@@ -57,6 +58,7 @@ class Receipts:
         """Prepare the model for new weights."""
         self.received: dict[str, TensorRecord] = {}
         self.fingerprints = getattr(self, "fingerprints", {})
+        self.received_tensors = getattr(self, "received_tensors", ReceivedTensors())
         # The addresses of tensors that the engine's CUDA graphs read; {} without graphs
         self._addresses = addresses.addresses(self.model) if addresses.uses_graphs(self.vllm_config) else {}
         self._model = self.model
@@ -73,7 +75,7 @@ class Receipts:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Load weights into the model, give those of an adapter to `adapter`, and record every tensor."""
-        weights_of_model = self._without_adapter(self._recorded(weights))
+        weights_of_model = self._without_adapter(self._recorded(self.received_tensors.restore(weights)))
         first = next(weights_of_model, None)
         if first is None:
             # Only parts of an adapter have arrived, so the layers of the model need not be prepared, which takes longer

@@ -1,0 +1,79 @@
+"""The trainer's side of `--weight-sync-deltas`, for packages: chunks of weights travel as changes to the last chunks.
+
+The trainer keeps the chunks that it sent last, and each worker those that it received last, in main memory. A chunk
+travels as changes (see `changes`) if that is smaller. A worker turns it into the whole chunk again (`received_chunks`)
+before its engine sees it, so that every kind of engine loads whole tensors and reports their digests.
+
+Changes name the digest of the chunk to which they apply. A worker without this chunk refuses them, is fenced, and gets
+whole chunks when it joins again. If the bytes of a worker's chunk have been damaged in memory, the digests of the whole
+tensors differ from the trainer's, and the proof of the sync fails.
+"""
+
+import hashlib
+
+import numpy as np
+
+from async_grpo.protocols import ChunkDigest, Manifest, WeightPackage
+from async_grpo.weights.changes import LARGEST_SHARE, encode_changes
+from async_grpo.weights.package import SELF_TEST
+from async_grpo.weights.traffic import Traffic
+
+
+def chunk_digest(manifest: Manifest) -> str:
+    """Return a digest of a chunk, computed from the records of all of its tensors in order."""
+    content = repr([(name, record.dtype, record.shape, record.digest) for name, record in manifest.items()])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+class SentChunks:
+    """The chunks of the last version that the trainer sent, from which it computes changes.
+
+    Args:
+        is_enabled: Whether changes are sent. If not, all chunks travel whole and nothing is kept.
+        traffic: Counts what is sent.
+    """
+
+    def __init__(self, is_enabled: bool, traffic: Traffic) -> None:
+        self._is_enabled = is_enabled
+        # Names of the tensors in a chunk -> digest and bytes of the chunk. A chunk holds the same tensors in each version
+        self._last: dict[tuple[str, ...], tuple[str, np.ndarray]] = {}
+        self._bases = self._last  # the same of the version before
+        self._package: WeightPackage | None = None  # the package of the last encoded chunk
+        self._traffic = traffic
+
+    def encode(
+        self, package: WeightPackage, image: np.ndarray, manifest: Manifest
+    ) -> tuple[np.ndarray, ChunkDigest | None]:
+        """Return the bytes to send for a chunk, and their digest, and keep the chunk.
+
+        Args:
+            package: The package of the chunk.
+            image: The chunk (n,) uint8, which must not change afterwards.
+            manifest: The records of its tensors.
+        """
+        if package.version == SELF_TEST:
+            return image, None
+        if not self._is_enabled:
+            self._traffic.num_bytes += len(image)
+            return image, None
+        if package is not self._package:
+            # Workers keep the chunks of their last update only, so older ones must not be bases
+            self._package = package
+            self._bases = self._last
+            self._last = {}
+        names = tuple(manifest)
+        digest = chunk_digest(manifest)
+        payload = image
+        base_digest = ""
+        # Workers that joined late have no chunks yet
+        if names in self._bases and not package.for_late:
+            last_digest, last_image = self._bases.pop(names)
+            changes = encode_changes(last_image, image)
+            self._traffic.num_words += len(image) // 2
+            self._traffic.num_changed += changes.num_changed
+            if len(changes.payload) < LARGEST_SHARE * len(image):
+                payload = changes.payload
+                base_digest = last_digest
+        self._last[names] = digest, image
+        self._traffic.num_bytes += len(payload)
+        return payload, ChunkDigest(digest, base_digest)

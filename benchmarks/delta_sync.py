@@ -1,0 +1,173 @@
+"""What `--weight-sync-deltas` sends and costs while SmolLM2-135M-Instruct is trained by GRPO, at several learning rates.
+
+    python -m benchmarks.delta_sync                                   # 10 steps at each of 1e-7, 1e-6, 1e-5 and 1e-4
+    python -m benchmarks.delta_sync --learning-rates 1e-6 --steps 100
+
+The policy is trained in float32 with the library's optimizer at its defaults, without warm-up. Completions are sampled anew every
+`--sample-every` steps; a completion's reward is the share of its characters that are an "e". After each step the bfloat16
+weights go through a publisher to a worker without an engine, which applies the changes and compares every tensor with the
+trainer's, bit by bit.
+
+It prints bytes and seconds of each learning rate, as means over the steps: ENCODE compares and encodes on rank 0, APPLY
+makes the whole weights in the worker, COPY is a copy of the whole weights in memory, which is what one way over the network
+costs at least if it is as fast as memory.
+"""
+
+import argparse
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from async_grpo.data.smollm2 import cached_smollm2
+from async_grpo.modeling.load import load_causal_lm
+from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.weights import sent_chunks
+from async_grpo.weights.canary import Canary
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.package import unpack
+from async_grpo.weights.publisher import Publisher
+from async_grpo.weights.received_chunks import ReceivedChunks
+
+PROMPT = "The capital of France is Paris. The capital of Germany is Berlin. Mathematics is the study of"
+GROUP_SIZE = 8
+COMPLETION_TOKENS = 32
+MB = 1e6
+
+
+class Worker:
+    """`Engines` of one worker, which keeps the weights and has no engine."""
+
+    def __init__(self) -> None:
+        self.received = ReceivedChunks()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.apply_s = 0.0
+
+    def put(self, chunk: np.ndarray) -> np.ndarray:
+        return chunk
+
+    def deliver(self, package: Any) -> dict[str, Any]:
+        begun = time.monotonic()
+        chunks = self.received.restore([chunk.data for chunk in package.chunks], package.chunk_digests)
+        self.apply_s += time.monotonic() - begun
+        self.tensors, manifest = unpack(chunks)
+        return {"worker": (manifest, package.canary_logprobs)}
+
+    def commit(self, package: Any, landed: list[str]) -> None:
+        assert landed == ["worker"]
+
+
+class Trainer:
+    """SmolLM2, trained by GRPO on groups of one prompt."""
+
+    def __init__(self, learning_rate: float) -> None:
+        folder = cached_smollm2()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = load_causal_lm(folder, "float32")
+        self.policy = PolicyModel(load_causal_lm(folder, "float32"))
+        config = OptimizerConfig(learning_rate=learning_rate, num_warmup_steps=0)
+        self.max_norm = config.max_grad_norm
+        self.optimizer, self.schedule = build_policy_optimizer(self.policy, config)
+        self.prompt = self.tokenizer(PROMPT, return_tensors="pt").input_ids
+
+    @torch.no_grad()
+    def sample(self) -> None:
+        """Sample a group of completions with the current weights, and compute their advantages."""
+        self.model.load_state_dict(self.policy.model.state_dict())
+        self.sequences = self.model.generate(
+            self.prompt.repeat(GROUP_SIZE, 1),
+            do_sample=True,
+            max_new_tokens=COMPLETION_TOKENS,
+            min_new_tokens=COMPLETION_TOKENS,
+        )
+        texts = self.tokenizer.batch_decode(self.sequences[:, self.prompt.shape[1] :])
+        rewards = torch.tensor([text.count("e") / max(1, len(text)) for text in texts])
+        self.advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+    def step(self) -> None:
+        """Take one optimizer step on the group."""
+        length = self.sequences.shape[1]
+        boundaries = torch.arange(0, GROUP_SIZE * length + 1, length, dtype=torch.int32)
+        is_completion = torch.zeros_like(self.sequences, dtype=torch.bool)
+        is_completion[:, self.prompt.shape[1] :] = True
+        logprobs, *_ = self.policy(self.sequences.flatten(), boundaries, is_completion.flatten(), 1.0)
+        loss = -(self.advantages[:, None] * logprobs.view(GROUP_SIZE, length)).sum() / is_completion.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+
+def copy_s(num_bytes: int) -> float:
+    """Return the seconds of a copy in memory."""
+    source = np.ones(num_bytes, np.uint8)
+    target = np.zeros(num_bytes, np.uint8)
+    begun = time.monotonic()
+    target[:] = source
+    return time.monotonic() - begun
+
+
+def measure(learning_rate: float, steps: int, sample_every: int) -> None:
+    torch.manual_seed(0)
+    trainer = Trainer(learning_rate)
+    worker = Worker()
+    # The canary is not what is measured here, and takes a second on a CPU
+    canary = Canary([Canary.text(1000, 4)], lambda model, *texts: np.zeros(4, np.float32))
+    config = WeightConfig(weight_sync_deltas=True, canary_tolerance=1.0)
+    publisher = Publisher(worker, named_weights, canary, torch.bfloat16, 0, config)
+    encode_s = 0.0
+    encode = sent_chunks.encode_changes
+
+    def timed_encode(*arrays: np.ndarray) -> Any:
+        nonlocal encode_s
+        begun = time.monotonic()
+        changes = encode(*arrays)
+        encode_s += time.monotonic() - begun
+        return changes
+
+    sent_chunks.encode_changes = timed_encode
+    whole_bytes = publisher.publish(trainer.policy, 0)()["weight_sync_bytes"]
+    worker.apply_s = 0.0
+    sizes, shares = [], []
+    for step in range(steps):
+        if step % sample_every == 0:
+            trainer.sample()
+        trainer.step()
+        metrics = publisher.publish(trainer.policy, step + 1)()
+        sizes.append(metrics["weight_sync_bytes"])
+        shares.append(metrics["weight_sync_changed_share"])
+        for name, weight in named_weights(trainer.policy):
+            expected = weight.detach().bfloat16().view(torch.int16)
+            assert torch.equal(worker.tensors[name].view(torch.int16), expected), name
+    sent_chunks.encode_changes = encode
+    print(
+        f"lr {learning_rate:g}, {steps} steps: {100 * np.mean(shares):.2f} % of the values changed (at most "
+        f"{100 * max(shares):.2f} %); {np.mean(sizes) / MB:.2f} of {whole_bytes / MB:.1f} MB = "
+        f"{100 * np.mean(sizes) / whole_bytes:.2f} % (at most {100 * max(sizes) / whole_bytes:.2f} %); ENCODE "
+        f"{encode_s / steps:.3f} s, APPLY {worker.apply_s / steps:.3f} s, COPY {copy_s(int(whole_bytes)):.3f} s; "
+        "all weights bit-identical after each step",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sample-every", type=int, default=2)
+    options = parser.parse_args()
+    print(f"SmolLM2-135M-Instruct, {os.cpu_count()} cores", flush=True)
+    for learning_rate in options.learning_rates:
+        measure(learning_rate, options.steps, options.sample_every)
+
+
+if __name__ == "__main__":
+    main()
