@@ -1,12 +1,12 @@
-"""What `--weight-sync-deltas` sends and costs while SmolLM2-135M-Instruct is trained by GRPO, at several learning rates.
+"""What `--weight-sync-deltas` sends and costs while a model is trained by GRPO, at several learning rates.
 
-    python -m benchmarks.delta_sync                                   # 10 steps at each of 1e-7, 1e-6, 1e-5 and 1e-4
-    python -m benchmarks.delta_sync --learning-rates 1e-6 --steps 100
+    python -m benchmarks.delta_sync        # SmolLM2-135M-Instruct, 4 steps at each of 1e-7, 1e-6, 1e-5 and 1e-4: minutes
+    python -m benchmarks.delta_sync --model sample-data/tiny-model --learning-rates 1e-6 --steps 100
 
-The policy is trained in float32 with the library's optimizer at its defaults, without warm-up. Completions are sampled anew every
-`--sample-every` steps; a completion's reward is the share of its characters that are an "e". After each step the bfloat16
-weights go through a publisher to a worker without an engine, which applies the changes and compares every tensor with the
-trainer's, bit by bit.
+The policy is trained in float32 with the library's optimizer at its defaults, without warm-up. Completions are sampled
+anew every `--sample-every` steps; a completion's reward is the share of its characters that are an "e". After each step the
+bfloat16 weights go through a publisher to a worker without an engine, which applies the changes and compares every tensor
+with the trainer's, bit by bit.
 
 It prints bytes and seconds of each learning rate, as means over the steps: ENCODE compares and encodes on rank 0, APPLY
 makes the whole weights in the worker, COPY is a copy of the whole weights in memory, which is what one way over the network
@@ -16,6 +16,7 @@ costs at least if it is as fast as memory.
 import argparse
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ from async_grpo.weights.publisher import Publisher
 from async_grpo.weights.received_chunks import ReceivedChunks
 
 PROMPT = "The capital of France is Paris. The capital of Germany is Berlin. Mathematics is the study of"
-GROUP_SIZE = 8
-COMPLETION_TOKENS = 32
+GROUP_SIZE = 4
+COMPLETION_TOKENS = 16
 MB = 1e6
 
 
@@ -63,10 +64,9 @@ class Worker:
 
 
 class Trainer:
-    """SmolLM2, trained by GRPO on groups of one prompt."""
+    """A model that is trained by GRPO on groups of one prompt."""
 
-    def __init__(self, learning_rate: float) -> None:
-        folder = cached_smollm2()
+    def __init__(self, folder: Path, learning_rate: float) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = load_causal_lm(folder, "float32")
         self.policy = PolicyModel(load_causal_lm(folder, "float32"))
@@ -113,9 +113,9 @@ def copy_s(num_bytes: int) -> float:
     return time.monotonic() - begun
 
 
-def measure(learning_rate: float, steps: int, sample_every: int) -> None:
+def measure(folder: Path, learning_rate: float, steps: int, sample_every: int) -> None:
     torch.manual_seed(0)
-    trainer = Trainer(learning_rate)
+    trainer = Trainer(folder, learning_rate)
     worker = Worker()
     # The canary is not what is measured here, and takes a second on a CPU
     canary = Canary([Canary.text(1000, 4)], lambda model, *texts: np.zeros(4, np.float32))
@@ -160,13 +160,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", type=Path, help="folder of the model; by default SmolLM2-135M-Instruct")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sample-every", type=int, default=2)
     options = parser.parse_args()
-    print(f"SmolLM2-135M-Instruct, {os.cpu_count()} cores", flush=True)
+    folder = options.model or cached_smollm2()
+    print(f"{folder.name}, {os.cpu_count()} cores", flush=True)
     for learning_rate in options.learning_rates:
-        measure(learning_rate, options.steps, options.sample_every)
+        measure(folder, learning_rate, options.steps, options.sample_every)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ BLOCK_WORDS = 1 << 16
 WORD = np.dtype("<u2")
 COUNT = np.dtype("<u4")
 ALIGNMENT_BYTES = 4
-# Senders send changes if they are smaller than this share of the whole. Above it, they save little, and applying them
-# takes longer than copying the whole
+# Senders send changes only if they are smaller than this share of the whole. Above it, they save little
 LARGEST_SHARE = 0.6
 
 

@@ -43,8 +43,10 @@ def test_an_engine_of_several_processes_takes_weights_proves_them_and_changes_th
         policy = PolicyModel(load_causal_lm(MODEL, "float32"))
         link = ActorLink(actor)
         canary = Canary([CANARY], canary_logprobs)
-        publisher = Publisher(link, named_weights, canary, torch.float32, 0, WeightConfig())
-        assert publisher.publish(policy, 0, self_test=True)()["canary_error"] < 1e-4
+        deltas = WeightConfig(weight_sync_deltas=True)
+        publisher = Publisher(link, named_weights, canary, torch.float32, 0, deltas)
+        whole = publisher.publish(policy, 0, self_test=True)()
+        assert whole["canary_error"] < 1e-4
         assert not publisher._unread  # each shard's weights were read back
         ray.get(actor.begin.remote(CANARY[:12], 4), timeout=20)
         with torch.no_grad():
@@ -62,6 +64,18 @@ def test_an_engine_of_several_processes_takes_weights_proves_them_and_changes_th
                 load_causal_lm(MODEL, "float32"), [*CANARY[:12], *completion.token_ids], temperature=0.7
             )
             assert abs(completion.logprobs - expected[12:])[is_first].max() < 1e-4
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.view(-1)[::50] *= 1.1
+        changes = publisher.publish(policy, 2)()
+        assert changes["canary_error"] < 1e-4 and link.committed[-1] == 2
+        assert changes["weight_sync_bytes"] < 0.1 * whole["weight_sync_bytes"]
+        # The engine must have loaded what the trainer has now, not what it had: the canary sees the difference
+        before = publisher.canary.logprobs(policy, CANARY)
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.view(-1)[::50] /= 1.1
+        assert abs(publisher.canary.logprobs(policy, CANARY) - before).max() > 1e-3
         ray.get(actor.close.remote(), timeout=20)
     finally:
         ray.shutdown()
