@@ -98,21 +98,21 @@ def apply_changes(base: np.ndarray, payload: np.ndarray) -> None:
         raise WeightsDidNotLand(
             f"the changes of {len(base)} bytes of weights are damaged: {len(payload)} bytes instead of {expected_bytes}"
         )
-    stored = payload[counts_bytes:].view(WORD)
+    contents = payload[counts_bytes:].view(WORD)
     begin = 0
     for block in np.flatnonzero(counts):
         count = counts[block]
         block_words = words[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
         end = begin + stored_words[block]
         if is_whole[block]:
-            block_words[:] = stored[begin:end]
+            block_words[:] = contents[begin:end]
         else:
-            positions = stored[begin : begin + count]
+            positions = contents[begin : begin + count]
             if positions.max() >= len(block_words):
                 raise WeightsDidNotLand(
                     f"the changes of {len(base)} bytes of weights name a position outside"
                 )
-            block_words[positions] = stored[begin + count : end]
+            block_words[positions] = contents[begin + count : end]
         begin = end
 
 
