@@ -37,7 +37,7 @@ class SentChunks:
         self._is_enabled = is_enabled
         # Names of the tensors in a chunk -> digest and bytes of the chunk. A chunk holds the same tensors in each version
         self._last: dict[tuple[str, ...], tuple[str, np.ndarray]] = {}
-        self._bases = self._last  # the same of the version before
+        self._bases = self._last  # chunks of the version before, to which changes may apply
         self._package: WeightPackage | None = None  # the package of the last encoded chunk
         self._traffic = traffic
 
@@ -59,14 +59,14 @@ class SentChunks:
         if package is not self._package:
             # Workers keep the chunks of their last update only, so older ones must not be bases
             self._package = package
-            self._bases = self._last
+            # Workers that joined late have no chunks yet
+            self._bases = {} if package.for_late else self._last
             self._last = {}
         names = tuple(manifest)
         digest = chunk_digest(manifest)
         payload = image
         base_digest = ""
-        # Workers that joined late have no chunks yet
-        if names in self._bases and not package.for_late:
+        if names in self._bases:
             last_digest, last_image = self._bases.pop(names)
             changes = encode_changes(last_image, image)
             self._traffic.num_words += len(image) // 2

@@ -222,6 +222,21 @@ def test_a_self_test_leaves_what_changes_apply_to_as_it_is():
     assert_equal_bits(worker, model)
 
 
+def test_chunks_that_were_left_out_of_a_version_travel_whole_afterwards():
+    """Workers keep the chunks of their last update alone, as when a base travels once and an adapter often."""
+    worker, model = Worker(), TwoLayers()
+    link = Fleet(g0=worker)
+    sent_names = {"first.weight", "second.bias"}
+    sender = sender_to(link, named=lambda model: ((n, w) for n, w in named(model) if n in sent_names))
+    sender.publish(model, 0)()
+    sent_names.remove("first.weight")
+    sender.publish(model, 1)()
+    sent_names.add("first.weight")
+    sender.publish(model, 2)()
+    assert not any(digest.base_digest for digest in link.packages[-1].chunk_digests)
+    assert torch.equal(worker.last_tensors["first.weight"], model.first.weight.detach().bfloat16())
+
+
 def test_a_restarted_trainer_sends_whole_weights_first():
     worker, model = Worker(), TwoLayers()
     link = Fleet(g0=worker)
