@@ -239,15 +239,19 @@ def roles(
     checkpoint_bytes = 12 * (num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     if config.weight_sync_deltas:
-        # Rank 0 keeps the last version that it sent. With packages, each worker keeps one copy; with NCCL, each process
-        # of an engine does
-        kept_bytes = dtype_bytes * num_parameters
-        main_memory_bytes += kept_bytes
-        num_copies = config.generation_workers + config.logprob_roles.count("proximal")
-        if not get_transport(config.weight_transport).sends_packages:
-            num_copies = config.generation_workers * config.tensor_parallel_size
-        yield "weights kept by a worker", num_copies, 0, kept_bytes
+        main_memory_bytes += dtype_bytes * num_parameters  # the last version that rank 0 sent
+        yield "weights kept by a worker", _num_kept_copies(config), 0, dtype_bytes * num_parameters
     yield "rank 0's machine", 1, 0, main_memory_bytes
+
+
+def _num_kept_copies(config: LocalConfig) -> int:
+    """Return how many copies of the weights workers keep with `--weight-sync-deltas`.
+
+    With packages, each worker keeps one copy; with NCCL, each process of an engine does.
+    """
+    if get_transport(config.weight_transport).sends_packages:
+        return config.generation_workers + config.logprob_roles.count("proximal")
+    return config.generation_workers * config.tensor_parallel_size
 
 
 def _state_bytes(
