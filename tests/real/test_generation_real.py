@@ -255,7 +255,7 @@ def test_the_timeline_counts_every_generated_token(engine):
     assert sum(tokens for _, tokens in timeline) == sum(map(len, completions))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 def test_what_an_engine_received_and_does_not_compute_with_is_named_however_little_it_changed(model, dtype):
     """By 1e-6: no canary would show it among the roundings of bfloat16."""
     with closing(EngineThread(extension="lossy_extension.Lossy", dtype=dtype)) as lossy:
@@ -281,12 +281,12 @@ def test_what_an_engine_received_and_does_not_compute_with_is_named_however_litt
         assert not_in_use(3) == set()
         assert not_in_use(4, "everything") > {"model.embed_tokens.weight", key}
 
-
-def test_without_the_fix_for_tied_heads_the_proof_refuses():
-    refusal = pytest.raises(WeightsDidNotLand, match="received, yet not in use: model.embed_tokens.weight")
-    with closing(EngineThread(extension="lossy_extension.Lossy")) as broken, refusal:
-        broken.run(broken.worker.engine.collective_rpc("lose", args=(["tied head"],)))
-        SelfTest(broken, MODEL, "float32").run()
+        # Without the fix for tied heads, the proof refuses
+        if dtype == "float32":
+            lossy.run(lossy.worker.engine.collective_rpc("lose", args=(["tied head"],)))
+            refusal = "received, yet not in use: model.embed_tokens.weight"
+            with pytest.raises(WeightsDidNotLand, match=refusal):
+                SelfTest(lossy, MODEL, "float32").run()
 
 
 def test_on_the_cpu_an_engine_has_one_process_whose_standstill_and_death_are_noticed():

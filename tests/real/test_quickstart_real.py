@@ -37,29 +37,44 @@ def environment(folder: Path, steps: int) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "QUICKSTART_STEPS": str(steps)}
 
 
-def test_the_quickstart_learns_in_forty_steps(tmp_path):
+def run_quickstart(folder: Path, steps: int) -> tuple[str, async_grpo.TrainResult]:
+    """Run it for so many steps, check what it writes, and return its output and its result."""
     command = [sys.executable, EXAMPLES / "quickstart.py"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=480, cwd=tmp_path, env=environment(tmp_path, 40)
+        command, capture_output=True, text=True, timeout=480, cwd=folder, env=environment(folder, steps)
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    result = async_grpo.TrainResult.read(tmp_path / "outputs" / "quickstart")
-    assert [line["step"] for line in result.metrics] == list(range(1, 41))
+    result = async_grpo.TrainResult.read(folder / "outputs" / "quickstart")
+    assert [line["step"] for line in result.metrics] == list(range(1, steps + 1))
+    assert f"step {steps}/{steps} | reward" in done.stdout
+    assert (result.output_dir / "training.svg").exists() and (result.model / "model.safetensors").exists()
+    return done.stdout, result
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, async_grpo.TrainResult]:
+    return run_quickstart(tmp_path_factory.mktemp("quickstart"), 3)
+
+
+def test_the_quickstart_runs_and_tells_the_held_out_accuracy(quickstart):
+    output, result = quickstart
+    assert "held-out accuracy" in output.splitlines()[-1]
+    assert [line["eval_avg@1"] >= 0 for line in result.evaluations] == [True, True]
+
+
+@pytest.mark.exhaustive
+def test_the_quickstart_learns_in_forty_steps(tmp_path):
+    _, result = run_quickstart(tmp_path, 40)
     before, after = result.evaluations[0], result.evaluations[-1]
     assert after["eval_avg@1"] >= before["eval_avg@1"] + 0.15
-    assert "step 40/40 | reward" in done.stdout and "held-out accuracy" in done.stdout.splitlines()[-1]
-    assert (result.output_dir / "training.svg").exists() and (result.model / "model.safetensors").exists()
 
 
 def code_cells() -> list[str]:
     return ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
-def test_the_cells_of_the_notebook_run_in_order_while_an_event_loop_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUICKSTART_STEPS", "2")
-    # Otherwise with the options of the quickstart above, which runs with vLLM
-    monkeypatch.setattr(async_grpo, "train", functools.partial(async_grpo.train, engine="fake"))
+def run_cells() -> dict:
+    """Run the cells of the notebook in a running event loop, and return the names that they define."""
     names: dict = {"__name__": "__main__"}
 
     async def kernel() -> None:
@@ -67,7 +82,33 @@ def test_the_cells_of_the_notebook_run_in_order_while_an_event_loop_runs(tmp_pat
             exec(compile(cell, "cell", "exec"), names)
 
     asyncio.run(kernel())
-    assert [line["step"] for line in names["result"].metrics] == [1, 2]
+    return names
+
+
+def test_the_cells_of_the_notebook_run_in_order_and_show_what_a_run_has_written(
+    quickstart, tmp_path, monkeypatch
+):
+    """Their call of `train` is checked as a dry run; then the quickstart above has made its files."""
+    _, result = quickstart
+    real_train = async_grpo.train
+    dry_runs = []
+
+    def train(*arguments, **options) -> async_grpo.TrainResult:
+        dry_runs.append(real_train(*arguments, **options, dry_run=True))
+        return result
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(async_grpo, "train", train)
+    assert run_cells()["before"] == result.evaluations[0]["eval_avg@1"] and len(dry_runs) == 1
+
+
+@pytest.mark.exhaustive
+def test_the_cells_of_the_notebook_train_while_an_event_loop_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUICKSTART_STEPS", "2")
+    # Otherwise with the options of the quickstart above, which runs with vLLM
+    monkeypatch.setattr(async_grpo, "train", functools.partial(async_grpo.train, engine="fake"))
+    assert [line["step"] for line in run_cells()["result"].metrics] == [1, 2]
 
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""Stalls on real parts (Ray, vLLM, two FSDP ranks) are named, shown by `why`, and the run goes on to its end."""
+"""Stalls on real parts (Ray, two FSDP ranks) are named, shown by `why`, and the run goes on to its end."""
 
 import os
 import signal
@@ -38,6 +38,7 @@ def start(folder: Path, flag: Path) -> subprocess.Popen:
         "reward-timeout-s": 60,
         "stall-s": 5,
         "kl-coef": 0,
+        "engine": "fake",  # starts sooner than vLLM; its actor is stopped as that of vLLM would be
     }
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in (OPTIONS | own).items()]
