@@ -1,5 +1,6 @@
 """Runs with a LoRA adapter: the engine generates with the trainer's adapter, in both ways in which it gets it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from real_runs import lines
+from real_runs import ROOT, lines
 from transformers import AutoModelForCausalLM
 
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
@@ -57,3 +58,19 @@ def test_each_step_trains_on_tokens_of_the_current_adapter_and_peft_loads_what_w
     before = base(ids).logits.clone()
     learned = PeftModel.from_pretrained(base, exported)(ids).logits
     assert (learned - before).abs().max() > 0.01
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_cells_of_the_notebook_train_a_real_model_and_load_its_adapter(
+    tmp_path, monkeypatch, capsys, smollm2_folder
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LORA_STEPS", "1")
+    notebook = json.loads((ROOT / "examples" / "lora.ipynb").read_text())
+    names: dict = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "cell", "exec"), names)
+    assert [line["step"] for line in names["result"].metrics] == [1]
+    assert "Lisbon" in capsys.readouterr().out.splitlines()[-1]
