@@ -88,8 +88,8 @@ class EngineAdapter:
 
     def missing_layers(self, names: Sequence[str]) -> list[str]:
         """Return those of the layers, by the model's names, for which this engine has no layer with an adapter."""
-        held = {matrix.module for matrix in self._held_matrices(slot=0)}
-        return [name for name in names if self._module_of(f"{name}.lora_A.weight")[0] not in held]
+        modules = {matrix.module for matrix in self._held_matrices(slot=0)}
+        return [name for name in names if self._module_of(f"{name}.lora_A.weight")[0] not in modules]
 
     def _module_of(self, tensor_name: str) -> tuple[str, bool]:
         """Return vLLM's name of the module to which a tensor of the adapter belongs, and whether the tensor is A."""
