@@ -73,4 +73,5 @@ def test_the_cells_of_the_notebook_train_a_real_model_and_load_its_adapter(
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), "cell", "exec"), names)
     assert [line["step"] for line in names["result"].metrics] == [1]
-    assert "Portugal" in capsys.readouterr().out.splitlines()[-1]  # one step is too few for the right answer each time
+    # One step is too few for the right answer each time
+    assert "Portugal" in capsys.readouterr().out.splitlines()[-1]
