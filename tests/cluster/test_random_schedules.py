@@ -9,7 +9,7 @@ from schedules import Event, Schedule, drawn, shortest
 from simulated_run import run_through
 
 # python -m tests.long.schedules runs ten thousand, and makes one that fails shorter
-HUNDREDS = [0, *(pytest.param(hundred, marks=pytest.mark.slow) for hundred in (1, 2, 3, 4))]
+HUNDREDS = [0, *(pytest.param(hundred, marks=pytest.mark.exhaustive) for hundred in (1, 2, 3, 4))]
 
 
 @pytest.mark.parametrize("hundred", HUNDREDS)
