@@ -235,6 +235,9 @@ def test_a_request_with_a_grammar_begins_again_after_a_lost_engine_and_a_bad_one
     for bad in ("no JSON", "{}", grammar.replace("object", "nonsense")):
         with pytest.raises(RequestRefused, match="the engine refuses the form of the answer"):
             engine.run(complete(bad))
+    no_answer = {"type": "json_schema", "json_schema": {"$ref": "#"}}
+    with pytest.raises(RequestRefused, match="or no token may follow"):
+        engine.run(complete(json.dumps({"type": "structural_tag", "format": no_answer})))
     np.testing.assert_array_equal(engine.run(complete(grammar)).token_ids, first.token_ids)
 
 
