@@ -202,8 +202,11 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
-    # The folder may have a value head from an earlier run. If not, the new value head starts at zero
-    load_value_head(policy, path)
+    # The folder may have a value head from an earlier run. If not, the new value head starts at zero. Value heads that
+    # were trained with an adapter are in the adapter's folder
+    initial_folder = settings.lora.initial_folder if settings.lora else ""
+    if not (initial_folder and load_value_head(policy, initial_folder)):
+        load_value_head(policy, path)
     shard_policy(policy, ranks, config, settings.dtype)
     device = torch.device("cpu") if config.cpu_offload else ranks.device
     if settings.lora:

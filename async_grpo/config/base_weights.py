@@ -3,6 +3,9 @@
 import hashlib
 from pathlib import Path
 
+from async_grpo.errors import ConfigurationError
+from async_grpo.training.checkpoint_folder import Manifest
+
 SAMPLE_BYTES = 1 << 20  # number of bytes that are read at each place of a file
 NUM_SAMPLES = 16  # number of places in each file
 
@@ -21,3 +24,22 @@ def base_digest(model_path: str) -> str:
                 file.seek(max(0, size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def refuse_other_base(manifest: Manifest, folder: Path, model_path: str) -> None:
+    """Refuse to use the adapter in a checkpoint with another base than the one on which it was trained.
+
+    Args:
+        manifest: The checkpoint's manifest.
+        folder: The checkpoint's folder, for the message.
+        model_path: Folder of the base.
+
+    Raises:
+        ConfigurationError: The weights in the base's folder are not those of the run.
+    """
+    digest = manifest.inputs.get("model_name_or_path")
+    if manifest.lora and digest is not None and digest != base_digest(model_path):
+        raise ConfigurationError(
+            f"the weights in {model_path} are not those of the base on which the adapter in {folder} was trained: give the "
+            "folder of that model"
+        )

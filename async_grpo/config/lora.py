@@ -8,12 +8,13 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.lora import (
-    layer_of,
+    FILE_PREFIX,
     layers_in_file,
     layers_of_targets,
     linear_layers,
     read_lora_config,
     read_lora_tensors,
+    refuse_unfitting,
     scaling_of,
 )
 from async_grpo.training.lora_config import ALL_LINEAR, LoraConfig
@@ -36,11 +37,13 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
     else:
         layers = linear_layers(model)
         if config.lora_targets != ALL_LINEAR:
-            layers = layers_of_targets(model, [name.strip() for name in config.lora_targets.split(",")])
+            layers = layers_of_targets(model, config.lora_target_names)
         settings = LoraSettings(
             config.lora_rank, config.lora_scaling, tuple(sorted(layers)), config.lora_sync
         )
+        refuse_unfitting(model, settings)
     _log_size(model, settings)
+    _warn_about_experts(model)
     return settings
 
 
@@ -63,20 +66,32 @@ def _initial_settings(config: LoraConfig, folder: Path) -> LoraSettings:
 
 def _refuse_other_model(model: Any, settings: LoraSettings) -> None:
     """Refuse an initial adapter whose layers or shapes are not those of the model."""
+    refuse_unfitting(model, settings)
     shapes = {}
     for name in settings.layers:
-        try:
-            out_features, in_features = model.get_submodule(name).weight.shape
-        except (AttributeError, ValueError) as error:
-            raise ConfigurationError(
-                f"the adapter in --init-adapter {settings.initial_folder} has tensors for {name}, which is no linear "
-                "layer of the model: give the model for which it was trained"
-            ) from error
-        prefix = f"base_model.model.{name}"
+        out_features, in_features = model.get_submodule(name).weight.shape
+        prefix = f"{FILE_PREFIX}{name}"
         shapes[f"{prefix}.lora_A.weight"] = (settings.rank, in_features)
         shapes[f"{prefix}.lora_B.weight"] = (out_features, settings.rank)
-    assert all(layer_of(name) in settings.layers for name in shapes)
     read_lora_tensors(Path(settings.initial_folder), shapes)
+
+
+def _warn_about_experts(model: Any) -> None:
+    """Warn that stacked matrices, such as those of experts, get no adapter, because they are no linear layers."""
+    num_stacked = 0
+    names = set()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 2:
+            num_stacked += weight.numel()
+            names.add(".".join(name.split(".")[-2:]))
+    if num_stacked:
+        log.warning(
+            "LoRA: %s get no adapter and stay frozen, because they are no linear layers: %.2f M of the model's %.2f M "
+            "parameters (docs/lora.md)",
+            ", ".join(sorted(names)),
+            num_stacked / 1e6,
+            sum(weight.numel() for weight in model.parameters()) / 1e6,
+        )
 
 
 def _log_size(model: Any, settings: LoraSettings) -> None:

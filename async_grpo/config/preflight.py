@@ -88,6 +88,7 @@ def prepare(config: RunConfig) -> Prepared:
     _check_sources(config)
     model = config.model_name_or_path
     vocab_size = load_config(model).get_text_config().vocab_size
+    lora = lora_settings(config, model)  # before the data is read, which may take long
     context_tokens = context_length(model)
     tokenizer = load_tokenizer(model)
     end_token_ids = stop_token_ids(model)
@@ -132,7 +133,7 @@ def prepare(config: RunConfig) -> Prepared:
         guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
-        lora=lora_settings(config, model),
+        lora=lora,
         has_grammars=config.environment is not None and config.typed_output == ENFORCE,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),

@@ -187,7 +187,7 @@ def as_options(config: RunConfig) -> dict[str, Any]:
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the data, of a chat template in a file, and of the base of an adapter, by option.
+    """Return the SHA-256 of the data, of a chat template in a file, and of the base and the start of an adapter, by option.
 
     A resumed run compares them to check that its prompts are the same, and that the checkpoint's adapter belongs to the
     base.
@@ -202,6 +202,11 @@ def data_digests(config: RunConfig) -> dict[str, str]:
         digests["chat_template"] = _file_digest(config.chat_template)
     if config.has_lora:
         digests["model_name_or_path"] = base_digest(config.model_name_or_path)
+    if config.init_adapter is not None:
+        # The scale is in this file. The checkpoint's matrices would be used with another scale if the file had changed
+        digests["init_adapter"] = _file_digest(
+            str(Path(config.init_adapter).expanduser() / "adapter_config.json")
+        )
     return digests
 
 

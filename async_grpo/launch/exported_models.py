@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from async_grpo.config.base_weights import refuse_other_base
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling.incomplete_folders import base_of_adapter
@@ -21,7 +22,7 @@ from async_grpo.modeling.lora import (
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.checkpoint import load_weights
 from async_grpo.training.checkpoint_folder import Manifest
-from async_grpo.training.export import write_adapter, write_model
+from async_grpo.training.export import VALUE_HEAD_FILE, load_value_head, write_adapter, write_model
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,8 @@ def export_checkpoint(
         merged: Whether to write a whole model although the run trained an adapter.
 
     Raises:
-        ConfigurationError: The checkpoint does not name its model, or the model cannot be loaded.
+        ConfigurationError: The checkpoint does not name its model, or the model cannot be loaded, or has other weights
+            than the base of the checkpoint's adapter.
         CheckpointBroken: The checkpoint's weights are not those that its manifest describes.
     """
     source = base or manifest.options.get("model_name_or_path")
@@ -48,6 +50,7 @@ def export_checkpoint(
         raise ConfigurationError(
             f"{folder} does not say of which model it is (model_name_or_path in its manifest): give --base FOLDER"
         )
+    refuse_other_base(manifest, folder, source)
     settings = _settings_of(folder, manifest)
     if settings is not None:
         settings = replace(settings, initial_folder="")  # its values were replaced by those of the checkpoint
@@ -80,8 +83,9 @@ def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
         layers=tuple(layers_in_file(folder)),
         initial_folder=str(folder),
     )
-    policy = _policy(source, settings, has_critic=False)
+    policy = _policy(source, settings, has_critic=(folder / VALUE_HEAD_FILE).is_file())
     fill_lora(policy.model, settings, seed=0, device=CPU)
+    load_value_head(policy, folder)
     _write_whole(policy, target, source, dtype)
 
 

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from async_grpo.config.base_weights import refuse_other_base
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import EnvironmentConfig
@@ -25,6 +26,9 @@ from async_grpo.processes.untrusted_files import is_text
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.checkpoint_folder import checkpoints_of, named, read
 from async_grpo.weights.config import WeightConfig
+
+if TYPE_CHECKING:
+    from async_grpo.messages import LoraSettings
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +99,14 @@ def replay(config: ReplayConfig) -> None:
     """Train on all steps of the record from `--from-step` on, and write metrics and the model.
 
     Raises:
-        ConfigurationError: There is no such record, or no checkpoint after step `--from-step`.
+        ConfigurationError: There is no such record, no checkpoint after step `--from-step`, or the adapter or its base are
+            not those of the run.
     """
     config = replace(config, record=False)
     run = Path(config.recorded)
     run_options = options_of(run)
     refuse("settings" not in run_options, f"{run / PARAMS_FILE} belongs to a run that never began")
-    checkpoint = _checkpoint(run, config.from_step) if config.from_step else None
+    checkpoint = _checkpoint(run, config.from_step, config.model_name_or_path) if config.from_step else None
     # These imports take seconds, so a wrong option is refused before them
     from pydantic import TypeAdapter, ValidationError
 
@@ -117,7 +122,12 @@ def replay(config: ReplayConfig) -> None:
         field_path = ".".join(map(str, problem["loc"]))
         raise ConfigurationError(f"{run / PARAMS_FILE}: settings.{field_path}: {problem['msg']}") from error
     # The recorded transport is replaced, because it could name a file of code. A replay uses no transport
-    settings = replace(settings, checkpoint=str(checkpoint or ""), transport=config.weight_transport)
+    settings = replace(
+        settings,
+        checkpoint=str(checkpoint or ""),
+        transport=config.weight_transport,
+        lora=_adapter(config, settings.lora),
+    )
     with distributed_run() as ranks:
         recording = Recording(run, ranks.world_size, config.from_step)
         changes = _changed_options(config, recording.options)
@@ -134,13 +144,31 @@ def replay(config: ReplayConfig) -> None:
         trainer.run()
 
 
-def _checkpoint(run: Path, step: int) -> Path:
+def _checkpoint(run: Path, step: int, model_path: str) -> Path:
     folders = {read(folder).step: folder for folder in checkpoints_of(run)}
     if step not in folders:
         steps = ", ".join(map(str, sorted(folders))) or "none"
         raise ConfigurationError(f"--from-step {step}: there are checkpoints after the steps {steps}")
-    folder, _ = named(folders[step])
+    folder, manifest = named(folders[step])
+    refuse_other_base(manifest, folder, model_path)
     return folder
+
+
+def _adapter(config: ReplayConfig, recorded: "LoraSettings | None") -> "LoraSettings | None":
+    """Return the settings of the adapter to train: those of the options, which may differ from the recorded ones.
+
+    Raises:
+        ConfigurationError: The run began with an adapter, whose folder the replay must name.
+    """
+    from async_grpo.config.lora import lora_settings
+
+    folder = recorded.initial_folder if recorded else ""
+    # The folder is not taken from the record, because the record may come from somebody else
+    refuse(
+        bool(folder) and config.init_adapter is None,
+        f"the run began with the adapter in {folder!r:.200}: give --init-adapter with this folder",
+    )
+    return lora_settings(config, config.model_name_or_path)
 
 
 def _changed_options(config: ReplayConfig, recorded_options: Sequence[Mapping[str, Any]]) -> list[str]:

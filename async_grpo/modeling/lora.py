@@ -41,7 +41,17 @@ PLAIN_LORA = {
     "layer_replication": (None,),
     "use_qalora": (False,),
     "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # All other initial values, such as those of PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change the base
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
+# Larger values in an adapter_config.json are nonsense, and quotients of them may be no floating-point numbers
+MAX_RANK = 1 << 20
+MAX_ALPHA = 1e9
+TENSOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -50,21 +60,11 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     Call `fill_lora` once the model's weights are loaded.
 
     Raises:
-        ConfigurationError: A layer is no linear layer of the model, or the rank is larger than all of its layers.
+        ConfigurationError: See `refuse_unfitting`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    candidates = {name: model.get_submodule(name) for name in linear_layers(model)}
-    missing = [name for name in settings.layers if name not in candidates]
-    if missing or not settings.layers:
-        layer = missing[0] if missing else "at all"
-        raise ConfigurationError(f"the model has no linear layer {layer!r:.120}, so it gets no adapter")
-    largest = max(max(candidates[name].weight.shape) for name in settings.layers)
-    if not 1 <= settings.rank <= largest:
-        raise ConfigurationError(
-            f"an adapter of rank {settings.rank} does not fit layers of at most {largest} inputs and outputs: give a "
-            "--lora-rank between 1 and their size; 8 to 64 is usual"
-        )
+    refuse_unfitting(model, settings)
     # peft multiplies by lora_alpha / r
     config = LoraConfig(
         r=settings.rank,
@@ -74,6 +74,31 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     )
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+
+
+def refuse_unfitting(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Refuse settings of an adapter that the model cannot have.
+
+    Raises:
+        ConfigurationError: A layer is no linear layer of the model, or the rank is larger than all of its layers.
+    """
+    candidates = {name: model.get_submodule(name) for name in linear_layers(model)}
+    if not settings.layers:
+        raise ConfigurationError(
+            "the model has no linear layer that could get a LoRA adapter: leave out --lora-rank, which trains all weights"
+        )
+    missing = [name for name in settings.layers if name not in candidates]
+    if missing:
+        raise ConfigurationError(
+            f"the adapter has tensors for {missing[0]!r:.120}, which is the head or no linear layer of the model: give the "
+            "model for which the adapter was trained, or merge the adapter with peft (merge_and_unload)"
+        )
+    largest = max(max(candidates[name].weight.shape) for name in settings.layers)
+    if not 1 <= settings.rank <= largest:
+        raise ConfigurationError(
+            f"--lora-rank {settings.rank}: an adapter of this rank does not fit layers of at most {largest} inputs and "
+            f"outputs: give a rank between 1 and {largest}; 8 to 64 is usual"
+        )
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -94,17 +119,25 @@ def layers_of_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[st
     """
     candidates = linear_layers(model)
     last_parts = sorted({name.rpartition(".")[2] for name in candidates})
+    head = model.get_output_embeddings()
     chosen = set()
     for target in targets:
-        layers = [name for name in candidates if name == target or name.endswith(f".{target}")]
+        layers = [name for name in candidates if _has_name(name, target)]
         if not layers:
-            is_in_model = any(name.endswith(target) for name, _ in model.named_modules())
-            reason = "is no linear layer, or is the head" if is_in_model else "is no layer of the model"
+            modules = [module for name, module in model.named_modules() if _has_name(name, target)]
+            reason = "is no layer of the model"
+            if modules:
+                reason = "is the head, which gets no adapter" if modules[0] is head else "is no linear layer"
             raise ConfigurationError(
                 f"--lora-targets: {target!r} {reason}; layers that can have an adapter: {', '.join(last_parts)}"
             )
         chosen.update(layers)
     return [name for name in candidates if name in chosen]
+
+
+def _has_name(layer: str, target: str) -> bool:
+    """Return whether a target is a layer's name, or its last parts."""
+    return layer == target or layer.endswith(f".{target}")
 
 
 def lora_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -210,9 +243,12 @@ def read_lora_config(folder: Path) -> dict[str, Any]:
             )
     rank = config.get("r")
     alpha = config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise ConfigurationError(f"{path}: r is {rank!r:.40}: it must be a whole number from 1 to {MAX_RANK}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= MAX_ALPHA:
         raise ConfigurationError(
-            f"{path}: r is {rank!r:.40} and lora_alpha is {alpha!r:.40}: both must be numbers"
+            f"{path}: lora_alpha is {alpha!r:.40}: it must be a number above 0 (at most {MAX_ALPHA:g}), because it "
+            "scales the adapter"
         )
     return config
 
@@ -231,9 +267,18 @@ def layers_in_file(folder: Path) -> list[str]:
     """Return the names of the layers whose adapters a folder holds, sorted.
 
     Raises:
-        ConfigurationError: The weights are missing or unreadable.
+        ConfigurationError: The weights are missing or unreadable, or not those of linear layers' adapters.
     """
-    return sorted({layer_of(name) for name in _load_tensors(folder)})
+    names = _load_tensors(folder)
+    if not names:
+        raise ConfigurationError(f"{folder / ADAPTER_WEIGHTS_FILE} holds no tensor: copy the adapter again")
+    for name in names:
+        if not (name.startswith(FILE_PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
+            raise ConfigurationError(
+                f"the adapter in {folder} has the tensor {name!r:.120}, which is no matrix A or B of a linear layer: train "
+                "an adapter of linear layers alone, or merge this one with peft (merge_and_unload)"
+            )
+    return sorted({layer_of(name) for name in names})
 
 
 def read_lora_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -244,7 +289,8 @@ def read_lora_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> di
         shapes: The shapes of all tensors that the model needs.
 
     Raises:
-        ConfigurationError: The file lacks a tensor, has a further one, or one of another shape.
+        ConfigurationError: The file lacks a tensor, has a further one, one of another shape, or one with values that are
+            no finite numbers.
     """
     tensors = _load_tensors(folder)
     problems = []
@@ -259,6 +305,16 @@ def read_lora_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> di
             f"the adapter in {folder} does not fit the model: it {problems[0]} ({len(problems)} such differences): give "
             "the model for which it was trained"
         )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TENSOR_DTYPES:
+            raise ConfigurationError(
+                f"the adapter in {folder} has {name} of the type {tensor.dtype}: save it as float32, bfloat16 or float16"
+            )
+        if not tensor.isfinite().all():
+            raise ConfigurationError(
+                f"the adapter in {folder} has values in {name} that are no finite numbers, so its policy would compute "
+                "nothing: give an earlier state of the adapter"
+            )
     return tensors
 
 

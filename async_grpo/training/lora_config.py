@@ -56,9 +56,8 @@ class LoraConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [name for name in self.lora_targets.split(",") if name.strip()]
         refuse(
-            not names,
+            not self.lora_target_names,
             f"--lora-targets {self.lora_targets!r} names no layer: give {ALL_LINEAR}, or names such as q_proj,v_proj",
         )
 
@@ -66,6 +65,11 @@ class LoraConfig(Section):
     def has_lora(self) -> bool:
         """Return whether an adapter is trained, and not all weights."""
         return self.lora_rank > 0 or self.init_adapter is not None
+
+    @property
+    def lora_target_names(self) -> list[str]:
+        """Return the names in --lora-targets."""
+        return [name.strip() for name in self.lora_targets.split(",") if name.strip()]
 
     @property
     def lora_scaling(self) -> float:

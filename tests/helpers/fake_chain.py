@@ -73,6 +73,7 @@ class Chain:
         checkpoint = str(found[0]) if found else ""
         self.settings = replace(SETTINGS, transport=transport, checkpoint=checkpoint)
         self.controller = RunController(SETTINGS, 20.0, InProcessWorker.connect, self.config.scheduling)
+        self.digests_read: dict[str, str] = {}  # digests of the run's input files, for its checkpoints
         self.link = InProcessRun(self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
         self.workers = [self.join(f"g{number}", kind) for number in range(engines)]
@@ -101,7 +102,7 @@ class Chain:
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
                 given = self.config, self.settings, ranks, self.link, self.link
-                self.trainer = make_trainer(*given, save_experience=save)
+                self.trainer = make_trainer(*given, save_experience=save, digests_read=self.digests_read)
                 self.trainer.write = self.lines.append
                 self.trainer.run()
         finally:

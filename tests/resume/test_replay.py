@@ -1,6 +1,7 @@
-"""What a run was trained on makes the same weights, bit for bit, without engines; and others under another loss."""
+"""What a run was trained on makes the same weights, bit for bit, without engines; others under another loss; LoRA, too."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -9,13 +10,18 @@ import pytest
 import torch
 from fake_chain import Chain, chain_config
 from safetensors.numpy import load_file
+from tiny_policy import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from async_grpo.__main__ import main
+from async_grpo.config.base_weights import base_digest
+from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError
+from async_grpo.launch.export import ExportConfig, export
 from async_grpo.launch.replay import ReplayConfig, replay
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
+from async_grpo.training.checkpoint_folder import checkpoints_of, read
 
 
 @pytest.fixture(scope="module", params=["grpo", "clip_cov"])
@@ -111,3 +117,64 @@ def test_the_record_has_the_trainers_log_probs_too_under_the_weights_that_a_step
                 logprobs = model(row[None]).logits[0].log_softmax(-1)
             expected[begin + 1 : end] = logprobs[:-1].gather(1, row[1:, None])[:, 0].numpy()
         assert mask.any() and np.abs(np.where(mask, expected - found, 0)).max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def run_with_adapter(tmp_path_factory):
+    """A recorded run of three steps that trains a LoRA adapter."""
+    config = chain_config(record=True, lora_rank=4, checkpoint_every_s=0.15, keep_checkpoints=100)
+    chain = Chain(tmp_path_factory.mktemp("adapter"), config=config)
+    chain.digests_read = {"model_name_or_path": base_digest(str(chain.folder))}
+    chain.settings = replace(chain.settings, lora=lora_settings(chain.config, str(chain.folder)))
+    chain.train()
+    folder = chain.config.output_path
+    settings = json.loads(json.dumps(asdict(chain.settings)))
+    write_params(folder / PARAMS_FILE, replace(chain.config, reward_fns="countdown"), {"settings": settings})
+    return folder, chain
+
+
+def replayed_adapter(run, target, **changes):
+    options = asdict(run[1].config) | {"recorded": str(run[0]), "output_dir": str(target)}
+    replay(ReplayConfig(**options | {"reward_fns": "countdown"} | changes))
+    (model,) = (target / "hf_format").glob("samples_*")
+    line = json.loads((target / METRICS_FILE).read_text().splitlines()[0])
+    return load_file(model / "adapter_model.safetensors"), line["replayed_with"]
+
+
+def test_a_replay_trains_the_recorded_adapter_bit_for_bit_or_the_one_that_the_options_name(
+    run_with_adapter, tmp_path
+):
+    (model,) = (run_with_adapter[0] / "hf_format").glob("samples_*")
+    adapter, changes = replayed_adapter(run_with_adapter, tmp_path / "again")
+    assert same(adapter, load_file(model / "adapter_model.safetensors")) and changes == []
+    adapter, changes = replayed_adapter(run_with_adapter, tmp_path / "smaller", lora_rank=2)
+    assert changes == ["--lora-rank 2"]
+    assert {min(tensor.shape) for tensor in adapter.values()} == {2}
+
+
+def test_an_adapter_is_neither_replayed_nor_exported_on_another_base(run_with_adapter, tmp_path):
+    folder, _ = run_with_adapter
+    save_tiny_model(tmp_path / "base", seed=1)  # the same shapes with other weights
+    step = max(read(checkpoint).step for checkpoint in checkpoints_of(folder))
+    with pytest.raises(ConfigurationError, match="are not those of the base on which the adapter in"):
+        replayed_adapter(
+            run_with_adapter,
+            tmp_path / "replay",
+            model_name_or_path=str(tmp_path / "base"),
+            from_step=step,
+        )
+    options = {"path": str(folder), "output_dir": str(tmp_path / "model"), "merged": True}
+    with pytest.raises(ConfigurationError, match="give the folder of that model"):
+        export(ExportConfig(**options, base=str(tmp_path / "base")))
+    export(ExportConfig(**options))
+
+
+def test_the_adapter_with_which_a_run_began_must_be_named(run_with_adapter, tmp_path):
+    (adapter,) = (run_with_adapter[0] / "hf_format").glob("samples_*")
+    folder = tmp_path / "run"
+    shutil.copytree(run_with_adapter[0], folder)
+    params = json.loads((folder / PARAMS_FILE).read_text())
+    params["settings"]["lora"]["initial_folder"] = str(adapter)
+    (folder / PARAMS_FILE).write_text(json.dumps(params))
+    with pytest.raises(ConfigurationError, match="give --init-adapter with this folder"):
+        replayed_adapter((folder, run_with_adapter[1]), tmp_path / "again")
