@@ -29,6 +29,8 @@ def base_digest(model_path: str) -> str:
 def refuse_other_base(manifest: Manifest, folder: Path, model_path: str) -> None:
     """Refuse to use the adapter in a checkpoint with another base than the one on which it was trained.
 
+    A folder that does not exist is left to the loading of the model, whose message says what is missing.
+
     Args:
         manifest: The checkpoint's manifest.
         folder: The checkpoint's folder, for the message.
@@ -38,7 +40,9 @@ def refuse_other_base(manifest: Manifest, folder: Path, model_path: str) -> None
         ConfigurationError: The weights in the base's folder are not those of the run.
     """
     digest = manifest.inputs.get("model_name_or_path")
-    if manifest.lora and digest is not None and digest != base_digest(model_path):
+    if not manifest.lora or digest is None or not Path(model_path).expanduser().is_dir():
+        return
+    if digest != base_digest(model_path):
         raise ConfigurationError(
             f"the weights in {model_path} are not those of the base on which the adapter in {folder} was trained: give the "
             "folder of that model"

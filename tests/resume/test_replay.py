@@ -166,6 +166,8 @@ def test_an_adapter_is_neither_replayed_nor_exported_on_another_base(run_with_ad
     options = {"path": str(folder), "output_dir": str(tmp_path / "model"), "merged": True}
     with pytest.raises(ConfigurationError, match="give the folder of that model"):
         export(ExportConfig(**options, base=str(tmp_path / "base")))
+    with pytest.raises(ConfigurationError, match="is not a folder"):
+        export(ExportConfig(**options, base=str(tmp_path / "missing")))
     export(ExportConfig(**options))
 
 
