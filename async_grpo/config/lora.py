@@ -19,6 +19,7 @@ from async_grpo.modeling.lora import (
 )
 from async_grpo.training.lora_config import ALL_LINEAR, LoraConfig
 
+MAX_SERVED_RANK = 512  # largest rank for which vLLM can reserve memory
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +33,7 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
         return None
     model = empty_causal_lm(model_path)
     if config.init_adapter is not None:
-        settings = _initial_settings(config, Path(config.init_adapter).expanduser().absolute())
+        settings = _initial_settings(config, Path(config.init_adapter).expanduser().absolute(), model_path)
         _refuse_other_model(model, settings)
     else:
         layers = linear_layers(model)
@@ -42,12 +43,17 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
             config.lora_rank, config.lora_scaling, tuple(sorted(layers)), config.lora_sync
         )
         refuse_unfitting(model, settings)
+    if settings.sync == "adapter" and settings.rank > MAX_SERVED_RANK:
+        raise ConfigurationError(
+            f"--lora-sync adapter: engines apply adapters of at most rank {MAX_SERVED_RANK}, not {settings.rank}: choose a "
+            "lower --lora-rank, or --lora-sync merged, with which every rank is served"
+        )
     _log_size(model, settings)
     _warn_about_experts(model)
     return settings
 
 
-def _initial_settings(config: LoraConfig, folder: Path) -> LoraSettings:
+def _initial_settings(config: LoraConfig, folder: Path, model_path: str) -> LoraSettings:
     """Return the settings of the adapter in a folder.
 
     Raises:
@@ -55,6 +61,15 @@ def _initial_settings(config: LoraConfig, folder: Path) -> LoraSettings:
     """
     description = read_lora_config(folder)
     rank = description["r"]
+    base = description.get("base_model_name_or_path")
+    if isinstance(base, str) and not _has_part(model_path, Path(base).name):
+        log.warning(
+            "--init-adapter %s was trained on %.120r and goes on with %s: an adapter computes what it learned only on its "
+            "own base",
+            folder,
+            base,
+            model_path,
+        )
     if config.lora_rank not in (0, rank):
         raise ConfigurationError(
             f"--lora-rank {config.lora_rank}: the adapter in --init-adapter {folder} has the rank {rank}: leave "
@@ -62,6 +77,11 @@ def _initial_settings(config: LoraConfig, folder: Path) -> LoraSettings:
         )
     layers = tuple(layers_in_file(folder))
     return LoraSettings(rank, scaling_of(description), layers, config.lora_sync, str(folder))
+
+
+def _has_part(model_path: str, name: str) -> bool:
+    """Return whether a part of a path is a model's name, also in the hub's cache, as in "models--Qwen--Qwen3-4B"."""
+    return any(part == name or part.endswith(f"--{name}") for part in Path(model_path).parts)
 
 
 def _refuse_other_model(model: Any, settings: LoraSettings) -> None:

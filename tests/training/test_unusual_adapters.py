@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from async_grpo.config.lora import lora_settings
+from async_grpo.config.lora import _has_part, lora_settings
 from async_grpo.config.resume import data_digests
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
@@ -129,6 +129,25 @@ def test_options_that_do_not_fit_the_model_are_refused_before_anything_starts(fo
 def test_blanks_and_empty_names_among_the_targets_do_no_harm(folder):
     settings = settings_of(folder, lora_rank=4, lora_targets=" q_proj ,,v_proj,")
     assert {name.rpartition(".")[2] for name in settings.layers} == {"q_proj", "v_proj"}
+
+
+def test_a_rank_that_no_engine_serves_is_refused_before_anything_starts(folder):
+    save_tiny_model(folder / "model", intermediate_size=700)
+    with pytest.raises(ConfigurationError, match="at most rank 512, not 600: .*--lora-sync merged"):
+        settings_of(folder, lora_rank=600, lora_sync="adapter")
+    assert settings_of(folder, lora_rank=600).rank == 600
+
+
+@pytest.mark.parametrize(("base", "is_warned"), [("org/model", False), ("org/another", True)])
+def test_an_adapter_of_another_base_is_noticed(folder, caplog, base, is_warned):
+    change_config(folder, base_model_name_or_path=base)
+    settings_of(folder, init_adapter=str(folder / "adapter"))
+    assert (f"was trained on '{base}'" in caplog.text) == is_warned
+
+
+def test_a_base_from_the_cache_of_the_hub_is_known_by_its_name():
+    assert _has_part("/cache/models--Qwen--Qwen3-4B/snapshots/0f1e", "Qwen3-4B")
+    assert not _has_part("/cache/models--Qwen--Qwen3-4B-Base/snapshots/0f1e", "Qwen3-4B")
 
 
 def test_experts_without_an_adapter_are_named(tmp_path, caplog):
