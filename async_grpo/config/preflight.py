@@ -95,7 +95,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     renderer = PromptRenderer(tokenizer, config)
 
-    def read_questions(path: str, is_training: bool) -> list[Question]:
+    def read_questions(path: str, is_training: bool = False) -> list[Question]:
         rows = _rows(config, path, is_training)
         # The prompt must leave at least one token of the context for the completion
         return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, renderer)
@@ -103,9 +103,7 @@ def prepare(config: RunConfig) -> Prepared:
     refuse_ambiguous_files(config)
     _refuse_unused_columns(config)
     questions = read_questions(config.data_path, is_training=True)
-    eval_questions = {}
-    for name, path in config.eval_files.items():
-        eval_questions[name] = read_questions(path, is_training=False)
+    eval_questions = {name: read_questions(path) for name, path in config.eval_files.items()}
     renderer.warn_about_use(has_environment=config.environment is not None)
     all_questions = [*questions, *chain.from_iterable(eval_questions.values())]
     _check_tokenizer(tokenizer, model, vocab_size, all_questions)

@@ -181,6 +181,7 @@ def test_the_engine_s_cache_does_not_depend_on_what_the_trainer_allocates_meanwh
         float32_head=False,
         temperature=1.0,
         has_grammars=False,
+        lora=None,
     )
 
     def cache_bytes(**changes) -> int | None:
