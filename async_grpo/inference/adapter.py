@@ -6,14 +6,12 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.inference.config import EngineConfig
+from async_grpo.inference.config import ADAPTER_RANKS, EngineConfig
 from async_grpo.inference.vllm_edges.lora_weights import ADAPTER_ID
 from async_grpo.messages import LoraSettings, SharedRunSettings
 from async_grpo.modeling.load import load_config
 
 log = logging.getLogger(__name__)
-# Largest ranks for which vLLM can reserve memory
-MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Modules that vLLM 0.32 can adapt only in some models, and the head only if it is not tied to the embedding
 EMBEDDINGS = ("embed_tokens", "lm_head")
 MERGE_INSTEAD = "; with --lora-sync merged, engines receive whole weights and serve every adapter"
@@ -34,9 +32,9 @@ def adapter_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str,
     Raises:
         ConfigurationError: No engine can serve this adapter with these options.
     """
-    if adapter.rank > MAX_RANKS[-1]:
+    if adapter.rank > ADAPTER_RANKS[-1]:
         raise ConfigurationError(
-            f"--lora-rank {adapter.rank}: vLLM serves adapters up to rank {MAX_RANKS[-1]}{MERGE_INSTEAD}"
+            f"--lora-rank {adapter.rank}: vLLM serves adapters up to rank {ADAPTER_RANKS[-1]}{MERGE_INSTEAD}"
         )
     names = sorted({layer.rpartition(".")[2] for layer in adapter.layers})
     embeddings = [name for name in names if name in EMBEDDINGS]
@@ -53,7 +51,7 @@ def adapter_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str,
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": min(rank for rank in MAX_RANKS if rank >= adapter.rank),
+        "max_lora_rank": min(rank for rank in ADAPTER_RANKS if rank >= adapter.rank),
         # vLLM prepares only layers with these names for an adapter, because an adapter that is zero costs time as well
         "lora_target_modules": names,
     }

@@ -75,6 +75,8 @@ HARMLESS_ENGINE_OPTIONS = {
     "config_format": "auto",
 }
 MAX_CPU_SEQUENCES = 1024
+# Largest ranks of a LoRA adapter for which vLLM can reserve memory
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole
 # blocks, so with vLLM's default of 128, completions would never share the cache of a short prompt
 CPU_BLOCK_SIZE = 32

@@ -8,6 +8,7 @@ A batch starts when the sequences in the queue fill the token budget, or when th
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +231,8 @@ def _load_policy(config: Any, settings: SharedRunSettings) -> PolicyModel:
         return PolicyModel(model)
     if config.mode != GENERATION and config.role == "reference":
         return PolicyModel(model)
+    # The first sync brings the adapter's values. The folder of an initial adapter may not exist on this node
+    lora = dataclasses.replace(lora, initial_folder="")
     add_lora(model, lora)
     policy = PolicyModel(model)
     fill_lora(policy.model, lora, settings.seed, torch.device("cpu"))

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_edge import assert_needed, source_of
 
-from async_grpo.inference.adapter import MAX_RANKS
+from async_grpo.inference.config import ADAPTER_RANKS
 from async_grpo.inference.vllm_edges import lora_weights
 from async_grpo.inference.vllm_edges.lora_on_cpu import GroupedPunica, install_grouped_adapters
 from async_grpo.inference.vllm_edges.lora_weights import ADAPTER_ID, EngineAdapter, HeldMatrix
@@ -114,7 +114,7 @@ def test_the_arguments_for_an_adapter_exist_and_the_ranks_are_those_of_this_vllm
 
     names = {field.name for field in fields(AsyncEngineArgs)}
     assert {"enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"} <= names
-    assert get_args(MaxLoRARanks) == MAX_RANKS
+    assert get_args(MaxLoRARanks) == ADAPTER_RANKS
 
 
 # -- layers that are split over processes
