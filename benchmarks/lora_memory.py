@@ -19,6 +19,7 @@ from async_grpo.launch.local_config import CONTEXTS_SHARE, LocalConfig
 from async_grpo.launch.plan import roles
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling.lora import linear_layers
+from benchmarks.memory_table import qwen2
 
 RANK = 16
 MICRO_BATCH_TOKENS = 4096
@@ -45,16 +46,7 @@ COLUMNS = (
 
 def row(name: str) -> list[str]:
     """Return the cells of a size: parameters of the adapter, memory of trainer and engine, and the GPU that they fit."""
-    layers, hidden, intermediate, heads, kv_heads, vocabulary, tied = SIZES[name]
-    shape = Qwen2Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
+    shape = qwen2(*SIZES[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     num_parameters = sum(weight.numel() for weight in model.parameters())

@@ -41,17 +41,24 @@ COLUMNS = (
 COLUMNS += ("rank 0's machine", "`/dev/shm`")
 
 
-def row(name: str) -> list[str]:
-    layers, hidden, inner, heads, kv_heads, vocabulary, tied, ranks, engines, gpus = SIZES[name]
-    shape = Qwen2Config(
+def qwen2(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> Qwen2Config:
+    """Return the configuration of a Qwen2 model of these sizes."""
+    return Qwen2Config(
         num_hidden_layers=layers,
         hidden_size=hidden,
-        intermediate_size=inner,
+        intermediate_size=intermediate,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
     )
+
+
+def row(name: str) -> list[str]:
+    *sizes, ranks, engines, gpus = SIZES[name]
+    shape = qwen2(*sizes)
     with torch.device("meta"):
         total = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(shape).parameters())
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}  # the engines have others
@@ -74,7 +81,7 @@ def row(name: str) -> list[str]:
                 **more,
             )
             settings = SimpleNamespace(
-                dtype="bfloat16", vocab_size=vocabulary, max_total_tokens=0, samples_in_flight=0
+                dtype="bfloat16", vocab_size=shape.vocab_size, max_total_tokens=0, samples_in_flight=0
             )
             prepared: Any = SimpleNamespace(settings=settings)
             return {role: need for role, _, _, need in roles(config, prepared, total)}

@@ -60,9 +60,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, TIMES):
         return str(value)
     if type(value).__name__ in NARROW_NUMBERS:
-        return float(
-            str(value)
-        )  # the shortest decimal. As Python's float, a float32 of 0.1 has 17 other digits
+        # The shortest decimal. Converted directly, a float32 of 0.1 would become 0.10000000149011612
+        return float(str(value))
     if hasattr(value, "tolist"):  # a number or an array of numpy, torch or pyarrow
         return plain(value.tolist())
     if isinstance(value, str | int | float):  # a subclass, such as an enum's

@@ -25,9 +25,8 @@ _NUMBER_OR_COMMAND = (
     r"(?:[$€£¥]?\.?\d|\$|-\s?[\d.\\]"
     r"|\\(?!(?:cup|cap|times|cdot|setminus|subset|in|to|[gl]e|ne|equiv|approx|pm)(?![a-zA-Z])|[,;:!\ ]))"
 )
-_DOUBT = (
-    r"(?i:or|and|maybe|perhaps|possibly|either)(?![a-zA-Z])"  # the first word behind "B. " that is no value
-)
+# The first word behind "B. " that is no value
+_DOUBT = r"(?i:or|and|maybe|perhaps|possibly|either)(?![a-zA-Z])"
 # The letter of a choice before its value, as in "(B) 12", "B) 12" or "B. Paris". The value itself does not match
 CHOICE_WITH_VALUE = re.compile(
     rf"""
