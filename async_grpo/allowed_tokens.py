@@ -86,12 +86,10 @@ class AllowedTokens:
 
 
 def packed_mask(bits: np.ndarray) -> bytes:
-    """Return a mask in compressed form.
-
-    A completion has few distinct masks, and a mask has long runs of equal bits, so this saves most of the memory.
+    """Return a mask in compressed form, which takes little memory because a mask has long runs of equal bits.
 
     Args:
-        bits: One bit per token id, (ceil(V / 32),) int32 or any other type, with the lowest bit first.
+        bits: One bit per token id, with the lowest bit first, in an array of integers such as (ceil(V / 32),) int32.
     """
     return zlib.compress(bits.tobytes(), level=1)
 

@@ -140,10 +140,13 @@ Receipt = tuple[Manifest, np.ndarray]
 
 @dataclass(frozen=True)
 class ChunkDigest:
-    """Digest of a chunk of weights, and of the chunk to which it applies if it travels as changes."""
+    """Digest of a chunk of weights, with which workers and trainer name the chunk.
+
+    With `--weight-sync-deltas`, the trainer may send only the changes to a chunk of the previous version.
+    """
 
     digest: str  # digest of the whole chunk, see `weights.sent_chunks.chunk_digest`
-    base_digest: str = ""  # digest of the chunk that the changes apply to; "" if the whole chunk travels
+    base_digest: str = ""  # digest of the chunk to which the changes apply; "" if the whole chunk is sent
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,8 @@ class WeightPackage:
 
     version: int  # policy version
     manifest: Manifest  # the tensors that are sent; a round of the self-test may send only some of them
-    # References to the weights, as uint8 arrays in safetensors format, or file paths; [] if a transport needs none. With
-    # `chunk_digests`, chunks may be changes instead
+    # References to the weights, as uint8 arrays in safetensors format, or file paths; [] if a transport needs none. A
+    # chunk may also be only the changes to a chunk of the previous version (see `ChunkDigest`)
     chunks: list[Any]
     # Token ids, (L,) int32 each, of fixed texts for the check; N tokens in all
     canary_texts: Sequence[np.ndarray]
@@ -163,8 +166,8 @@ class WeightPackage:
     # `weights.package.canary_miss`)
     tolerance: float
     for_late: bool = False  # True if the package is only for workers that joined late and have no weights yet
-    # Digests of the chunks, with which workers keep them for later changes (`weights.sent_chunks`). None, or an empty
-    # list, for whole chunks to which no changes will apply, such as those of a self-test
+    # Digest of each chunk. Workers keep these chunks, because the next version may be sent as changes to them. Workers do
+    # not keep a chunk whose entry is None, such as those of a self-test; () if none of the chunks is kept
     chunk_digests: Sequence[ChunkDigest | None] = ()
 
 

@@ -320,8 +320,8 @@ class Sample:
 
         Args:
             values: One value for each token of the sequence, starting at the token with the index `begin`.
-            begin: Index of the first token that has a value. Ignored for an answer without turns, whose values must
-                begin after the prompt: all tokens from there on are sampled.
+            begin: Index of the first token that has a value. If the sample has no turns, `begin` is ignored, and the
+                values must be those of the tokens after the prompt. All of these tokens are sampled.
         """
         if not self.completion.turns:
             return values
@@ -354,7 +354,8 @@ class Sample:
         return sequences
 
 
-# Arrays (T,) of a completion and a sample. `Sample.sequences` cuts them at the boundaries of the sequences
+# Arrays (T,) of a completion and a sample. `Sample.sequences` cuts them at the boundaries of the sequences. It also cuts
+# `Completion.allowed`, which is not listed because it is not an array
 COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends")
 SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")
 

@@ -29,7 +29,8 @@ def base_digest(model_path: str) -> str:
 def refuse_other_base(manifest: Manifest, folder: Path, model_path: str) -> None:
     """Refuse to use the adapter in a checkpoint with another base than the one on which it was trained.
 
-    A folder that does not exist is left to the loading of the model, whose message says what is missing.
+    If `model_path` is not a folder, nothing is refused here. Loading the model then fails with a message that says what
+    is missing.
 
     Args:
         manifest: The checkpoint's manifest.

@@ -1,8 +1,9 @@
 """`Chat`: converts messages to text and tokens with the model's chat template, and turns of the policy to messages.
 
-The policy's turn reaches the agent divided into content, tool calls and thought (`call_reader`). When the agent sends that
-message back, the template gets the originally sampled text, or the message with its structure if the template needs it
-(see `trajectory`). So the rendered text shows whether the agent kept the history unchanged.
+The agent receives a turn of the policy as a message with content, tool calls and thought (`call_reader`). When the agent
+sends this message back, the template gets the originally sampled text in its place, or a message with these parts if the
+template needs them (see `sampled_history`). So if agent and template keep the history unchanged, the rendered
+conversation begins with exactly the text that the engine has already read and sampled.
 """
 
 import logging

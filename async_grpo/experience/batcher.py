@@ -240,7 +240,7 @@ class ExperienceBatcher:
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = self.advantages.with_group_mean(group)
         group = await self.rollouts.add_logprobs(group)
-        # `_offer` returns once it has stored the group, even if no step has a place for the group yet
+        # The group only waits until other groups have been offered. If no step has a place for it yet, `_offer` stores it
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 

@@ -164,7 +164,7 @@ class Packer:
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
     """Concatenate single-sequence samples into a micro-batch. Tokens that were not sampled carry no loss."""
-    members, times = _trajectories(samples)
+    members, times = _members_and_times(samples)
     return MicroBatch(
         input_ids=np.concatenate([sample.token_ids for sample in samples]),
         cu_seqlens=np.cumsum([0, *(sample.num_tokens for sample in samples)]).astype(np.int32),
@@ -198,7 +198,7 @@ def _joined_masks(samples: Sequence[Sample]) -> AllowedTokens | None:
     return AllowedTokens.joined(masks, [sample.num_tokens for sample in samples])
 
 
-def _trajectories(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+def _members_and_times(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Return members (S,) and times (N,) if a sample belongs to a trajectory of several sequences, else two Nones."""
     if all(sample.times is None for sample in samples):
         return None, None

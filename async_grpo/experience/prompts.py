@@ -307,10 +307,11 @@ class PromptRenderer:
             tools: JSON schemas of the tools.
             begins_turn: Whether the template adds the beginning of the policy's turn.
             continues: Whether the text ends within the last message, which the policy continues.
-            keeps_roles: Whether instructions keep their roles. Otherwise they get roles that the template writes.
+            keeps_roles: Whether system and developer messages keep their roles. Otherwise, they get roles whose
+                messages the template writes into the text (see `InstructionRoles`).
 
         Raises:
-            ConfigurationError: The template refuses the messages, or does not write a developer message.
+            ConfigurationError: The template refuses the messages, or writes a developer message under no role.
         """
         if not keeps_roles:
             messages = self._instruction_roles.mapped(messages, tools)

@@ -189,9 +189,9 @@ class Rollouts:
         return judged_samples
 
     def _with_bounded_numbers(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the samples without the reported numbers that are unfit for metrics (`FreeNumbers`).
+        """Return the samples without the numbers of environments and rewards that must not become metrics.
 
-        Environments and rewards report these numbers.
+        `FreeNumbers` drops huge numbers, numbers with invalid names, and numbers of a source that uses too many names.
         """
         bounded_samples = []
         for sample in samples:
@@ -207,7 +207,7 @@ class Rollouts:
         return tuple(bounded_samples)
 
     def _with_bounded_outcome(self, completion: Completion) -> Completion:
-        """Return the completion without the numbers of its environment that are unfit for metrics."""
+        """Return the completion without the numbers of its environment that must not become metrics."""
         outcome = completion.outcome
         if outcome is None:
             return completion
@@ -217,7 +217,7 @@ class Rollouts:
         return replace(completion, outcome=replace(outcome, numbers=numbers))
 
     def _with_bounded_extra(self, result: AdapterResult) -> AdapterResult:
-        """Return the result without the numbers that are unfit for metrics."""
+        """Return the result without the numbers that must not become metrics."""
         extra = self._free_numbers.bounded(result.adapter, result.extra)
         return result if len(extra) == len(result.extra) else replace(result, extra=extra)
 

@@ -59,10 +59,10 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return means over the trajectories of a run with an environment, or {} for other runs.
+    """Return statistics of the trajectories of a run with an environment, or {} for other runs.
 
-    They include the numbers that the environments report, and the mean numbers of turns, of sampled tokens per turn,
-    and of sequences. The numbers of requests with ignored fields are sums.
+    Means are taken of the numbers that the environments report, and of the numbers of turns, of sampled tokens per turn
+    and of sequences. Counts are the numbers of failed trajectories, and of requests with ignored fields.
     """
     trajectories = [sample.completion for sample in samples if sample.completion.outcome is not None]
     if not trajectories:

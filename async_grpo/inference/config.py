@@ -87,8 +87,8 @@ CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 MAX_SEQUENCES_ON_LARGE_GPU = 1024
 MAX_SEQUENCES_ON_GPU = 256
 LARGE_GPU_BYTES = 70 * GIB
-# If engine and trainer are on the same GPU: part of the engine's share of the memory that the KV cache gets, after the
-# weights are subtracted. The rest is for activations, logits and CUDA graphs
+# If engine and trainer share a GPU: the fraction of the engine's memory that the KV cache gets. The weights are not
+# counted in this memory. The rest of it is for activations, logits and CUDA graphs
 COLOCATED_CACHE_SHARE = 0.75
 ENGINE_METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 

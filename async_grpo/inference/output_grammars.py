@@ -121,7 +121,8 @@ class GrammarHost:
                 raise RequestRefused(str(error)) from None
             refuse_ignored_keywords(schema)
             refuse_without_answers(schema)
-            # vLLM knows of combinations that xgrammar ignores, for example of keywords for the names of properties
+            # xgrammar ignores a keyword in some combinations, such as `propertyNames` together with `properties`.
+            # vLLM has a list of these combinations
             if has_xgrammar_unsupported_json_features(schema):
                 raise RequestRefused(
                     "the schema has keywords that cannot be enforced together, such as a pattern and a length, "

@@ -1,4 +1,4 @@
-"""Packed attention without padding: S sequences end to end in one row of N tokens, which do not attend to each other.
+"""Packed attention: the sequences are end to end, without padding, and do not attend to each other.
 
 It is registered as an attention implementation of transformers. transformers builds no mask for it. Instead, the model
 is called with a `Packing` as keyword argument, which tells where each sequence begins. The cost grows with the sum of
@@ -50,7 +50,7 @@ MOST_ROWS = 0.9
 
 
 class Packing:
-    """The layout of one packed row, in which equal beginnings of sequences are computed only once.
+    """The layout of packed sequences, in which equal beginnings are computed only once.
 
     F of the N tokens are inputs of the model: all except the last token of each sequence, which predicts nothing. (The
     only token of a sequence of length 1 is also an input.) In a causal model, the hidden state of a token depends only
@@ -159,15 +159,17 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Float[Tensor, "1 rows heads head_dim"], None]:
-    """Compute causal attention within the sequences of a packed row.
+    """Compute causal attention within each of the packed sequences.
+
+    The axis `rows` has the M distinct states of `Packing`.
 
     Args:
         module: The attention layer.
-        query: The queries of all rows.
-        key: The keys of all rows. Several heads of queries may share one head of keys and values.
-        value: The values of all rows.
+        query: The queries of the distinct states.
+        key: The keys of the distinct states. Several heads of queries may share one head of keys and values.
+        value: The values of the distinct states.
         attention_mask: Must be None.
-        packing: The layout of the packed row.
+        packing: The layout of the packed sequences.
         scaling: Factor by which the products of queries and keys are multiplied.
         kwargs: Further arguments that the model passes to its attention.
 

@@ -1,6 +1,6 @@
 """`async-grpo plot FILE...`, `plot compare|forecast|staleness|timeline|info RUN`: draw or tabulate the metrics of runs.
 
-Names ending in `_T` are arrays of shape (T,). Names ending in `_2T` are arrays of shape (2, T), with rows x and y.
+Variables whose names end in `_T` are arrays of shape (T,), and in `_2T` arrays of shape (2, T), with rows x and y.
 """
 
 import logging

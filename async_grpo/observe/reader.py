@@ -1,7 +1,7 @@
 """Read `training_metrics.jsonl` files, on this machine or another one.
 
-A *key* names one value of a line. Dots join the keys of nested objects. Names ending in `_T` are float64 arrays with
-one value per step.
+A *key* names one value of a line. Dots join the keys of nested objects. Variables whose names end in `_T` are float64
+arrays with one value per step.
 """
 
 import logging

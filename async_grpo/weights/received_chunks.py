@@ -26,8 +26,8 @@ class ReceivedChunks:
         The returned chunks are valid until the next call, which changes them in place.
 
         Args:
-            chunks: The chunks as they travelled.
-            digests: Their digests. If there are none, the chunks are whole, and are not kept.
+            chunks: The chunks as they were sent: whole, or as changes to a chunk of the last update.
+            digests: Their digests. If there are none, all chunks are whole, and are not kept.
 
         Raises:
             WeightsDidNotLand: This worker does not have the chunk to which changes apply, or the changes are damaged.

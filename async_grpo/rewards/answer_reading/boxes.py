@@ -198,8 +198,10 @@ def _word_end(text: str, begin: int, closing_braces: dict[int, int]) -> int:
 def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> bool:
     """Return whether a box and the next box belong to one answer.
 
-    They do if nothing separates them but layout (space, delimiters) and a divider: a comma or semicolon, "and" or "or",
-    possibly with a few words of the answer, or a new row of an environment.
+    They do if the next box directly follows the closing brace of the first. Otherwise, the text between them must be a
+    divider, apart from layout (space, delimiters) and a name such as "x =" in front of the next box. A divider is a
+    comma, a semicolon, "and" or "or", possibly after a few words that belong to the first box ("papers and"). If both
+    boxes are in the same LaTeX environment, such as `cases`, the beginning of a new row is also a divider.
     """
     if group_begin - span.end > MAX_DIVIDER_CHARACTERS:
         return False

@@ -85,7 +85,8 @@ def is_prose(gold: str) -> bool:
     plain = _DELIMITER.sub(" ", _FONT.sub(r" \1 ", plain_notation(gold)))
     if not _has_digit(plain) or _RELATION.search(plain) is not None or _is_quantity(plain):
         return False
-    # A value with two units, such as "5 ft 6 in", has no words of which it is sure that they are no variables
+    # A value with two units, such as "5 ft 6 in", is also prose. `_sure_words` does not find such short units, because
+    # they could be products of variables
     return _sure_words(plain) != [] or len(units_of(gold)) > 1
 
 
@@ -159,4 +160,5 @@ def equal_words(gold: str, answer: str) -> bool | None:
 
 
 def _sure_words(plain: str) -> list[str]:
+    """Return the words of a text that cannot be products of variables (see `_SURE_WORD`)."""
     return _SURE_WORD.findall(_NO_WORD.sub(" ", plain))

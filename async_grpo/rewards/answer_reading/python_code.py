@@ -278,7 +278,11 @@ def _is_name_of(node: ast.expr, names: set[str]) -> bool:
 
 
 def _is_stub(node: ast.AST) -> bool:
-    """Return whether a function has no body but a docstring, `...`, `pass` or NotImplementedError, or a class only such."""
+    """Return whether a function or class is only a placeholder.
+
+    The body of such a function has only a docstring, `...`, `pass` or `raise NotImplementedError`. Such a class has
+    methods, and all of them are such functions.
+    """
     match node:
         case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body):
             return all(_says_nothing(statement) for statement in body)

@@ -138,7 +138,10 @@ def surely_differ(gold: sympy.Expr, answer: sympy.Expr, relative_tolerance: floa
 
 
 def _complex_value(expression: sympy.Expr, point: Mapping[sympy.Symbol, float]) -> complex | None:
-    """Return the value of an expression to a few digits, or None if it is infinite, tiny or perhaps zero."""
+    """Return the value of an expression at a point, to a few digits.
+
+    Return None if the value cannot be computed, is infinite or huge, or is so small that it may be zero.
+    """
     try:
         value = complex(expression.evalf(QUICK_DIGITS, subs=point))
     except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError):

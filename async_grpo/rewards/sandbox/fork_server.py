@@ -74,13 +74,14 @@ def main(socket_fd: int) -> None:
 
 
 def _guard(channel: int, *descriptors: int) -> None:
-    """Start a sandboxed process, watch over it, and report its exit code.
+    """Be the guardian of a sandboxed process: start it, watch over it, and report its exit code.
 
     The guardian ends the process if the owner closes the channel or dies, or if the process has too many threads.
 
     Args:
         channel: Descriptor of the channel for reports.
-        descriptors: The descriptor of the order, followed by those of the sandboxed process.
+        descriptors: The descriptor of the order (a file with the code and its limits), followed by those that the
+            sandboxed process needs.
     """
     adopt_orphans()  # without the seccomp filter, the process may start other processes
     own_pid = os.getpid()

@@ -32,8 +32,9 @@ class Solution(dict[str, Any]):
         super().__init__(vars(builtins))
         self.module = Proxy(self.ask, 0)
         self._channel = channel
-        # Kept, so that the same object is the same proxy, and an exception has the class that the tests name
+        # Proxies by the number of their object. An object always gets the same proxy, so that tests can compare with `is`
         self._proxies = {0: self.module}
+        # Classes by the name of the exception class that they represent. Each is made once, so that tests can catch it
         self._exception_classes: dict[str, Any] = {}
         # Modules that the tests may use without an import, such as `math` in `math.isclose(...)`
         owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
