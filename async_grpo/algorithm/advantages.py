@@ -70,8 +70,8 @@ class Estimator:
         outcome: The estimator accepts one score per sample, placed on the row's last unmasked token.
         process: The result depends on which token a reward is placed on.
         flat_between_rewards: All tokens after one reward, up to and including the token of the next reward, get the
-            same advantage, unless the option `gamma` discounts. So one column can stand for all of these tokens. A
-            sample with a single reward has the same advantage at all tokens.
+            same advantage, unless the option `gamma` discounts. So the caller may pass a single column for all of these
+            tokens (see `mask` of `__call__`). A sample with a single reward has the same advantage at all tokens.
         sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies
             `flat_between_rewards`.
         rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
@@ -167,9 +167,9 @@ class Estimator:
         num_tokens = mask  # tokens that each entry stands for: 1, unless a column stands for several tokens
         mask = mask.bool()
         candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
-        groups = Groups.of(group_ids, candidates)
-        readable = mask & candidates[:, None]
-        used = mask & groups.participates
+        groups = Groups.of(group_ids, candidates)  # a candidate participates if its group has another one
+        readable = mask & candidates[:, None]  # tokens whose rewards and inputs must be finite
+        used = mask & groups.participates  # tokens that count in the statistics and get advantages
 
         reward_masks = _reward_masks(options, rewards_by_name, readable)
         finite_rewards = {}

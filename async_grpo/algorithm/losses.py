@@ -40,8 +40,8 @@ class PolicyLoss:
         idle_at_ratio_one: The loss pulls the policy towards the old policy. This pull is 0 if both policies are equal.
         scores: (batch, sums, token_keys, **settings) -> the score of each token. The tokens with the highest scores in
             the whole minibatch become `selected`. `sums` (3,) are the `covariance.token_sums` of the minibatch.
-            `token_keys` is None or holds a distinct number for each token, which determines the random draw of the
-            token. A loss that selects no tokens has None in place of this function.
+            `token_keys` is None or holds a distinct number for each token. A function whose scores are random computes
+            them from these numbers. A loss that selects no tokens has None in place of this function.
     """
 
     function: Callable[..., LossAndMetrics]

@@ -1,7 +1,7 @@
 """`RunController`: the only control process of a run. It owns the worker registries, the verifiers and the batcher.
 
 The callers of each method:
-    worker dispatchers   settings, register, until_gone, drain, deregister, expect, refuse, closed
+    worker dispatchers   settings, register, until_gone, drain, deregister, expect, record_refusal, closed
     the weight sync      begin_sync, end_sync, fail
     rank 0               missing_parts, start_batcher, start, situation, evaluate, request_save, save_experience,
                          stop, close
@@ -107,7 +107,7 @@ class RunController:
         """Let the run wait `for_s` seconds for a worker that died and is being restarted."""
         self._workers_by_kind[kind].registry.expect(for_s)
 
-    async def refuse(self, reason: str) -> None:
+    async def record_refusal(self, reason: str) -> None:
         """Record why a worker cannot work for this run. Rank 0 then ends the run with this reason."""
         self._refusals.append(reason)
 

@@ -176,7 +176,7 @@ class Worker:
         except ConfigurationError as refusal:
             # `cause` is the error itself, without Ray's wrapping
             reason = str(getattr(refusal, "cause", refusal))
-            run.unless_closed(run.controller.refuse.remote(reason))
+            run.unless_closed(run.controller.record_refusal.remote(reason))
             raise ConfigurationError(reason) from None
         self.capacity = capacity
         self.loading_s = time.monotonic() - begin

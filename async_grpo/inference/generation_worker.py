@@ -183,7 +183,7 @@ class GenerationWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, request: EngineRequest) -> Completion:
-        self._refuse_if_broken()
+        self._refuse_if_not_ready()
         # The salt of vLLM's prefix cache names the weights, so that no request reuses a prefix that other weights
         # computed. While weights change, the request waits for the lock. `tokens_input` is vLLM's own form of a prompt:
         # vLLM would convert other forms in a thread, and the weights could change meanwhile
@@ -195,7 +195,7 @@ class GenerationWorker:
             self.timeline.last_progress = time.monotonic()
         with self._requests.measure(request.name):
             final = await self._last_output(prompt, request.params, request.name)
-        self._refuse_if_broken()
+        self._refuse_if_not_ready()
         allowed = await self._grammar_replay.allowed_tokens(request, final.outputs[0])
         return finished_completion(
             output=final.outputs[0],
@@ -206,7 +206,7 @@ class GenerationWorker:
             allowed=allowed,
         )
 
-    def _refuse_if_broken(self) -> None:
+    def _refuse_if_not_ready(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
         if not self._received.has_adapter:

@@ -102,11 +102,11 @@ class PolicyModel(nn.Module):
             empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
             same backward pass as the other ranks.
         """
-        # Equal beginnings of sequences are computed once: packing.tokens selects the distinct inputs, and
-        # packing.rows_of_tokens tells which of them each token uses
+        # Equal beginnings of sequences are computed once. The rows of `hidden` are the distinct states: packing.tokens
+        # selects their inputs, and packing.rows_of_tokens has the row of each token
         packing = Packing(input_ids, cu_seqlens)
-        rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
-        hidden = self.model.base_model(**rows, use_cache=False, packing=packing).last_hidden_state[0]
+        inputs = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
+        hidden = self.model.base_model(**inputs, use_cache=False, packing=packing).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
@@ -195,7 +195,7 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
 def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, weight) of the frozen weights, and then (peft's file name, tensor) of the LoRA adapters.
 
-    So weights and adapters reach an engine apart, if it adds adapters in its layers.
+    They are sent to engines that keep adapters apart from the weights, and add them in their layers.
     """
     for name, weight in named_weights(policy):
         yield name, stored_tensor(weight)

@@ -163,7 +163,8 @@ class VerifierPool:
             evaluation: Whether the group belongs to an evaluation.
         """
         if evaluation:
-            # The verdicts may come from an earlier pool. Then this pool has not made its workers for evaluation yet
+            # Only a worker that is started tells whether its adapter has a group hook. `verify` has not started the
+            # workers if another pool made the verdicts
             await self._ensure_started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
         results_by_member = [{result.adapter: result for result in verdict.results} for verdict in verdicts]
@@ -222,7 +223,8 @@ class VerifierPool:
         if is_fallback or name not in self._fallbacks or not result.status.is_lost:
             return result
         fallback_result = await self._score(sample, phase, self._fallbacks[name], is_fallback=True)
-        # The result gets the name of the adapter that failed, because weights and constants are looked up by that name
+        # The result gets the name of the adapter that failed, because that adapter's weight and its constant
+        # (`--on-reward-failure`) are looked up by this name
         return fallback_result.standing_in_for(result)
 
 

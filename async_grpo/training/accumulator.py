@@ -156,7 +156,7 @@ class GradientAccumulator:
         # Check the loss as well, because the gradient may be finite although the loss is not: if a log-ratio is NaN,
         # clamping it gives NaN, but the gradient of the clamp is 0
         if not (math.isfinite(grad_norm) and math.isfinite(loss_sum)):
-            self._leave_out(grad_norm, count, loss_sum)
+            self._note_skipped_step(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
         self._nonfinite_in_a_row = 0
         clip = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
@@ -173,8 +173,8 @@ class GradientAccumulator:
         self.scheduler.step()
         return metrics | self._change_of_weights(shards_before, shards)
 
-    def _leave_out(self, grad_norm: float, count: float, loss_sum: float) -> None:
-        """Log that the step is skipped, because its loss or gradient is not finite.
+    def _note_skipped_step(self, grad_norm: float, count: float, loss_sum: float) -> None:
+        """Count and log a step that is skipped, because its loss or gradient is not finite.
 
         Raises:
             NonFiniteGradient: More than `--nonfinite-steps` steps in a row were skipped.
@@ -255,6 +255,7 @@ def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], coun
     metrics["avg_pg_clip"] = means["clip_frac_low"] + means["clip_frac_high"]
     num_compared = mismatch_totals["mismatch_tokens_sum"]
     metrics["rejected_share"] = 1 - num_tokens / num_compared if num_compared else 0.0
+    # The same number has two names in the metrics file
     metrics["num_non_masked_tokens"] = num_tokens
     metrics["total_non_masked_tokens"] = num_tokens
     metrics["num_non_masked_sequences"] = num_sequences

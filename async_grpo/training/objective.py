@@ -189,7 +189,7 @@ class Objective:
         """
         logprobs, entropy, *values = self.forward(policy, batch)
         batch.logprobs = logprobs.detach()
-        mask = self.keep(logprobs, batch)
+        mask = self.kept_tokens(logprobs, batch)
         entropy_of_trained = torch.where(mask, entropy, 0)
         kl = self._kl_to_reference(logprobs, batch, mask)
 
@@ -233,7 +233,7 @@ class Objective:
         if self.loss.needs_selection:
             options["selected"] = batch.selected
         if self.has_importance_weights:
-            options["importance_weights"] = self.weights(logprobs, batch, mask)
+            options["importance_weights"] = self.token_weights(logprobs, batch, mask)
         token_losses, metrics = self.loss(
             logprobs,
             self.ratio_denominator_logprobs(logprobs, batch),
@@ -272,7 +272,9 @@ class Objective:
         """Return the sum of the micro-batch's losses, which is later divided by the number of units of the step."""
         return self._aggregation.total(token_losses, mask, batch.sequence_ids, batch.group_tokens)
 
-    def keep(self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors) -> Bool[Tensor, "1 packed"]:
+    def kept_tokens(
+        self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
+    ) -> Bool[Tensor, "1 packed"]:
         """Return the mask without tokens that are rejected because trainer and engine disagree on their probability."""
         if self.config.rejection_statistic is None:
             return batch.mask
@@ -284,7 +286,7 @@ class Objective:
             **self._rejection_options,
         )
 
-    def weights(
+    def token_weights(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, "1 packed"]:
         """Return the importance weight of each token, which corrects for the difference between trainer and engine.

@@ -121,10 +121,8 @@ class Trainer:
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
         """Apply the accumulated gradient, and return the metrics of the step."""
         with clock.measure("publishing_weights"):
-            # Wait until the previous weights are proven, so that training does not continue if they did not arrive. If
-            # `_publish` has already waited for them, this takes no time. The proof returns the metrics of the sync of
-            # the previous weights. If `_publish` waits for the new weights, `run` replaces these metrics with those
-            # of the new sync
+            # Wait until the previous weights are proven, so that training does not continue if they did not arrive.
+            # These are the metrics of their sync. If `_publish` waits for the next sync, its metrics replace them in `run`
             metrics: dict[str, Any] = dict(self._proof())
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()

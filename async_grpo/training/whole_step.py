@@ -47,7 +47,7 @@ def add_step_terms(
             row.logprobs, _, *values = objective.forward(policy, row)
             release_gathered(policy)
             row.old_values = values[0] if values else None
-            row.kept = objective.keep(row.logprobs, row)
+            row.kept = objective.kept_tokens(row.logprobs, row)
     if objective.has_critic:
         _estimate_advantages(rows, objective, ranks)
     if objective.rejects_from_groups:
@@ -117,7 +117,7 @@ def _average_weights(rows: Sequence[BatchTensors], objective: Objective, ranks: 
     level = objective.config.importance_level
     totals = []
     for row in rows:
-        weights = objective.weights(row.logprobs, row, row.kept)
+        weights = objective.token_weights(row.logprobs, row, row.kept)
         totals.append(weight_totals(weights, row.kept, level=level, sequence_ids=row.sequence_ids))
     sums, counts = zip(*totals, strict=True)
     total, count = ranks.sum([torch.stack(sums).sum().item(), torch.stack(counts).sum().item()])

@@ -116,6 +116,8 @@ class Publisher:
         started = time.monotonic()
         self._for_late = self_test and self._rounding is not None
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
+        # The draft needs the result of the first round of the self-test, which is known by now. The last round may still
+        # be under way: this rank computes while the engines load
         draft = self._draft(model, version)
         wait_for_self_test()
         named_weights = self.named_weights
@@ -159,8 +161,8 @@ class Publisher:
 
         The difference between engine and trainer in the first, unchanged round is the basis of all later tolerances. All
         tensors are then changed. Their original values are kept in memory meanwhile. If they do not fit into
-        `originals_bytes`, the tensors are changed in several rounds. In these rounds, engines report each tensor that
-        they received but do not use.
+        `originals_bytes`, the tensors are changed in several rounds. In every round, the receipts of the engines name
+        the tensors that were received but are not in use.
 
         In float32 the canary also reveals a lost tensor, whose effect is more than a thousand times that of rounding.
         In bfloat16 it does not, because rounding in many changed layers has a larger effect than a lost tensor. In
@@ -183,6 +185,8 @@ class Publisher:
                 changed = self._draft_of_round(model, weights, wait_for_proof)
                 names_to_send = restored | group
                 weights_to_send = {name: weight for name, weight in weights.items() if name in names_to_send}
+                # This returns when copies of the changed weights are packed, or sent by NCCL. So the original values can
+                # be restored at the end of the block
                 prove = self._transact(changed, weights_to_send)
                 wait_for_proof = self._in_thread(prove, SELF_TEST)
             restored = group
@@ -334,10 +338,10 @@ class Publisher:
                 self._unread |= unread
             try:
                 last = last_differences.get(worker_id, 0.0)
-                expected = package
+                package_to_prove = package
                 if self._rounding is None and self.config.canary_tolerance is None:
-                    expected = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
-                differences[worker_id] = prove_landed(expected, worker_id, receipt, last)
+                    package_to_prove = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
+                differences[worker_id] = prove_landed(package_to_prove, worker_id, receipt, last)
             except WeightsDidNotLand as error:
                 failures[worker_id] = error
         if failures and not differences and not package.for_late:

@@ -73,7 +73,7 @@ async def test_another_model_or_one_whose_context_is_too_short_is_refused_on_bot
         (tmp_path / path.name).write_bytes(text.replace(b'"hidden_size": 128', b'"hidden_size": 64'))
     with pytest.raises(ConfigurationError, match="another architecture or vocabulary") as refusal:
         worker_actors.check_model(str(tmp_path), SETTINGS)
-    await controller.refuse(str(refusal.value))
+    await controller.record_refusal(str(refusal.value))
     with pytest.raises(ConfigurationError, match="another architecture or vocabulary"):
         await lacking(controller)
     with pytest.raises(ConfigurationError, match="the run needs 100000"):
