@@ -245,7 +245,7 @@ class Engine(Protocol):
         """Finish the start with calls that need the running event loop. An engine may lack this method.
 
         Raises:
-            ConfigurationError: The engine cannot serve the run, such as an adapter.
+            ConfigurationError: The engine cannot do what the run needs, for example apply its adapter.
         """
 
     def complete(

@@ -17,7 +17,8 @@ from async_grpo.environments.sequence import RecordedTurn, TrajectorySequence
 from async_grpo.types import Turn
 
 NO_TOKEN_IDS = np.empty(0, np.int32)
-NEVER = -1  # stands for the number of a turn if no turn continued another one
+# In place of the number of the latest turn that continued a turn: no turn continued it
+NEVER = -1
 
 
 def abandoned_numbers(

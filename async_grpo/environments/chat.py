@@ -174,7 +174,7 @@ class Chat:
         return [encoding.ids for encoding in encodings]
 
     def shortened(self, text: str, max_tokens: int) -> str:
-        """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""
+        """Return the text. If it has more than `max_tokens` tokens, return its beginning and a sentence that says so."""
         # Each token of a text has at most this many characters, apart from exotic ones, so the rest cannot be needed.
         # A lone surrogate, which tokenizers refuse, is replaced by a question mark, as in `encode`
         beginning = text[: MAX_CHARACTERS_PER_TOKEN * max_tokens].encode(errors="replace").decode()

@@ -169,7 +169,7 @@ class EnvironmentHost:
 
 
 def _shortened(text: str) -> str:
-    """Return a text of at most MAX_ANSWER_CHARACTERS, and a sentence at its end if it was longer."""
+    """Return the text. If it has more than MAX_ANSWER_CHARACTERS, return its beginning and a sentence that says so."""
     if len(text) <= MAX_ANSWER_CHARACTERS:
         return text
     beginning = text[:MAX_ANSWER_CHARACTERS]

@@ -338,7 +338,7 @@ class TrajectoryRecorder:
         return message
 
     async def shortened(self, text: str, max_tokens: int) -> str:
-        """Return a text of at most `max_tokens` tokens, and a sentence at its end if it was longer."""
+        """Return the text. If it has more than `max_tokens` tokens, return its beginning and a sentence that says so."""
         return await offloaded(len(text), self.chat.shortened, text, max_tokens)
 
     @property

@@ -130,19 +130,19 @@ class GroupAdvantages:
         return trained_groups
 
     def _by_token(self) -> bool:
-        """Return whether each column of the reward tensors is one token.
+        """Return whether the estimator needs one column of the reward tensors for each token.
 
         Otherwise, a column stands for several consecutive tokens, the last of which has a reward (`RewardTensors`).
         """
-        # A discount applies to each token
+        # With a discount, the advantage of a token depends on its distance to the rewards, in tokens
         if self._options.get("gamma", 1.0) != 1.0:
             return True
-        # The estimator reads only the sum of a sample's rewards, so it does not matter at which tokens the rewards are
+        # An estimator with `sums` reads only the sum of a sample's rewards, so it does not matter where the rewards are
         if self.estimator.sums:
             return False
-        # Each token needs its own column if each has its own reward, as with a KL penalty, or if the estimator may give
-        # different advantages to tokens between two rewards
+        # With a KL penalty, each token has its own reward
         has_kl = bool(self.config.reward_kl_coef)
+        # Without `flat_between_rewards`, tokens between two rewards may get different advantages
         return has_kl or not self.estimator.flat_between_rewards
 
     def _valid_samples(self, groups: Sequence[Group], batch: RewardTensors) -> Tensor:

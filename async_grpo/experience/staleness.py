@@ -13,10 +13,10 @@ Why this bounds the age: when version v is live, the v * P groups of steps 0 to 
 sides gives i + slack < (v + S + 1) * P. So the group is due in step v + S at the latest, and none of its tokens is
 older than v.
 
-Why no group is trained too late: the groups with i < (k + 1) * P - slack are due in step k or earlier. By the end of
-step k, (k + 1) * P groups are trained, and at most `slack` of them are due later. So at least (k + 1) * P - slack of
-them are due in step k or earlier, and these are all groups that are due by then. Without slack, step k trains the
-groups from k * P to (k + 1) * P - 1.
+Why no group is trained too late: the groups that are due in step k or earlier are those with i < (k + 1) * P - slack.
+So there are (k + 1) * P - slack of them. By the end of step k, (k + 1) * P groups are trained. At most `slack` of these
+are early, which means that they are due after step k. So at least (k + 1) * P - slack trained groups are due in step k
+or earlier, and these must be all of them. Without slack, step k trains the groups from k * P to (k + 1) * P - 1.
 """
 
 import asyncio

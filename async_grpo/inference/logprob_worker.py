@@ -221,7 +221,7 @@ class LogprobWorker:
 
 
 def _load_policy(config: Any, settings: SharedRunSettings) -> PolicyModel:
-    """Load the model, with the run's LoRA adapter if the trainer sends it apart from the weights.
+    """Load the model. If the trainer sends the run's LoRA adapter separately from the weights, add the adapter.
 
     A reference worker has no adapter, because the reference of an adapter is the model without it.
     """

@@ -23,7 +23,7 @@ from async_grpo.processes.look import ProcessState
 from async_grpo.processes.waits import Wait
 
 FULL_MB = 8.0  # free space in MB below which a disk counts as full
-# Number of cores in use above which the process of a verifier that owes a verdict may be in an endless loop
+# If a verdict is late and its verifier's process uses more cores than this, the process may be in an endless loop
 BUSY_CORES = 0.2
 NOTHING = "the run does not wait for anything that is recorded: it may be starting, or between two steps"
 NOBODY = "though nobody has one: a permit was lost"

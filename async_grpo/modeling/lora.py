@@ -80,7 +80,8 @@ def refuse_unfitting(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Refuse settings of an adapter that the model cannot have.
 
     Raises:
-        ConfigurationError: A layer is no linear layer of the model, or the rank is larger than all of its layers.
+        ConfigurationError: A layer is no linear layer of the model, or the rank is larger than the number of inputs and
+            the number of outputs of every layer.
     """
     candidates = {name: model.get_submodule(name) for name in linear_layers(model)}
     if not settings.layers:
@@ -162,7 +163,7 @@ def name_without_adapter(name: str) -> str:
 
 
 def named_lora_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (peft's file name, tensor) of all adapters, in the model's order. A sharded model yields its shards."""
+    """Yield (name in peft's file, tensor) of all adapters, in the model's order. A sharded model yields its shards."""
     for layer_name, layer in lora_modules(model):
         for part in ("lora_A", "lora_B"):
             yield f"{FILE_PREFIX}{layer_name}.{part}.weight", getattr(layer, part)[ADAPTER_NAME].weight

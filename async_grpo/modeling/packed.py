@@ -174,7 +174,7 @@ def packed_attention(
         kwargs: Further arguments that the model passes to its attention.
 
     Returns:
-        The output, and None in place of attention weights.
+        The output of each row, and None in place of attention weights.
 
     Raises:
         ConfigurationError: The model requests something that packed attention does not support.

@@ -193,7 +193,7 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Weight]]:
 
 
 def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, weight) of the frozen weights, and then (peft's file name, tensor) of the LoRA adapters.
+    """Yield (Hugging Face name, weight) of the frozen weights, and then (name in peft's file, tensor) of the adapters.
 
     They are sent to engines that keep adapters apart from the weights, and add them in their layers.
     """
@@ -203,7 +203,7 @@ def named_weights_and_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tenso
 
 
 def named_adapters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (peft's file name, tensor) of the LoRA adapters, in the model's order."""
+    """Yield (name in peft's file, tensor) of the LoRA adapters, in the model's order."""
     return named_lora_tensors(policy.model)
 
 

@@ -94,7 +94,7 @@ class Trainer:
         """Accumulate gradients until the step ends, and return its end.
 
         Returns:
-            The end of the step, or None if the run ended before it. A checkpoint is then saved.
+            The end of the step. None if the run is to end before it; its last checkpoint has then been saved.
         """
         while True:
             with clock.measure("waiting_for_experience"):
@@ -119,7 +119,7 @@ class Trainer:
                     self.accumulator.add(message)
 
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
-        """Apply the accumulated gradient, and return the metrics of the step."""
+        """Apply the accumulated gradient. Return the metrics of the step, and of the sync of the previous weights."""
         with clock.measure("publishing_weights"):
             # Wait until the previous weights are proven, so that training does not continue if they did not arrive.
             # These are the metrics of their sync. If `_publish` waits for the next sync, its metrics replace them in `run`

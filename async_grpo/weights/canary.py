@@ -18,8 +18,9 @@ class Canary:
     texts: Sequence[np.ndarray]  # token ids of each text, (L,) int32; N is the number of tokens of all texts
     # (model, *texts) -> the trainer's log-probs (N,); a collective, called on every rank
     logprobs: Callable[..., np.ndarray]
-    # Returns the element-wise maximum over all ranks. A collective; needed because only rank 0 talks to the engines. The
-    # default, `list`, is for a single rank: it returns the same numbers
+    # Takes this rank's numbers, and returns the maximum of each over all ranks. A collective. It shares what only rank 0
+    # knows, because only rank 0 talks to the engines: all other ranks pass zeros. The default, `list`, is for a single
+    # rank: it returns the same numbers
     max_over_ranks: Callable[[list[float]], list[float]] = list
 
     @staticmethod

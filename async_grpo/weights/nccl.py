@@ -88,7 +88,7 @@ class RecordingSource:
         return self._remaining
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights one by one, and record each as sent."""
+        """Yield the weights, gathered one by one, and record each as sent."""
         for name, weight in self.weights.items():
             full_weight = full_tensor(weight, self.wire_dtype).contiguous()
             self.sent[name] = record(full_weight)
@@ -99,7 +99,7 @@ class RecordingSource:
             yield name, full_weight
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights one by one, and keep each for later changes."""
+        """Yield the weights as `_gather` does, and keep a copy of each, so that the next sync can send only its changes."""
         for name, full_weight in self._gather():
             self.sent_tensors.keep(name, full_weight, self.sent[name].digest)
             yield KEEP + name, full_weight
@@ -206,7 +206,7 @@ class NCCLPublisher(Publisher):
     def _begin_transfer(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> None:
         """Choose whether the weights travel whole or as changes. Called on rank 0.
 
-        Workers that joined late have no weights yet, and those of a self-test are no version of the policy.
+        Workers that joined late have no weights yet, and the weights of a self-test are no policy version.
         """
         is_version = draft.version != SELF_TEST
         has_deltas = self.config.weight_sync_deltas and is_version

@@ -153,21 +153,22 @@ class Publisher:
         )
 
     def _run_self_test(self, model: nn.Module) -> Callable[[], Any]:
-        """Send the weights unchanged, then with all tensors changed, and prove both.
+        """Send the weights in rounds, first unchanged and then changed, and prove that the engines use every tensor.
 
-        Return a function that waits for the last proof.
+        1. The first round sends the weights unchanged. The difference between engine and trainer in this round is the
+           basis of all later tolerances.
+        2. In bfloat16, each further round changes one layer with a tensor that some engine cannot read back. Only the
+           canary can show whether the engine uses this tensor. If many layers changed at once, their rounding would have
+           a larger effect on the canary than a lost tensor. In float32 these rounds are not needed, because the effect
+           of a lost tensor is more than a thousand times that of rounding.
+        3. The last round changes all tensors. The original values are kept in memory during the round. If they do not
+           fit into `originals_bytes`, there are several such rounds, each of which changes some of the layers.
 
-        While the engines load the weights of a round, this rank computes what the next round needs.
+        In every round, the receipts of the engines name the tensors that were received but are not in use. While the
+        engines load the weights of a round, this rank computes what the next round needs.
 
-        The difference between engine and trainer in the first, unchanged round is the basis of all later tolerances. All
-        tensors are then changed. Their original values are kept in memory meanwhile. If they do not fit into
-        `originals_bytes`, the tensors are changed in several rounds. In every round, the receipts of the engines name
-        the tensors that were received but are not in use.
-
-        In float32 the canary also reveals a lost tensor, whose effect is more than a thousand times that of rounding.
-        In bfloat16 it does not, because rounding in many changed layers has a larger effect than a lost tensor. In
-        bfloat16, therefore, tensors that some engine cannot read back are tested first, in rounds that change one layer
-        each.
+        Returns:
+            A function that waits for the proof of the last round.
         """
         weights = dict(self.named_weights(model))
         unchanged = self._draft(model, SELF_TEST)
@@ -198,6 +199,7 @@ class Publisher:
         if self.wire_dtype is torch.float32:
             return all_groups
         groups = self_test_groups(weights)
+        # Only rank 0 knows which tensors are unread. On all other ranks, the flags are 0
         flags_of_rank = [float(bool(group & self._unread)) for group in groups]
         flags = self.canary.max_over_ranks(flags_of_rank)
         unread = [group for group, is_unread in zip(groups, flags, strict=True) if is_unread]
@@ -211,20 +213,21 @@ class Publisher:
     ) -> WeightPackage:
         """Return the package of a round of the self-test, still without its tensors. A collective.
 
-        Wait until the previous round has ended, because the tolerance depends on the differences in the first round.
+        Compute what does not depend on the previous round. Then wait until that round has ended, because the tolerance
+        depends on the differences in the first round.
         """
         expected = self._canary_logprobs(model)
-        tolerance = self.config.canary_tolerance
-        if tolerance is None:
-            sensitivity = self._sensitivity(model, expected, weights)
+        if self.config.canary_tolerance is not None:
+            wait_for_last_round()
+            return self._package(SELF_TEST, expected, self.config.canary_tolerance)
+        sensitivity = self._sensitivity(model, expected, weights)
         wait_for_last_round()
-        if tolerance is None:
-            tolerance = round_tolerance(
-                sensitivity=sensitivity,
-                unchanged_sensitivity=self._unchanged_sensitivity,
-                unchanged_difference=self._rounding or 0.0,
-                wire_dtype=self.wire_dtype,
-            )
+        tolerance = round_tolerance(
+            sensitivity=sensitivity,
+            unchanged_sensitivity=self._unchanged_sensitivity,
+            unchanged_difference=self._rounding or 0.0,
+            wire_dtype=self.wire_dtype,
+        )
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
@@ -240,8 +243,9 @@ class Publisher:
             # Proven weights have shown this much rounding. Rounding varies from sync to sync, hence the factor of 3
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)
             if self._merges_adapters(model):
-                # The first weights were those of the base, which need no rounding. Later ones are sums, which are rounded
-                # to the engine's dtype, while the trainer computes with base and adapter apart
+                # A new adapter is zero, so the first sync has sent the weights of the base model, which need no rounding.
+                # Later syncs send weights plus adapter, rounded to the engine's dtype, while the trainer adds the
+                # adapter's output to the layer's
                 tolerance = max(tolerance, SENSITIVITIES[self.wire_dtype] * self._unchanged_sensitivity)
         return self._package(version, expected, tolerance)
 

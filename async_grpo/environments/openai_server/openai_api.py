@@ -132,7 +132,7 @@ def as_template(message: ChatMessage) -> dict[str, Any]:
 def body_of(request: OpenAIRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the answer to a request, with one choice for each reply."""
     is_chat = isinstance(request, ChatRequest)
-    # OpenAI's API ends a call that the request itself named with the finish reason "stop"
+    # If the request names the tool to call, OpenAI's API returns the finish reason "stop" for the call
     is_named_call = isinstance(request, ChatRequest) and isinstance(request.tool_choice, NamedTool)
     make_choice = partial(_chat_choice, is_named_call=is_named_call) if is_chat else _text_choice
     prompt_tokens = replies[0].prompt_tokens

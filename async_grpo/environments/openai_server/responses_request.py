@@ -38,7 +38,9 @@ MAX_INCLUDED = 64
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
-CALL_PREFIX = "fc_"  # beginning of the ids of calls, which are fc_TURN_NUMBER in answers of the endpoint
+# Beginning of the ids of calls. In answers of the endpoint, the id is fc_TURN_CALL: the id of the turn, and the number of
+# the call in the turn
+CALL_PREFIX = "fc_"
 
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]

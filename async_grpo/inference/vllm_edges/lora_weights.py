@@ -98,7 +98,7 @@ class EngineAdapter:
         return parse_fine_tuned_lora_name(tensor_name, renames)
 
     def receive(self, tensor_name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of a tensor of the adapter until `put_in_place`, under peft's name of it."""
+        """Keep a copy of a tensor of the adapter until `put_in_place`, under its name in peft's file."""
         module, is_a = self._module_of(tensor_name)
         matrix = tensor.to(self._dtype, copy=True)
         if not is_a:

@@ -113,7 +113,7 @@ _REPEATING = re.compile(
     """,
     re.VERBOSE,
 )
-# A decimal in which the same digits stand three times before the dots, as in 0.1666...
+# A decimal in which the same digits stand three or more times before the dots, as in 0.1666...
 _REPEATED = re.compile(
     r"(?<![\w.])(\d{1,15})\.(\d{0,6}?)(\d{1,6}?)\3{2,20}\s{0,2}(?:\.{3}|\\[lc]?dots(?![a-zA-Z])\s?)"
 )
