@@ -112,7 +112,8 @@ def accuracies(case: Case, checkpoints: dict[int, str]) -> dict[int, float]:
                 rewards.named(row | {"completion": text}) for row, text in zip(repeated, texts, strict=True)
             ]
         found[step] = sum(solved) / len(solved)
-        if case.gain is not None and found[step] >= found[0] + case.gain:
+        goal = found[0] + case.gain if case.gain is not None else case.accuracy
+        if goal is not None and found[step] >= goal and not case.lora_rank:
             break
     return found
 

@@ -94,6 +94,7 @@ def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str
         ),
         *([] if case.mask_truncated else ["--no-mask-truncated"]),
         *([f"--groups-alive={steps_alive * case.prompts}"] if steps_alive else []),
+        *([f"--lora-rank={case.lora_rank}"] if case.lora_rank else []),
         *further,
     ]
 

@@ -112,6 +112,7 @@ def main() -> None:
         reward_funcs=reward.as_function(),
         train_dataset=Dataset.from_list([row | {"prompt": row["input"]} for row in rows]),
         callbacks=[clock],
+        peft_config=adapter(settings["lora_rank"]),
         args=configuration(settings, answer.parent),
     )
     trainer.train()
@@ -126,6 +127,17 @@ def main() -> None:
             "length_max": max(map(max, lengths)),
         })
     )  # fmt: skip
+
+
+def adapter(rank: int) -> Any:
+    """The adapter that ours trains by default, in peft's terms. None: all weights are trained."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
 
 
 def configuration(settings: dict[str, Any], folder: Path) -> GRPOConfig:
