@@ -133,6 +133,9 @@ def serve(stages: Sequence[Stage]) -> None:
     """
     environment = dict(os.environ)
     find_place_of_name()
+    # Imports make many objects that stay. The collector would visit all of them again and again, which takes a quarter
+    # of the time (docs/log.md, 2026-11-27). Garbage of the imports is frozen with the rest (see `WarmServer.run`)
+    gc.disable()
     listeners = [socket.socket(fileno=stage.listener) for stage in stages]
     for stage in stages:
         listener = listeners.pop(0)
@@ -190,8 +193,8 @@ class WarmServer:
         """Serve until this process is ended. Returns only if it cannot be forked safely."""
         # Forked processes share the server's memory until one writes to it. The garbage collector writes to each object
         # that it visits, so freeze all objects
-        gc.collect()
         gc.freeze()
+        gc.enable()
         problem = _problem_with_forking()
         if problem:
             log.warning("processes start as usual, which takes seconds longer: %s", problem)
