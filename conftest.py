@@ -1,5 +1,6 @@
 """What all tests take for granted, also when `pytest` is called by hand; and the tiers of `scripts/test`."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = {}
+    # Imports and tests that are collected stay. The garbage collector would visit all of them again and again
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
