@@ -54,8 +54,8 @@ from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
 from async_grpo.weights.canary import CANARY_TOKENS, Canary
 from async_grpo.weights.package import canary_miss, tensor_digest
-from async_grpo.weights.publisher import UNCHANGED_ALLOWED
 from async_grpo.weights.self_test import (
+    UNCHANGED_ALLOWED,
     measure_sensitivity,
     perturbed,
     round_tolerance,

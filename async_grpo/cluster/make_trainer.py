@@ -41,6 +41,7 @@ from async_grpo.training.sharding import (
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import get_transport
+from async_grpo.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ def make_trainer(
     checkpointer = _checkpointer(config, settings, ranks, policy, accumulator, save_experience, digests_read)
     step, samples = _restore(checkpointer, settings)
     accumulator.steps = step
+    if publisher is None:
+        publisher = _publisher(config, settings, ranks, engines)
+        publisher.prepare(policy)  # while the workers load
     if config.record:
         recorder = Recorder(source, config.output_path, ranks.world_size, as_options(config))
         accumulator.on_logprobs = recorder.keep_logprobs
@@ -85,7 +89,7 @@ def make_trainer(
         policy=policy,
         accumulator=accumulator,
         source=source,
-        publisher=publisher or _publisher(config, settings, ranks, engines),
+        publisher=publisher,
         checkpointer=checkpointer,
         version=step,
         samples=samples,
@@ -154,7 +158,7 @@ def _checkpointer(
 
 def _publisher(
     config: RunConfig, settings: SharedRunSettings, ranks: Ranks, engines: Engines | None
-) -> WeightPublisher:
+) -> Publisher:
     canary = Canary.random(
         canary_logprobs,
         settings.vocab_size,
@@ -162,11 +166,12 @@ def _publisher(
         seed=settings.seed,
         max_over_ranks=ranks.max,
     )
-    make_publisher = get_transport(settings.transport).make_publisher
+    make_publisher: Any = get_transport(settings.transport).make_publisher
     dtype = torch_dtype(settings.dtype)
     if settings.lora is None or settings.lora.sync == "merged":
-        return make_publisher(engines, named_weights, canary, dtype, ranks.rank, config)
-    publisher: Any = make_publisher(engines, named_weights_and_adapters, canary, dtype, ranks.rank, config)
+        publisher: Publisher = make_publisher(engines, named_weights, canary, dtype, ranks.rank, config)
+        return publisher
+    publisher = make_publisher(engines, named_weights_and_adapters, canary, dtype, ranks.rank, config)
     publisher.named_updates = named_adapters
     return publisher
 

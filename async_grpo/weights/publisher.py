@@ -37,6 +37,7 @@ from async_grpo.weights.self_test import (
     MIN_TOLERANCE,
     ORIGINALS_BYTES,
     SENSITIVITIES,
+    UNCHANGED_ALLOWED,
     groups_within,
     measure_sensitivity,
     perturbed,
@@ -49,10 +50,6 @@ from async_grpo.weights.traffic import Traffic
 Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
 # Delivers weights; returns their package, and the workers' receipts by worker id
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-# Lowest tolerance of the first sync for the difference between engine and trainer (`canary_miss`), by the engines' dtype.
-# A trainer whose log-probs change more by rounding gets a higher tolerance. The value for bfloat16 is above the usual
-# rounding, because engines with quantized weights differ from the trainer by more than rounding
-UNCHANGED_ALLOWED = {torch.float32: MIN_TOLERANCE, torch.bfloat16: 0.3}
 log = logging.getLogger(__name__)
 
 
@@ -82,6 +79,8 @@ class Publisher:
         self._rounding: float | None = None
         # Sensitivity of the trainer (`measure_sensitivity`) at the first sync; 0 if it was not measured
         self._unchanged_sensitivity = 0.0
+        # Log-probs (N,) and sensitivity of the first weights (`prepare`); None if they are not prepared, or were used
+        self._prepared: tuple[np.ndarray, float] | None = None
         self._unread: set[str] = set()  # names of tensors that some worker cannot read back; only on rank 0
         self._blind: set[str] = set()  # workers that can read back no tensor at all
         self._last_differences: Differences = {}  # each worker's differences at its last proof
@@ -91,6 +90,17 @@ class Publisher:
         # Waits for the last sync. `publish` calls it, so that syncs do not overlap. Before the first sync it is `dict`,
         # which returns {}
         self._proof: Proof = dict
+
+    def prepare(self, model: nn.Module) -> None:
+        """Compute the canary log-probs and the sensitivity of the first weights, while engines load. A collective.
+
+        The weights must not change before the first sync.
+        """
+        expected = self._canary_logprobs(model)
+        sensitivity = 0.0
+        if self.config.canary_tolerance is None:
+            sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
+        self._prepared = (expected, sensitivity)
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
         """Make `version` the policy with which all engines generate. A collective: every rank must call it.
@@ -119,6 +129,7 @@ class Publisher:
         # The draft needs the result of the first round of the self-test, which is known by now. The last round may still
         # be under way: this rank computes while the engines load
         draft = self._draft(model, version)
+        self._prepared = None
         wait_for_self_test()
         named_weights = self.named_weights
         if self.named_updates is not None and not self_test:
@@ -232,26 +243,23 @@ class Publisher:
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """Return a package, still without tensors, with the trainer's canary log-probs and their tolerance."""
-        expected = self._canary_logprobs(model)
+        if self._prepared is None and self._rounding is None:
+            self.prepare(model)
+        expected, sensitivity = self._prepared or (self._canary_logprobs(model), 0.0)
         if self.config.canary_tolerance is not None:
             tolerance = self.config.canary_tolerance
         elif self._rounding is None:
-            sensitivity = self._sensitivity(model, expected, dict(self.named_weights(model)))
             self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
             # Proven weights have shown this much rounding. Rounding varies from sync to sync, hence the factor of 3
             tolerance = max(3 * self._rounding, MIN_TOLERANCE)
-            if self._merges_adapters(model):
+            if any(isinstance(weight, MergedWeight) for _, weight in self.named_weights(model)):
                 # A new adapter is zero, so the first sync has sent the weights of the base model, which need no rounding.
                 # Later syncs send weights plus adapter, rounded to the engine's dtype, while the trainer adds the
                 # adapter's output to the layer's
                 tolerance = max(tolerance, SENSITIVITIES[self.wire_dtype] * self._unchanged_sensitivity)
         return self._package(version, expected, tolerance)
-
-    def _merges_adapters(self, model: nn.Module) -> bool:
-        """Return whether LoRA adapters are added to the weights that are sent."""
-        return any(isinstance(weight, MergedWeight) for _, weight in self.named_weights(model))
 
     def _package(self, version: int, expected: np.ndarray, tolerance: float) -> WeightPackage:
         """Return a package whose tensors are added later."""

@@ -5,6 +5,7 @@ ones (weights of std 0.02, biases 0), as narrow or deep as makes queries, keys a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,6 +220,32 @@ def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
     change(policy, 0.01)
     with pytest.raises(WeightsDidNotLand, match="policy version 2"):
         sender.publish(policy, 2)()
+
+
+def test_the_first_weights_that_were_prepared_have_the_same_tolerances_and_are_not_computed_again():
+    tolerances = []
+    num_forwards = []
+    for is_prepared in (False, True):
+        engine, sender, policy = synced(dtype=torch.float32)
+        if is_prepared:
+            sender.prepare(policy)
+        forwards = []
+
+        def counted(model, *texts, forwards=forwards):
+            forwards.append(model)
+            return canary_logprobs(model, *texts)
+
+        sender.canary = replace(sender.canary, logprobs=counted)
+        sender.publish(policy, 0, self_test=True)()
+        num_forwards.append(len(forwards))
+        change(policy, 0.01)
+        sender.publish(policy, 1)()
+        tolerances.append(engine.tolerances)
+        # The second sync computes its own log-probs, not those that were prepared
+        assert len(forwards) == num_forwards[-1] + 1
+    assert tolerances[0] == tolerances[1]
+    # The changed weights need two forward passes: one of them, and one with their last bits flipped
+    assert num_forwards == [2 + 2, 2]
 
 
 def test_a_tolerance_that_is_given_is_the_one_that_counts():
