@@ -152,4 +152,5 @@ class WorkerInfo:
     # of a logprob worker
     max_tokens: int
     world_size: int = 1  # number of the worker's processes (GPUs), each of which holds a shard of the weights
-    rewards: str = ""  # `--reward-fns` with which the worker was started; "" if there are none
+    # `--reward-fns` of the worker; "" if it has none. The rewards of a run may be named there instead of at the trainer
+    rewards: str = ""

@@ -42,7 +42,8 @@ class MissingParts:
     """The workers that a run still waits for before it can start, and the rewards that its generation workers name."""
 
     description: str  # missing workers and the commands that start them; "" if none is missing
-    rewards: str  # `--reward-fns` of the generation workers; "" if they name none
+    # `--reward-fns` of the generation workers, which the run uses if the trainer names none; "" if they name none
+    rewards: str
 
 
 class RunController:

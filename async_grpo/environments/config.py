@@ -84,8 +84,8 @@ class EnvironmentConfig(PromptOptions):
     )
     typed_output: str = _environment(
         ENFORCE,
-        "What a request does that requires JSON of a schema, or calls of tools: enforce lets the engine sample only "
-        "tokens that keep to it; hint says so in the prompt, and the policy samples freely.",
+        "What happens if a request requires JSON of a schema, or calls of tools: enforce lets the engine sample only "
+        "tokens that fit; hint states the requirement in the prompt, and the policy samples freely.",
         choices=(ENFORCE, HINT),
         portable=True,
     )

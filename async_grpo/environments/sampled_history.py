@@ -59,15 +59,16 @@ class SampledHistory:
         self._turns: dict[str, list[SampledTurn]] = {}
 
     def add(self, message: Message, turn: SampledTurn) -> None:
-        """Remember a turn by the message that was made of it."""
+        """Remember a turn by the message that was made from it."""
         for key in {message_key(message), message_key(message, with_thought=True)}:
             self._turns.setdefault(key, []).append(turn)
 
     def turns_of(self, messages: Sequence[Message]) -> dict[int, SampledTurn]:
-        """Return the turns of which messages were made, by the index of the message.
+        """Find the turn from which each message was made. Return the turns by the index of their message.
 
-        If the policy said the same several times, the last such message is that of the last such turn, and so on. Earlier
-        turns may have been thrown away by the agent. A message whose thought the agent has changed is not the policy's.
+        Messages that were not made from a turn have no entry, nor have messages whose thought the agent has changed. If
+        several turns gave equal messages, turns are assigned from the end: the last of these messages gets the last of
+        the turns. The agent may have thrown away earlier ones.
         """
         turns_by_index: dict[int, SampledTurn] = {}
         num_assigned: dict[str, int] = {}

@@ -29,8 +29,8 @@ class DataConfig(Section):
     )
     prompt_as: str = _data(
         "message",
-        "What a text in --prompt-column is: message, the user's message in the model's chat template; or text, the whole "
-        "prompt, without a template.",
+        "How a text in --prompt-column is used: message makes it the user's message in the model's chat template; text "
+        "makes it the whole prompt, without a template.",
         choices=("message", "text"),
     )
 

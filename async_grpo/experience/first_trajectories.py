@@ -54,9 +54,9 @@ class FirstTrajectories:
 
 
 def _with_last_line_first(reason: str) -> str:
-    r"""Return a reason with what ends it in its first line, because the console shows the first line of an error.
+    r"""Return a reason whose first line also contains its last line.
 
-    The last line of a traceback says what happened.
+    The console shows only the first line of an error, but the last line of a traceback says what happened.
 
     >>> print(_with_last_line_first("AgentFailed: it said: Traceback:\n  line 3\nKeyError: 'a'"))
     AgentFailed: it said: Traceback: ... KeyError: 'a'

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
-from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated, token_times
+from async_grpo.experience.reward_tensors import REWARD_TENSOR_INPUTS, RewardTensors, repeated, token_times
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
@@ -164,17 +164,17 @@ class GroupAdvantages:
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
         """Call the estimator, and return the advantages (B, K). The K columns are those of `RewardTensors`.
 
-        `estimator.rewards` names the property of `batch` that the estimator gets as its rewards. In addition, it gets
+        `estimator.rewards` names the attribute of `batch` that the estimator gets as its rewards. In addition, it gets
 
-        - the values that the functions in `estimator.inputs` read from each sample,
-        - those properties of `batch` that LAID_OUT names and that the estimator has as keywords,
+        - the inputs that it declares in `estimator.inputs`, read from each sample,
+        - each attribute of `batch` in REWARD_TENSOR_INPUTS (baselines, masks) for which it has a keyword,
         - the weights of the rewards, if it has the keyword `weights`.
         """
         rewards = getattr(batch, self.estimator.rewards)
         inputs: dict[str, Any] = {}
         for name, read in self.estimator.inputs.items():
-            inputs[name] = batch.own_input(name, read)
-        for name in LAID_OUT:
+            inputs[name] = batch.declared_input(name, read)
+        for name in REWARD_TENSOR_INPUTS:
             if name in self.estimator.keywords:
                 inputs[name] = getattr(batch, name)
         if "weights" in self.estimator.keywords:

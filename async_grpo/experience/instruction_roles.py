@@ -30,7 +30,7 @@ class InstructionRoles:
     def __init__(self, template_name: str, apply: ApplyTemplate) -> None:
         self._template_name = template_name
         self._apply = apply
-        # For roles, and whether there are tools: why the template does not write messages of these roles; "" if it does
+        # (roles, whether there are tools) -> why the template does not write messages of these roles; "" if it does
         self._problems: dict[tuple[tuple[str, ...], bool], str] = {}
 
     def mapped(self, messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:

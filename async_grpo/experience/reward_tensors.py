@@ -16,7 +16,7 @@ from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFact
 from async_grpo.types import Group, Sample
 
 # Inputs that an estimator gets if it has a keyword of that name. They are attributes of `RewardTensors`
-LAID_OUT = (
+REWARD_TENSOR_INPUTS = (
     "baselines",
     "step_mask",
     "masks",
@@ -169,7 +169,7 @@ class RewardTensors:
             components[OVERLONG] = -self._overlong
         return {name: self._on_last(rewards) for name, rewards in components.items()}
 
-    def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
+    def declared_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
         """Return an additional input that an estimator declares, read from every sample.
 
         Args:

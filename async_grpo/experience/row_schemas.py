@@ -39,7 +39,7 @@ PARTS_OF_PROMPTS = (
     "audio",
     "audios",
 )
-# Texts that stand in a prompt for what a column holds, which a model of texts does not see
+# Placeholders in a prompt -> columns with the content for which they stand. A text model does not see this content
 PLACEHOLDERS = {
     "<image>": ("image", "images"),
     "<video>": ("video", "videos"),

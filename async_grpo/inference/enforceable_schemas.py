@@ -222,7 +222,7 @@ def _has_answer(schema: Mapping[str, Any], root: Any, answerable: set[int]) -> b
     Args:
         schema: The schema.
         root: The whole schema, to which references refer.
-        answerable: Identities of the schemas of which it is already known that an answer fits.
+        answerable: Identities of the schemas that are already known to have a fitting answer.
     """
     if "$ref" in schema:
         reference = schema["$ref"]

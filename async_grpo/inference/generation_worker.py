@@ -209,7 +209,7 @@ class GenerationWorker:
     def _refuse_if_not_ready(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
-        if not self._received.has_adapter:
+        if not self._received.is_ready:
             raise WorkerLost("this engine takes no requests yet: it has not received the policy's adapter")
 
     async def _last_output(

@@ -183,10 +183,12 @@ class GrammarHost:
 
 
 def _enforceable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. What cannot be enforced in it is ignored: the tool checks its arguments.
+    """Return the schema of a tool's arguments, for a grammar.
+
+    Keywords that a grammar cannot enforce are ignored, because the tool checks its arguments.
 
     Raises:
-        RequestRefused: The policy might find no arguments.
+        RequestRefused: Some part of the schema is fulfilled by no finite arguments.
     """
     parameters = function["parameters"]
     try:

@@ -23,8 +23,8 @@ class ReceivedWeights:
         self.read_back = ReadBack()
         self._engine = engine
         self._adapter = adapter
-        # Whether requests can be served: False while an engine that applies an adapter has not received one
-        self.has_adapter = adapter is None
+        # Whether the engine can serve requests. An engine that applies an adapter cannot until it has received one
+        self.is_ready = adapter is None
 
     async def begin(self) -> None:
         """Prepare the engine's processes for the adapter, and note their weights, which from now on must not change.
@@ -49,7 +49,7 @@ class ReceivedWeights:
         """Let the engine compute with the adapter that it has received. Called at the end of each update."""
         if self._adapter is not None:
             await self._engine.collective_rpc("put_adapter_in_place")
-            self.has_adapter = True
+            self.is_ready = True
 
     async def manifest(self) -> Manifest:
         """Return a record of every tensor of the last update, including whether the engine computes with this tensor.

@@ -280,7 +280,7 @@ def _python(
 
 
 def output_folder(config: LocalConfig) -> Iterator[Finding]:
-    """Check that the output folder can be written to, and holds no run that `--resume` forbids to continue."""
+    """Check that the output folder can be written to, and that it holds no run, unless `--resume` continues it."""
     place = plan.nearest_folder(config.output_path)
     level = OK
     text = f"{place} can be written to"

@@ -115,7 +115,8 @@ def _run(
         trainer_name, trainer_command, variables | _trainer_variables(config, early.scratch), console=True
     )
     with handling(lambda *_: request_look(os.getpid(), TRAINER), signal.SIGUSR1):
-        if early.ray is not None:  # workers and trainer import their libraries while Ray starts
+        if early.ray is not None:
+            # Wait only here, so that workers and trainer import their libraries while Ray starts
             with show_waiting("waiting for Ray"):
                 supervisor.wait_for_text(early.ray, "Ray runtime started", RAY_START_S)
         early.ray_is_up.touch()

@@ -132,7 +132,8 @@ class VerifyConfig(PromptOptions):
     )
     prompt_as: str = _bench(
         "message",
-        "What a text in --prompt-column is where --model-name-or-path is given, as for `async-grpo run`: message, or text.",
+        "How a text in --prompt-column is used, as for `async-grpo run`: message or text. It matters only with "
+        "--model-name-or-path.",
         choices=("message", "text"),
     )
     answer_column: str | None = _bench(

@@ -96,8 +96,8 @@ class Objective:
         config: The algorithm's options.
         max_completion_tokens: Completion tokens that fit in the context even after the longest prompt. The aggregation
             `constant_length` divides by this number. 0 means `--max-generation-tokens`.
-        reference_is_base: Whether the reference of the KL penalty is the policy without its LoRA adapter, whose
-            log-probs the trainer computes (see `base_reference`), and the samples carry none.
+        reference_is_base: Whether the reference of the KL penalty is the policy without its LoRA adapter. The trainer
+            then computes the reference log-probs itself (see `base_reference`), because the samples come without them.
 
     Raises:
         ConfigurationError: The loss or the estimator does not have an option that is set.

@@ -75,8 +75,8 @@ class Publisher:
     originals_bytes = ORIGINALS_BYTES
 
     def __post_init__(self) -> None:
-        # Largest `canary_miss` of all proven weights; None before the first proof
-        self._rounding: float | None = None
+        self._has_proof = False  # whether a sync was proven, or has ended on a rank without engines
+        self._rounding = 0.0  # largest `canary_miss` of all proven weights
         # Sensitivity of the trainer (`measure_sensitivity`) at the first sync; 0 if it was not measured
         self._unchanged_sensitivity = 0.0
         # Log-probs (N,) and sensitivity of the first weights (`prepare`); None if they are not prepared, or were used
@@ -124,7 +124,7 @@ class Publisher:
         """
         self._proof()
         started = time.monotonic()
-        self._for_late = self_test and self._rounding is not None
+        self._for_late = self_test and self._has_proof
         wait_for_self_test: Proof = self._run_self_test(model) if self_test else dict
         # The draft needs the result of the first round of the self-test, which is known by now. The last round may still
         # be under way: this rank computes while the engines load
@@ -206,15 +206,14 @@ class Publisher:
 
     def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
         """Return the names of the tensors to change in each round of the self-test. They are the same on every rank."""
-        all_groups = groups_within(weights, self.originals_bytes)
+        joined_layers = groups_within(weights, self.originals_bytes)
         if self.wire_dtype is torch.float32:
-            return all_groups
-        groups = self_test_groups(weights)
+            return joined_layers
+        layers = self_test_groups(weights)
         # Only rank 0 knows which tensors are unread. On all other ranks, the flags are 0
-        flags_of_rank = [float(bool(group & self._unread)) for group in groups]
-        flags = self.canary.max_over_ranks(flags_of_rank)
-        unread = [group for group, is_unread in zip(groups, flags, strict=True) if is_unread]
-        return [*unread, *all_groups]
+        flags = self.canary.max_over_ranks([float(bool(layer & self._unread)) for layer in layers])
+        unread_layers = [layer for layer, is_unread in zip(layers, flags, strict=True) if is_unread]
+        return [*unread_layers, *joined_layers]
 
     def _draft_of_round(
         self,
@@ -236,19 +235,19 @@ class Publisher:
         tolerance = round_tolerance(
             sensitivity=sensitivity,
             unchanged_sensitivity=self._unchanged_sensitivity,
-            unchanged_difference=self._rounding or 0.0,
+            unchanged_difference=self._rounding,
             wire_dtype=self.wire_dtype,
         )
         return self._package(SELF_TEST, expected, tolerance)
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """Return a package, still without tensors, with the trainer's canary log-probs and their tolerance."""
-        if self._prepared is None and self._rounding is None:
+        if self._prepared is None and not self._has_proof:
             self.prepare(model)
         expected, sensitivity = self._prepared or (self._canary_logprobs(model), 0.0)
         if self.config.canary_tolerance is not None:
             tolerance = self.config.canary_tolerance
-        elif self._rounding is None:
+        elif not self._has_proof:
             self._unchanged_sensitivity = sensitivity
             tolerance = max(SENSITIVITIES[self.wire_dtype] * sensitivity, UNCHANGED_ALLOWED[self.wire_dtype])
         else:
@@ -286,7 +285,8 @@ class Publisher:
     def _remember(self, differences: Differences) -> None:
         """Keep the differences of proven weights. Later syncs are compared with them."""
         self._last_differences = {**self._last_differences, **differences}
-        self._rounding = max([self._rounding or 0.0, *map(canary_miss, differences.values())])
+        self._rounding = max([self._rounding, *map(canary_miss, differences.values())])
+        self._has_proof = True
 
     def _transact(
         self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]
@@ -351,7 +351,7 @@ class Publisher:
             try:
                 last = last_differences.get(worker_id, 0.0)
                 package_to_prove = package
-                if self._rounding is None and self.config.canary_tolerance is None:
+                if not self._has_proof and self.config.canary_tolerance is None:
                     package_to_prove = with_observed_rounding(package, worker_id, receipt, self.wire_dtype)
                 differences[worker_id] = prove_landed(package_to_prove, worker_id, receipt, last)
             except WeightsDidNotLand as error:

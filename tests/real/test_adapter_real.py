@@ -299,7 +299,7 @@ def test_an_engine_without_a_layer_of_the_adapter_is_refused_by_name(engine, pol
     with pytest.raises(ConfigurationError, match="no linear layer model.layers.0.self_attn.o_gate, .*1 of 2"):
         engine.run(ReceivedWeights(engine.worker.engine, lora).begin())
     with pytest.raises(WorkerLost, match="has not received the policy's adapter"):
-        engine.worker._received.has_adapter = False
+        engine.worker._received.is_ready = False
         engine.run(completions(engine, CANARY[:8], 1, 4))
     engine.run(engine.worker.finish_start())
     land(engine, policy)

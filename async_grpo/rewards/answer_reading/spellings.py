@@ -75,8 +75,8 @@ _SPELLING_PATTERNS = [(re.compile(pattern), replacement) for pattern, replacemen
 
 # The base of a number in words, as in `101_{\text{two}}`
 _BASE_IN_WORDS = re.compile(rf"(?<=\d)\s?_\s?\{{\s?(?:{FONT}\s?\{{\s?)?([a-z]{{3,7}})\s?\}}{{1,2}}")
-# `2e-1` may mean 2 times e minus 1. With a signed exponent, this is E-notation only if the number has a decimal point
-# or is 1, or the exponent begins with 0 or has two digits.
+# `2e-1` may mean 2 times e minus 1. With a negative exponent, this is E-notation only if the number has a decimal point
+# or is 1, or if the exponent begins with 0 or has at least two digits
 _E_NOTATION = re.compile(
     r"""
     (?<![\w.\\])

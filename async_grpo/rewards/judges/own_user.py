@@ -1,4 +1,4 @@
-"""`OwnUserOnly` lets judge servers answer only the user who started them, and no requests by host name.
+"""`OwnUserOnly` lets judge servers answer only the user who started them, and only under an IP address or localhost.
 
 vLLM's API key protects only the paths below /v1, but not /sleep, /pooling, /tokenize and the endpoints for developers.
 """
@@ -16,7 +16,10 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class OwnUserOnly:
-    """ASGI middleware for vLLM's `--middleware`. It refuses other users and requests by host name (see `http_host`)."""
+    """ASGI middleware for vLLM's `--middleware`, which answers only the user who started the server.
+
+    It also refuses requests that address the server by a host name (see `http_host`).
+    """
 
     def __init__(self, app: Application) -> None:
         self._application = app

@@ -231,7 +231,7 @@ def _answer_of(
 
 
 def _lineage(kind: type) -> list[Any]:
-    """Return for a class, and each that it is derived from, its name and the names of its direct base classes."""
+    """Return [name, names of the direct bases] of a class, and then of all classes that it is derived from."""
     return [[base.__name__, [parent.__name__ for parent in base.__bases__]] for base in kind.__mro__]
 
 

@@ -121,11 +121,13 @@ class Solution(dict[str, Any]):
         return self.ask("run", coroutine)
 
     def _exception_class(self, bases_by_name: Mapping[str, Sequence[str]], name: str | None = None) -> Any:
-        """Return the class that represents an exception class of the tested code: the built-in one of this name, if any.
+        """Return the class that represents an exception class of the tested code.
+
+        It is the built-in exception class of the same name, if there is one.
 
         Args:
-            bases_by_name: For the class and each that it is derived from: its name -> names of its direct bases.
-            name: The class, by default the first one.
+            bases_by_name: The exception class and all classes that it is derived from (see `_bases_by_name`).
+            name: Name of the class to represent. None means the exception class, which is the first of them.
         """
         if name is None:
             name = next(iter(bases_by_name), "Exception")
@@ -153,7 +155,9 @@ class Solution(dict[str, Any]):
 
 
 def _bases_by_name(lineage: Sequence[Any]) -> dict[str, list[str]]:
-    """Return, for an exception class and each that it is derived from: its name -> names of its direct bases.
+    """Return the names of the direct bases of an exception class and of all classes that it is derived from.
+
+    The keys are the names of these classes. The exception class comes first.
 
     Args:
         lineage: What `fork_server._lineage` has returned for the class, as received from the tested process.
