@@ -39,6 +39,10 @@ class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
     """An engine's weights differ from those that the trainer sent."""
 
 
+class ImagesDiffer(AsyncGrpoError, RuntimeError):
+    """Engine and trainer would see different images or image tokens, or the policy sampled an image token."""
+
+
 class StalenessViolated(AsyncGrpoError, AssertionError):
     """A token older than `max_staleness` steps was about to be trained on. This is a bug of this library."""
 

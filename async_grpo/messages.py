@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo.allowed_tokens import AllowedTokens
-from async_grpo.types import PROMPT_TOKEN
+from async_grpo.types import PROMPT_TOKEN, ImageReference
 
 # Entry of `MicroBatch.times` for a token that was not sampled, or whose sample has a single sequence
 NO_TIME = np.int32(-1)
@@ -42,6 +42,8 @@ class MicroBatch:
     times: np.ndarray | None = None
     # Set if a grammar restricted the sampled tokens: (N,), with ALL_TOKENS at tokens that were not sampled
     allowed: AllowedTokens | None = None
+    # (S,), the images of each sequence, in the order of their tokens; () if no sequence has an image
+    images: tuple[tuple[ImageReference, ...], ...] = ()
     # True for a micro-batch without trained tokens, which an idle rank runs so that all ranks run the same collectives
     is_dummy: bool = False
 
@@ -137,6 +139,11 @@ class SharedRunSettings:
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
     has_grammars: bool = False  # whether requests may have a grammar (`Sampling.grammar`)
     library: str = ""  # version of this library that the trainer runs
+    image_token_id: int = -1  # the placeholder of images in prompts; -1 if the model reads no images
+    # Tokens that stand for images and videos in prompts, and that the policy never samples; () for a model of texts
+    unsampled_token_ids: tuple[int, ...] = ()
+    most_images: int = 0  # highest number of images in one prompt
+    image_processor: str = ""  # class of the trainer's image processor; "" if the model reads no images
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import WorkerLost
 from async_grpo.messages import Message, SharedRunSettings
-from async_grpo.types import Completion, Prompt, Sampling, Session, Tokens, Verdict
+from async_grpo.types import Completion, ImageReference, Prompt, Sampling, Session, Tokens, Verdict
 
 
 class Generation(Protocol):
@@ -72,6 +72,7 @@ class Logprobs(Protocol):
         sequences: Sequence[np.ndarray],
         prompt_lengths: Sequence[int],
         allowed: Sequence[AllowedTokens | None] | None = None,
+        images: Sequence[tuple[ImageReference, ...]] | None = None,
     ) -> list[np.ndarray]:
         """Return the log-probs (T,) float32 of each completion.
 
@@ -79,7 +80,8 @@ class Logprobs(Protocol):
             sequences: Token ids (N,) of each prompt and its completion.
             prompt_lengths: Number of prompt tokens of each sequence.
             allowed: For each sequence, the tokens that a grammar allowed at each of its N tokens, or None. The log-probs
-                are those of a softmax over the allowed tokens. Only passed if a sequence has a grammar.
+                are those of a softmax over the allowed tokens. Only passed if a sequence has a grammar, or images.
+            images: The images of each sequence. Only passed if a sequence has an image.
         """
 
 
@@ -254,6 +256,7 @@ class Engine(Protocol):
         seeds: Mapping[int, int],
         sampling: Sampling | None = None,
         begun: Mapping[int, Tokens] | None = None,
+        images: Sequence[ImageReference] = (),
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield one completion for each member of a group, as soon as it is finished.
 
@@ -270,8 +273,13 @@ class Engine(Protocol):
             begun: Tokens that another engine has already sampled, by member. The completion starts with them, and
                 continues with the next random draws of the same seed. If an engine never yields tokens of unfinished
                 members, it is never called with `begun`.
+            images: The images of the prompt, in the order of their tokens. `prompt_token_ids` has as many placeholders
+                for each as the model has features. Only passed if the prompt has images. An engine never samples the
+                tokens in `SharedRunSettings.unsampled_token_ids`, and takes its log-probs over all other tokens, which
+                it reports as `Completion.allowed`.
 
         Raises:
+            ImagesDiffer: The engine reads other images, or expands them to other tokens.
             WorkerLost: The engine died, or its last update failed.
             RequestRefused: The grammar cannot be enforced.
         """

@@ -9,13 +9,8 @@ A *group* holds all completions of one prompt. A completion is usually one answe
 between them. The tokens of a trajectory form one *sequence* as long as each turn continues the text before it. A turn
 whose history was rewritten, for example summarised by an agent, begins a new sequence.
 
-Axes in the comments:
-
-    G  members of one group
-    T  sampled tokens of one completion
-    L  tokens of its prompt
-    E  tokens of an environment between two turns
-    N  tokens of one sequence, or of several sequences end to end
+Axes in the comments: G members of one group; T sampled tokens of one completion; L tokens of its prompt; E tokens of an
+environment between two turns; N tokens of one sequence, or of several sequences end to end.
 """
 
 import math
@@ -56,6 +51,15 @@ class RewardStatus(str, Enum):
 
 
 @dataclass(frozen=True)
+class ImageReference:
+    """An image of a prompt. Its file is in the folder of the run, which every node must see."""
+
+    path: str  # absolute path of the encoded image
+    digest: str  # sha256 (hex) of the file's content, which every reader compares
+    num_tokens: int  # number of placeholder tokens in the prompt
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question of the data set, tokenised once."""
 
@@ -63,6 +67,7 @@ class Prompt:
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]  # row of the JSONL file: `input`, `answer` and any other column
     question: int = -1  # index of the question in the data set; negative for held-out questions
+    images: tuple[ImageReference, ...] = ()  # images of the prompt, in the order of their tokens
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,8 @@ class Tokens:
 
     def __add__(self, other: "Tokens") -> "Tokens":
         """Return these tokens followed by the others."""
-        return Tokens(
-            np.concatenate([self.token_ids, other.token_ids]),
-            np.concatenate([self.logprobs, other.logprobs]),
-            np.concatenate([self.versions, other.versions]),
-        )
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return Tokens(*(np.concatenate(pair) for pair in pairs))
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

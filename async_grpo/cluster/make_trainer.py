@@ -12,6 +12,7 @@ from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
+from async_grpo.modeling.image_models import ImageReader, freeze_vision
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.modeling.policy import (
@@ -212,6 +213,10 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     initial_folder = settings.lora.initial_folder if settings.lora else ""
     if not (initial_folder and load_value_head(policy, initial_folder)):
         load_value_head(policy, path)
+    if policy.reads_images:
+        policy.image_reader = ImageReader.load(path, model.config)
+    if config.freeze_vision:
+        freeze_vision(policy.model)
     shard_policy(policy, ranks, config, settings.dtype)
     device = torch.device("cpu") if config.cpu_offload else ranks.device
     if settings.lora:

@@ -22,7 +22,7 @@ from async_grpo.messages import WorkerInfo
 from async_grpo.metrics.spans import MOST, Span, condensed
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
-from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session
+from async_grpo.types import GENERATION, Completion, ImageReference, Prompt, Sampling, Session
 from async_grpo.weights.package import SELF_TEST
 
 # Time limit for statistics at the end of a step. It is short because all ranks wait for the statistics
@@ -254,8 +254,10 @@ class GenerationWorkers(RegisteredWorkers):
             ) as (link, lease):
                 session.worker_id = lease.worker_id
                 arguments = [prompt.token_ids, dict(unfinished.seeds), sampling]
-                if unfinished.begun is not None:
+                if unfinished.begun is not None or prompt.images:
                     arguments.append(unfinished.begun)
+                if prompt.images:
+                    arguments.append(prompt.images)
                 reports = link.stream("complete", *arguments)
                 async with aclosing(reports):
                     async for report in reports:
@@ -348,6 +350,7 @@ class LogprobWorkers(RegisteredWorkers):
         sequences: Sequence[np.ndarray],
         prompt_lengths: Sequence[int],
         allowed: Sequence[AllowedTokens | None] | None = None,
+        images: Sequence[tuple[ImageReference, ...]] | None = None,
     ) -> list[np.ndarray]:
         """Return log-probs from the worker that the scheduling policy chooses; see `Logprobs`.
 
@@ -355,8 +358,10 @@ class LogprobWorkers(RegisteredWorkers):
             WorkerLost: All workers that were tried were lost.
         """
         arguments: list[Any] = [list(sequences), list(prompt_lengths)]
-        if allowed is not None:
-            arguments.append(list(allowed))
+        if allowed is not None or images is not None:
+            arguments.append(None if allowed is None else list(allowed))
+        if images is not None:
+            arguments.append(list(images))
         num_tokens = sum(len(sequence) for sequence in sequences)
         tokens_each = max(1, num_tokens // len(sequences))
         for _ in range(ATTEMPTS_WITHOUT_PROGRESS):

@@ -10,6 +10,7 @@ import torch
 
 from async_grpo.config.compatibility import check_methods
 from async_grpo.config.evaluation_files import refuse_ambiguous_files
+from async_grpo.config.images import image_prompts, image_settings
 from async_grpo.config.lora import lora_settings
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
@@ -23,6 +24,7 @@ from async_grpo.experience.curriculum import make_curriculum
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import read_rows
 from async_grpo.experience.dataset import Question, questions_of
+from async_grpo.experience.image_prompts import ImagePrompts
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import SharedRunSettings
@@ -52,6 +54,13 @@ class Prepared:
     # None without `--reward-fns`, until the workers have named the rewards (see `with_rewards`)
     rewards: ResolvedRewards | None
     resumed: Manifest | None = None  # manifest of the checkpoint from which the run continues
+    images: ImagePrompts | None = None  # the images of the prompts; None if the model reads no images
+
+    def store_images(self) -> "Prepared":
+        """Write the images of the prompts to the folder of the run. Return the inputs without them, to be sent."""
+        if self.images is not None:
+            self.images.store()
+        return replace(self, images=None)
 
     @property
     def facts(self) -> RunFacts:
@@ -59,7 +68,11 @@ class Prepared:
         assert self.rewards is not None
         facts = self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
         model = load_config(self.config.model_name_or_path).get_text_config()
-        return replace(facts, hidden_size=model.hidden_size)
+        return replace(
+            facts,
+            hidden_size=model.hidden_size,
+            unsampled_token_ids=self.settings.unsampled_token_ids,
+        )
 
     def with_rewards(self, names: str) -> "Prepared":
         """Return these inputs with the rewards that the workers name, because the trainer has no `--reward-fns`.
@@ -94,14 +107,14 @@ def prepare(config: RunConfig) -> Prepared:
     end_token_ids = stop_token_ids(model)
 
     renderer = PromptRenderer(tokenizer, config)
+    images = image_prompts(config, tokenizer, renderer)
 
     def read_questions(path: str, is_training: bool = False) -> list[Question]:
-        rows = _rows(config, path, is_training)
+        rows = _rows(config, path, is_training, reads_images=images is not None)
         # The prompt must leave at least one token of the context for the completion
-        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, renderer)
+        folder = Path(path).parent
+        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, renderer, images, folder)
 
-    refuse_ambiguous_files(config)
-    _refuse_unused_columns(config)
     questions = read_questions(config.data_path, is_training=True)
     eval_questions = {name: read_questions(path) for name, path in config.eval_files.items()}
     renderer.warn_about_use(has_environment=config.environment is not None)
@@ -135,12 +148,18 @@ def prepare(config: RunConfig) -> Prepared:
         has_grammars=config.environment is not None and config.typed_output == ENFORCE,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),
+        **image_settings(config, images, all_questions),
     )
-    return Prepared(config, settings, questions, eval_questions, rewards, manifest)
+    return Prepared(config, settings, questions, eval_questions, rewards, manifest, images)
 
 
 def _check_sources(config: RunConfig) -> None:
-    """Read the user's files for scheduling and environment, and check that the transport works on this machine."""
+    """Read the user's files for scheduling and environment, and check that the transport works on this machine.
+
+    Options for files that are ambiguous or not used are refused.
+    """
+    refuse_ambiguous_files(config)
+    _refuse_unused_columns(config)
     scheduling_policy(config.scheduling)
     if config.environment:
         refuse_wrong_options(config)
@@ -172,10 +191,12 @@ def _dtype(config: RunConfig) -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def _rows(config: RunConfig, path: str, is_training: bool) -> Iterable[tuple[str, Any]]:
+def _rows(
+    config: RunConfig, path: str, is_training: bool, *, reads_images: bool
+) -> Iterable[tuple[str, Any]]:
     """Return the rows of a file or of the environment, as pairs of the row's location, for messages, and the row."""
     if path != ROWS:
-        return read_rows(path, config.column_map)
+        return read_rows(path, config.column_map, reads_images=reads_images)
     rows = rows_of(config, "train" if is_training else "eval", config.reward_environment())
     return ((f"row {number} of the environment", row) for number, row in enumerate(rows))
 

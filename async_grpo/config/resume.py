@@ -41,6 +41,7 @@ FIXED = {
     "max_generation_tokens": "the finished groups were generated under the earlier limit",
     "reward_fns": "the finished groups were scored by the earlier rewards",
     "optimizer": "the checkpoint has the moments of the earlier optimizer",
+    "freeze_vision": "the checkpoint has the moments of the weights that the run trained earlier",
     **dict.fromkeys(
         ("lora_rank", "lora_targets", "init_adapter"), "the checkpoint has the adapter of the earlier layers"
     ),

@@ -304,6 +304,7 @@ class RunFacts:
     # highest possible value of each reward, by name
     best_rewards: Mapping[str, float] = field(default_factory=dict)
     hidden_size: int = 1536  # hidden size of the model, from which the packer estimates the cost of attention
+    unsampled_token_ids: tuple[int, ...] = ()  # tokens that stand for images, and that no completion may have
 
     def weight(self, name: str) -> float:
         """Return the weight of a reward, or 1 if `--reward-weights` does not name it."""

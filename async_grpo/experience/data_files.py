@@ -23,6 +23,7 @@ from async_grpo.experience.row_schemas import (
     refuse_placeholders,
     unread_columns,
     unread_parts,
+    without_images,
 )
 from async_grpo.experience.text_lines import (
     decoded,
@@ -59,13 +60,20 @@ BARE_RETURN = "new-line character"  # in the message of `csv` for a line that en
 DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
 
-def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_prompt: bool = True) -> Rows:
+def read_rows(
+    path: str | Path,
+    columns: ColumnMap = DEFAULT_COLUMNS,
+    *,
+    needs_prompt: bool = True,
+    reads_images: bool = False,
+) -> Rows:
     """Yield (file and line number as text, row) for each row of a data file.
 
     Args:
         path: The file. Its extension names its format; without a known one it is JSONL.
         columns: The columns of prompt and answer.
         needs_prompt: Whether a row without a prompt is an error.
+        reads_images: Whether the model reads images, so that a prompt may have places for the images of a column.
 
     Raises:
         ConfigurationError: The file does not exist, has no rows, or has another format. Or a row is not an object, is
@@ -78,11 +86,12 @@ def read_rows(path: str | Path, columns: ColumnMap = DEFAULT_COLUMNS, *, needs_p
     for place, raw_row in raw_rows(Path(path)):
         try:
             row = columns.apply(raw_row, needs_prompt=needs_prompt)
-            refuse_placeholders(row)
+            refuse_placeholders(row, reads_images=reads_images)
         except ConfigurationError as error:
             raise ConfigurationError(f"{place}: {error}") from error
         if num_rows == 0 and needs_prompt:
-            _warn_of_unread_columns(path, raw_row, row, columns)
+            text_columns = without_images(row) if reads_images else row
+            _warn_of_unread_columns(path, raw_row, text_columns, columns)
         if needs_prompt:
             _warn_of_dropped_texts(place, raw_row, row, columns, warned_of)
         num_rows += 1

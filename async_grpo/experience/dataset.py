@@ -3,16 +3,20 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
+from async_grpo.experience.image_prompts import ImagePrompts
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.experience.row_images import first_image_kind
 from async_grpo.experience.row_schemas import names_like_prompts
 from async_grpo.options.fields import refuse
-from async_grpo.types import Prompt
+from async_grpo.processes.image_files import IMAGE_MODEL_TYPES
+from async_grpo.types import ImageReference, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,7 @@ class Question:
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]
     where: str = ""  # file and line of the row
+    images: tuple[ImageReference, ...] = ()  # images of the prompt, in the order of their tokens
 
 
 def questions_of(
@@ -32,6 +37,8 @@ def questions_of(
     max_prompt_tokens: int,
     vocab_size: int,
     renderer: PromptRenderer | None = None,
+    image_prompts: ImagePrompts | None = None,
+    data_folder: Path = Path(),
 ) -> list[Question]:
     """Check rows and tokenize their prompts (`PromptRenderer.prompt_tokens`).
 
@@ -43,6 +50,8 @@ def questions_of(
         max_prompt_tokens: Maximum length of a prompt, which leaves room for a completion.
         vocab_size: Size of the model's vocabulary.
         renderer: Renders the prompts. The default uses the model's own chat template.
+        image_prompts: Renders prompts with images. None if the model does not read images, so that they are refused.
+        data_folder: Folder of the data file, in which relative paths of images begin.
 
     Raises:
         ConfigurationError: A row cannot be trained on. The message names its file and line.
@@ -51,7 +60,18 @@ def questions_of(
     questions = []
     for place, row in rows:
         try:
-            token_ids = renderer.prompt_tokens(row, max_prompt_tokens, place)
+            image_prompt = None
+            if image_prompts is not None:
+                image_prompt = image_prompts.prompt(row, max_prompt_tokens, place, data_folder)
+            if image_prompt is not None:
+                token_ids = image_prompt.token_ids
+                text_token_ids = image_prompt.text_token_ids
+            else:
+                _refuse_images(row, image_prompts)
+                token_ids = renderer.prompt_tokens(row, max_prompt_tokens, place)
+                text_token_ids = token_ids
+                if image_prompts is not None:
+                    image_prompts.refuse_placeholders(token_ids)
             refuse(not len(token_ids), _without_tokens(row))
             refuse(
                 len(token_ids) > max_prompt_tokens,
@@ -67,9 +87,22 @@ def questions_of(
         except ConfigurationError as error:
             raise ConfigurationError(f"{place}: {error}") from error
         if not isinstance(row.get("input"), str):
-            row["input"] = tokenizer.decode(token_ids)
-        questions.append(Question(np.asarray(token_ids, np.int32), row, place))
+            row["input"] = tokenizer.decode(text_token_ids)
+        images = () if image_prompt is None else image_prompt.images
+        questions.append(Question(np.asarray(token_ids, np.int32), row, place, images))
     return questions
+
+
+def _refuse_images(row: Any, image_prompts: ImagePrompts | None) -> None:
+    """Raise ConfigurationError if a message of the row has an image, and the model reads none."""
+    if image_prompts is not None or not isinstance(row, dict):
+        return
+    kind = first_image_kind(row)
+    refuse(
+        bool(kind),
+        f"a message has a part of the type {kind!r}, and the model reads no images: drop the row, or give a model of one "
+        f"of the types {', '.join(IMAGE_MODEL_TYPES)} (docs/images.md)",
+    )
 
 
 def _without_tokens(row: Mapping[str, Any]) -> str:
@@ -127,7 +160,7 @@ class PromptCursor:
             place: Index of the question in the data set.
         """
         question = self.questions[place]
-        return Prompt(ordinal, question.token_ids, question.row, place)
+        return Prompt(ordinal, question.token_ids, question.row, place, question.images)
 
     def retire(self, prompt: Prompt) -> None:
         """Skip the prompt's question from now on."""

@@ -14,7 +14,7 @@ from async_grpo.allowed_tokens import ALL_TOKENS, AllowedTokens
 from async_grpo.experience.reward_tensors import repeated
 from async_grpo.messages import NO_TIME, MicroBatch, dummy_micro_batch
 from async_grpo.options.fields import refuse
-from async_grpo.types import PROMPT_TOKEN, Sample
+from async_grpo.types import PROMPT_TOKEN, ImageReference, Sample
 
 
 class WaitingSample(NamedTuple):
@@ -179,7 +179,14 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         members=members,
         times=times,
         allowed=_joined_masks(samples),
+        images=_images(samples),
     )
+
+
+def _images(samples: Sequence[Sample]) -> tuple[tuple[ImageReference, ...], ...]:
+    """Return the images of each sample, or () if none has an image."""
+    images = tuple(sample.prompt.images for sample in samples)
+    return images if any(images) else ()
 
 
 def allowed_tokens_of(sample: Sample) -> AllowedTokens | None:

@@ -1,6 +1,8 @@
 """Turn the values of numpy, pyarrow and `datasets` into those of JSON."""
 
+import base64
 import datetime
+import io
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -10,6 +12,14 @@ from async_grpo.errors import ConfigurationError
 NULLS_OF_PANDAS = ("NAType", "NaTType")
 NARROW_NUMBERS = ("float16", "float32")  # types of numpy
 TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta)
+# First bytes of an encoded image -> its media type
+IMAGE_TYPES = {
+    b"\x89PNG\r\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}
 
 
 def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -38,7 +48,7 @@ def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to dicts, lists, texts, numbers, booleans and None.
+    """Convert a value to dicts, lists, texts, numbers, booleans and None. Images become data URLs.
 
     Raises:
         TypeError: The value cannot be written as JSON. The message says what it is.
@@ -62,11 +72,44 @@ def plain(value: Any) -> Any:
     if type(value).__name__ in NARROW_NUMBERS:
         # The shortest decimal. Converted directly, a float32 of 0.1 would become 0.10000000149011612
         return float(str(value))
+    image_url = _image_url(value)
+    if image_url is not None:
+        return image_url
     if hasattr(value, "tolist"):  # a number or an array of numpy, torch or pyarrow
         return plain(value.tolist())
     if isinstance(value, str | int | float):  # a subclass, such as an enum's
         return value
     raise TypeError(f"a {type(value).__name__}")
+
+
+def _image_url(value: Any) -> str | None:
+    """Return the data URL of an image of Pillow, or of an encoded image; None for any other value."""
+    if isinstance(value, bytes):
+        media_type = image_type(value)
+        return None if media_type is None else data_url(value, media_type)
+    if type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "save"):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return data_url(buffer.getvalue(), "image/png")
+    return None
+
+
+def image_type(content: bytes) -> str | None:
+    """Return the media type of an encoded image by its first bytes, or None if it is none.
+
+    >>> image_type(b"GIF89a...")
+    'image/gif'
+    """
+    return next((kind for begin, kind in IMAGE_TYPES.items() if content.startswith(begin)), None)
+
+
+def data_url(content: bytes, media_type: str) -> str:
+    """Return the data URL of a file's content.
+
+    >>> data_url(b"GIF8", "image/gif")
+    'data:image/gif;base64,R0lGOA=='
+    """
+    return f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def _without_filling(value: Any) -> Any:

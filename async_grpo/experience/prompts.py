@@ -184,6 +184,18 @@ class PromptRenderer:
             raise ConfigurationError(f"{self._template_name} cannot be applied: {error}") from error
         return text
 
+    def text_with_parts(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """Return the text of a prompt whose messages have lists of parts as contents, such as images.
+
+        Raises:
+            ConfigurationError: The template refuses the messages.
+        """
+        try:
+            with interrupted_after(TEMPLATE_S, self._template_name):
+                return self._applied(self._with_system_prompt(messages), tools)
+        except TimeoutError as error:
+            raise ConfigurationError(f"{self._template_name} cannot be applied: {error}") from error
+
     def _refuse_control_tokens(self, text: str) -> None:
         """Raise ConfigurationError if a text contains control tokens, so that it is in the form of a chat already."""
         spellings = control_token_spellings(self._tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.errors import ImagesDiffer
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
@@ -56,6 +57,23 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         sample["turn_ends"] = [turn_ends[place] for place in order]
         sample["turns"] = [[turn.before_text, turn.text] for turn in turns]
     return sample
+
+
+def refuse_sampled_images(completion: Completion, unsampled_token_ids: Sequence[int]) -> None:
+    """Refuse a completion in which the policy sampled a token that stands for an image.
+
+    Raises:
+        ImagesDiffer: It has such a token. The engine and the trainer would look for an image that does not exist.
+    """
+    if not unsampled_token_ids:
+        return
+    is_image = np.isin(completion.token_ids, unsampled_token_ids)
+    if is_image.any():
+        place = int(is_image.argmax())
+        raise ImagesDiffer(
+            f"the policy sampled the image token {completion.token_ids[place]} as token {place} of a completion: the "
+            f"engine must exclude the tokens {list(unsampled_token_ids)} from sampling"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,6 +178,7 @@ class Rollouts:
             ):
                 async for completion in completions:
                     self._on_change(-1)
+                    refuse_sampled_images(completion, self.facts.unsampled_token_ids)
                     self._first_trajectories.ended(completion)
                     scoring = self._score(prompt, completion, evaluation)
                     scoring_tasks.append(task_group.create_task(scoring))
@@ -242,8 +261,12 @@ class Rollouts:
         prompt_lengths = [len(prompt) for prompt in prompts]
         arguments: list[Any] = [token_ids, prompt_lengths]
         allowed = [allowed_tokens_of(sequence) for sequence in sequences]
-        if any(masks is not None for masks in allowed):
-            arguments.append(allowed)
+        has_masks = any(masks is not None for masks in allowed)
+        images = [sequence.prompt.images for sequence in sequences]
+        if has_masks or any(images):
+            arguments.append(allowed if has_masks else None)
+        if any(images):
+            arguments.append(images)
         for recomputed in self._recomputed:
             with self.spans.measure(recomputed.role, "logprobs"):
                 logprobs_by_sequence = await recomputed.source.logprobs(*arguments)
@@ -282,7 +305,7 @@ class Rollouts:
                 return await self._scored(prompt, count, config.sampling, evaluation=True)
 
         async def answer(number: int, question: Question) -> Group:
-            prompt = Prompt(-1 - number, question.token_ids, question.row, -1 - number)
+            prompt = Prompt(-1 - number, question.token_ids, question.row, -1 - number, question.images)
             parts = await asyncio.gather(*(answer_part(prompt, first) for first in first_members))
             samples = []
             for member, sample in enumerate(chain.from_iterable(parts)):

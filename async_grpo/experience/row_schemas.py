@@ -39,9 +39,10 @@ PARTS_OF_PROMPTS = (
     "audio",
     "audios",
 )
+IMAGE_PLACEHOLDER = "<image>"
 # Placeholders in a prompt -> columns with the content for which they stand. A text model does not see this content
 PLACEHOLDERS = {
-    "<image>": ("image", "images"),
+    IMAGE_PLACEHOLDER: ("image", "images"),
     "<video>": ("video", "videos"),
     "<audio>": ("audio", "audios"),
 }
@@ -162,15 +163,27 @@ def unread_parts(row: Mapping[str, Any]) -> list[str]:
     return unread
 
 
-def refuse_placeholders(row: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError if a prompt says where an image, a video or a sound belongs, and a column holds it."""
+def refuse_placeholders(row: Mapping[str, Any], *, reads_images: bool = False) -> None:
+    """Raise ConfigurationError if a prompt says where an image, a video or a sound belongs, and a column holds it.
+
+    Args:
+        row: The row.
+        reads_images: Whether the model reads images, so that their places are allowed.
+    """
     for placeholder, columns in PLACEHOLDERS.items():
+        if reads_images and placeholder == IMAGE_PLACEHOLDER:
+            continue
         name = next((column for column in columns if row.get(column)), None)
         refuse(
             name is not None and placeholder in _prompt_text(row),
             f"the prompt has {placeholder} for what the column {name} holds, and only texts are given to the model: drop "
             "the row, or remove the column and the placeholder",
         )
+
+
+def without_images(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without its columns of images."""
+    return {name: value for name, value in row.items() if name not in PLACEHOLDERS[IMAGE_PLACEHOLDER]}
 
 
 def _prompt_text(row: Mapping[str, Any]) -> str:

@@ -171,6 +171,8 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
         "input": group.prompt.row["input"],
         "completion": completion.text,
     }
+    if group.prompt.images:
+        row["images"] = [image.digest for image in group.prompt.images]
     if completion.turns:
         row["turns"] = _readable_turns(completion)
     if completion.abandoned:

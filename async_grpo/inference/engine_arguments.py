@@ -22,6 +22,7 @@ from async_grpo.inference.config import (
     is_eager,
     kv_cache_bytes,
 )
+from async_grpo.inference.image_requests import image_arguments
 from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_config, torch_dtype
@@ -69,6 +70,8 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         # Always set, because without a value transformers may ask on the terminal whether to run a model's code
         "trust_remote_code": False,
     }
+    if settings.unsampled_token_ids:
+        arguments.update(image_arguments(settings))
     adapter = served_adapter(settings)
     if adapter is not None:
         arguments.update(adapter_arguments(options, adapter))

@@ -26,6 +26,12 @@ from async_grpo.inference.completions import finished_completion
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
 from async_grpo.inference.grammar_replay import GrammarReplay, refuse_grammar
+from async_grpo.inference.image_requests import (
+    ImageRequest,
+    check_expanded,
+    check_image_processor,
+    without_tokens,
+)
 from async_grpo.inference.received_weights import ReceivedWeights
 from async_grpo.inference.requests import (
     NO_TOKENS,
@@ -49,7 +55,7 @@ from async_grpo.inference.vllm_edges.worker_extension import WORKER_EXTENSION
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, answer_canary
-from async_grpo.types import Completion, Sampling, Tokens
+from async_grpo.types import Completion, ImageReference, Sampling, Tokens
 
 log = logging.getLogger(__name__)
 # Seconds between reports of the new tokens of unfinished completions. If an engine is lost, only the tokens since the
@@ -109,6 +115,8 @@ class GenerationWorker:
         tokenizer = load_tokenizer(options.model_path)
         # vLLM needs the tokenizer to find the texts of `Sampling.stop`
         use_tokenizer(engine, tokenizer)
+        if settings.unsampled_token_ids:
+            check_image_processor(engine, settings)
         note_versions(engine)
         log.info(
             "vLLM's engine is up: vLLM %s, torch %s, model runner %s, %s",
@@ -139,6 +147,7 @@ class GenerationWorker:
         seeds: Mapping[int, int],
         sampling: Sampling | None = None,
         begun: Mapping[int, Tokens] | None = None,
+        images: Sequence[ImageReference] = (),
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield finished completions, and every few seconds the new tokens of unfinished ones. See `protocols.Engine`.
 
@@ -146,9 +155,14 @@ class GenerationWorker:
 
         Raises:
             ConfigurationError: The prompt leaves no room for an answer, or its grammar is refused (RequestRefused).
+            ImagesDiffer: The engine would read other images or image tokens than the trainer.
             WorkerLost: The engine died, or its last update failed.
         """
         begun = begun or {}
+        image_request = None
+        if images:
+            image_token_id = self.settings.image_token_id
+            image_request = await ImageRequest.of(self.engine, prompt_token_ids, images, image_token_id)
         requests = [
             EngineRequest.of(
                 self.settings,
@@ -160,7 +174,7 @@ class GenerationWorker:
             )
             for member, seed in seeds.items()
         ]
-        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
+        tasks = [asyncio.ensure_future(self._complete(request, image_request)) for request in requests]
         unfinished = set(tasks)
         next_report_at = time.monotonic() + PARTIAL_RESULTS_EVERY_S
         try:
@@ -182,21 +196,31 @@ class GenerationWorker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _complete(self, request: EngineRequest) -> Completion:
+    async def _complete(self, request: EngineRequest, images: ImageRequest | None) -> Completion:
         self._refuse_if_not_ready()
         # The salt of vLLM's prefix cache names the weights, so that no request reuses a prefix that other weights
         # computed. While weights change, the request waits for the lock. `tokens_input` is vLLM's own form of a prompt:
         # vLLM would convert other forms in a thread, and the weights could change meanwhile
         async with self._update_lock:
             salt = f"{self._num_starts}/{self.policy_version}"
-            prompt = tokens_input(request.token_ids, cache_salt=salt)
+            if images is None:
+                prompt = tokens_input(request.token_ids, cache_salt=salt)
+            else:
+                prompt = images.input(request.first_tokens.token_ids.tolist(), salt)
         if self._requests.num_unfinished == 0:
             # The engine was idle until now, so the time without tokens is not a stall
             self.timeline.last_progress = time.monotonic()
         with self._requests.measure(request.name):
             final = await self._last_output(prompt, request.params, request.name)
         self._refuse_if_not_ready()
+        if images is not None:
+            check_expanded(final.prompt_token_ids or (), request.token_ids)
         allowed = await self._grammar_replay.allowed_tokens(request, final.outputs[0])
+        if self.settings.unsampled_token_ids:
+            num_tokens = len(request.first_tokens) + len(final.outputs[0].token_ids)
+            allowed = without_tokens(
+                allowed, num_tokens, self.settings.unsampled_token_ids, self.settings.vocab_size
+            )
         return finished_completion(
             output=final.outputs[0],
             member=request.member,
@@ -294,6 +318,9 @@ class GenerationWorker:
         """Let the engine compute with the new weights."""
         await self.engine.finish_weight_update(weight_version=str(self.policy_version))
         await self._received.put_adapter_in_place()
+        if self.settings.unsampled_token_ids:
+            # vLLM keeps the features of images by their digest, also those that the old weights computed
+            await self.engine.reset_encoder_cache()
         self._is_update_finished = True
 
     async def resume(self, version: int) -> None:

@@ -24,11 +24,12 @@ from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
+from async_grpo.modeling.image_models import ImageReader
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.modeling.policy import PolicyModel, named_weights_and_adapters
 from async_grpo.protocols import Manifest
-from async_grpo.types import GENERATION
+from async_grpo.types import GENERATION, ImageReference
 from async_grpo.weights.package import unpack
 
 
@@ -36,10 +37,15 @@ class _Request:
     """A sequence (L,) in the queue. `answer` will hold the log-probs (T,) of its completion."""
 
     def __init__(
-        self, token_ids: np.ndarray, prompt_length: int, allowed: AllowedTokens | None = None
+        self,
+        token_ids: np.ndarray,
+        prompt_length: int,
+        allowed: AllowedTokens | None = None,
+        images: Sequence[ImageReference] = (),
     ) -> None:
         self.token_ids = token_ids
         self.allowed = allowed  # the tokens that a grammar allowed at each of the L tokens
+        self.images = images  # the images of the prompt
         self.prompt_length = prompt_length
         self.arrived_at = time.monotonic()
         self.answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
@@ -81,6 +87,8 @@ class LogprobWorker:
         policy = _load_policy(config, settings)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = policy.to(device).eval()
+        if policy.reads_images:
+            policy.image_reader = ImageReader.load(config.model_path, policy.model.config)
         check_forward(policy, torch_dtype(settings.dtype))
         return cls(policy, config, settings.temperature)
 
@@ -89,6 +97,7 @@ class LogprobWorker:
         sequences: list[np.ndarray],
         prompt_lengths: list[int],
         allowed: list[AllowedTokens | None] | None = None,
+        images: list[tuple[ImageReference, ...]] | None = None,
     ) -> list[np.ndarray]:
         """Compute the log-probs of completions. If a forward pass fails, all callers of its batch get the error.
 
@@ -96,6 +105,7 @@ class LogprobWorker:
             sequences: Token ids (L,) of prompt and completion.
             prompt_lengths: Number of prompt tokens of each sequence.
             allowed: For each sequence, the tokens that a grammar allowed at each of its L tokens, or None.
+            images: The images of each sequence; None if no sequence has one.
 
         Returns:
             (T,) float32 log-probs of each sequence's tokens after the prompt.
@@ -114,10 +124,10 @@ class LogprobWorker:
             )
         requests = []
         masks_of_sequences = allowed or [None] * len(sequences)
-        for token_ids, prompt_length, masks in zip(
-            sequences, prompt_lengths, masks_of_sequences, strict=True
-        ):
-            requests.append(_Request(token_ids, prompt_length, masks))
+        images_of_sequences = images or [()] * len(sequences)
+        rows = zip(sequences, prompt_lengths, masks_of_sequences, images_of_sequences, strict=True)
+        for token_ids, prompt_length, masks, sequence_images in rows:
+            requests.append(_Request(token_ids, prompt_length, masks, sequence_images))
         self._queue += requests
         self._arrival.set()
         if self._serving is None:
@@ -208,13 +218,17 @@ class LogprobWorker:
         for begin, request in zip(bounds[:-1], batch, strict=True):
             is_completion[begin : begin + request.prompt_length] = False
         allowed = AllowedTokens.joined([request.allowed for request in batch], lengths)
-        masks = () if allowed is None else (self._policy.token_masks(allowed),)
+        masks = None if allowed is None else self._policy.token_masks(allowed)
+        images = [request.images for request in batch]
+        further_arguments: tuple[Any, ...] = () if masks is None else (masks,)
+        if any(images):
+            further_arguments = (masks, self._policy.image_inputs(images, input_ids, bounds))
         logprobs, *_ = self._policy(
             torch.tensor(input_ids, dtype=torch.int64, device=self._policy.device),
             torch.tensor(bounds),
             torch.tensor(is_completion, device=self._policy.device),
             temperature,
-            *masks,
+            *further_arguments,
         )
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]

@@ -1,6 +1,7 @@
 """Requests to vLLM, the tokens that they have generated so far, and the time of the engine's last progress."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,6 +145,8 @@ class EngineRequest:
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             structured_outputs=structured_outputs,
+            # An engine would take a sampled placeholder for an image that the request does not have
+            logit_bias=dict.fromkeys(settings.unsampled_token_ids, -math.inf) or None,
         )
         token_ids = [*prompt.tolist(), *first_tokens.token_ids.tolist()]
         return cls(member, token_ids, params, first_tokens, new_name())

@@ -279,7 +279,7 @@ def ask_and_score(config: EvaluatorConfig) -> None:
     from async_grpo.cluster.trainer_rank import await_workers, close_run, open_run
     from async_grpo.config.preflight import prepare
 
-    prepared = prepare(config)
+    prepared = prepare(config).store_images()
     questions = prepared.eval_questions
     path = config.output_path / RESULTS_FILE
     connect(config.run_name, config.logging_level)

@@ -68,6 +68,7 @@ def _train(config: RunConfig, rank: int) -> None:
     if rank == 0:  # data and registry file need to exist on rank 0's node only
         prepared = prepare(config)
         claim(config.output_path, may_hold_run=goes_on(config))
+        prepared = prepared.store_images()
     from async_grpo.cluster.trainer_rank import train_as_rank
 
     if rank:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import (
     disable_progress_bar,
     get_verbosity,
@@ -18,6 +18,7 @@ from transformers.utils.logging import (
 )
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.auto_classes import auto_class
 from async_grpo.modeling.incomplete_folders import problem_without_config
 from async_grpo.modeling.model_files import (
     BUFFER_NAMES,
@@ -173,7 +174,7 @@ def _loaded(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the folder's causal LM, and the names of the weights that it lacks, or that the files have in addition."""
     try:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
+        model, loading_info = auto_class(config).from_pretrained(folder, config=config, **LOCAL, **options)
     except Exception as error:  # transformers raises any exception for broken files
         raise ConfigurationError(
             f"no causal language model can be loaded from {folder}: {_wrong_shape(folder) or error}"
@@ -241,7 +242,7 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     try:
         _refuse_more_parameters_than_files(config, model_folder(path))
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ConfigurationError:
         raise
     except Exception as error:  # transformers raises any exception for broken files
@@ -267,7 +268,7 @@ def _refuse_more_parameters_than_files(config: PreTrainedConfig, folder: Path) -
     because it allocates each weight before it drops it, and might thus run out of memory.
     """
     with torch.device("meta"):
-        described = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        described = auto_class(config).from_config(config, trust_remote_code=False)
     described.tie_weights()
     refuse_more_parameters(folder, sum(weight.numel() for weight in described.parameters()))
 

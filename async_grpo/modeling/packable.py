@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.auto_classes import model_mapping
 from async_grpo.options.fields import is_number, nearest
+from async_grpo.processes.image_files import IMAGE_MODEL_TYPES
 
 # Names of configuration values with which a model scales or caps its attention scores or the logits of its linear head
 SCALED_HEAD = (
@@ -54,12 +56,13 @@ def check_packable_configuration(config: PreTrainedConfig) -> None:
     Raises:
         ConfigurationError: transformers has no causal language model of this kind, or a property is not supported.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping = model_mapping(config)
+    if type(config) not in mapping:
         raise ConfigurationError(
             f"transformers has no causal language model of the model_type {config.model_type!r}: give a text model of "
-            "a family in docs/models.md"
+            f"a family in docs/models.md, or a model that reads images of the types {', '.join(IMAGE_MODEL_TYPES)}"
         )
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = mapping[type(config)]
     # For a few configurations, transformers chooses among several classes
     if not isinstance(model_class, tuple):
         _check_class(model_class)

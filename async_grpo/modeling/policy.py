@@ -1,7 +1,8 @@
 """The policy: a Hugging Face causal LM that maps token ids to the log-probs of these tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor, nn
@@ -10,11 +11,14 @@ from transformers import PreTrainedModel
 
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor, stored_tensor
+from async_grpo.modeling.auto_classes import reads_images
+from async_grpo.modeling.image_models import ImageInputs, ImageReader, attention_by_part, hidden_states
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, name_without_adapter, named_lora_tensors
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 from async_grpo.modeling.token_masks import TokenMasks
+from async_grpo.types import ImageReference
 
 # Number of tokens whose logits are in memory at once: with a vocabulary of 152,000 in float32, 0.6 GB
 DEFAULT_CHUNK_TOKENS = 1024
@@ -64,12 +68,15 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         check_packable(model)
-        model.set_attn_implementation(PACKED_ATTENTION)
+        self.model = model
+        self.reads_images = reads_images(model.config)
+        # The image processor of the model's folder, which `image_inputs` needs; None for a model of texts
+        self.image_reader: ImageReader | None = None
+        self._set_attention(PACKED_ATTENTION)
         for config in (model.config, model.config.get_text_config()):
             # Outputs are read by name, which needs return_dict. It is set in the configs, because not every model
             # passes an argument return_dict on to its body
             config.return_dict = True
-        self.model = model
         self.chunk_tokens = chunk_tokens
         self.value_head: ValueHead | None = None
         if value_head:
@@ -85,6 +92,7 @@ class PolicyModel(nn.Module):
         loss_mask: Bool[Tensor, " packed"],
         temperature: float,
         masks: TokenMasks | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Float[Tensor, " packed"], ...]:
         """Compute the log-probs and entropies of the tokens that the mask selects.
 
@@ -94,6 +102,7 @@ class PolicyModel(nn.Module):
             loss_mask: True at the tokens whose log-probs are needed.
             temperature: Divisor of the logits.
             masks: The tokens among which each token was sampled; None if it was always among all tokens.
+            images: The images of the sequences (`image_inputs`); None if they have none.
 
         Returns:
             (log-probs, entropies), and with a value head also the values; 0 where the mask is False.
@@ -104,9 +113,13 @@ class PolicyModel(nn.Module):
         """
         # Equal beginnings of sequences are computed once. The rows of `hidden` are the distinct states: packing.tokens
         # selects their inputs, and packing.rows_of_tokens has the row of each token
-        packing = Packing(input_ids, cu_seqlens)
-        inputs = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
-        hidden = self.model.base_model(**inputs, use_cache=False, packing=packing).last_hidden_state[0]
+        packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
+        token_ids = input_ids[packing.tokens]
+        if self.reads_images:
+            hidden = hidden_states(self.model, token_ids, packing, images)
+        else:
+            inputs = {"input_ids": token_ids[None], "position_ids": packing.position_ids[None]}
+            hidden = self.model.base_model(**inputs, use_cache=False, packing=packing).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
@@ -132,6 +145,27 @@ class PolicyModel(nn.Module):
         vocab_size = self.model.get_output_embeddings().weight.shape[0]
         return TokenMasks.of(allowed, vocab_size, self.device)
 
+    def image_inputs(
+        self,
+        images: Sequence[Sequence[ImageReference]],
+        input_ids: Int[np.ndarray, " packed"],
+        cu_seqlens: Int[np.ndarray, " boundaries"],
+    ) -> ImageInputs | None:
+        """Read the images of packed sequences for `forward`. Return None if there are none.
+
+        Args:
+            images: The images of each sequence; () if no sequence has an image.
+            input_ids: Token ids of all sequences end to end.
+            cu_seqlens: Boundaries of the sequences.
+        """
+        if not any(images):
+            return None
+        assert self.image_reader is not None, "a model that reads images has an image processor"
+        return self.image_reader.inputs(images, input_ids, cu_seqlens, self.device)
+
+    def _set_attention(self, attention: str) -> None:
+        self.model.set_attn_implementation(attention_by_part(attention) if self.reads_images else attention)
+
     def plain_logprobs(
         self, input_ids: Int64[Tensor, " tokens"], attention: str
     ) -> Float32[Tensor, " tokens-1"]:
@@ -145,11 +179,11 @@ class PolicyModel(nn.Module):
         Returns:
             The log-probs of the tokens after the first.
         """
-        self.model.set_attn_implementation(attention)
+        self._set_attention(attention)
         try:
             logits = self.model(input_ids=input_ids[None], use_cache=False).logits[0].float()
         finally:
-            self.model.set_attn_implementation(PACKED_ATTENTION)
+            self._set_attention(PACKED_ATTENTION)
         logprobs = logits[:-1].log_softmax(dim=-1)
         return logprobs.gather(1, input_ids[1:, None])[:, 0]
 

@@ -10,6 +10,7 @@ from importlib import resources
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
@@ -19,6 +20,7 @@ from async_grpo.inference.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
 from async_grpo.metrics.writer import as_json
 from async_grpo.observe.run_view import RunView
+from async_grpo.observe.sample_images import images_of_samples
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 from async_grpo.training.record import record_folder, recorded_completions
 
@@ -75,7 +77,8 @@ def samples_page(config: SamplesConfig) -> str:
     cure = "they are written after the first step (--keep-sample-groups) or evaluation (--eval-data-path)"
     refuse(not rows, f"{run.folder}: there are no samples to look at: {cure}")
     rows = _newest_that_fit(rows)
-    return page(rows, f"{run.folder.name}: {len(rows)} samples", _alarms(run))
+    images = images_of_samples(rows, run.folder)
+    return page(rows, f"{run.folder.name}: {len(rows)} samples", _alarms(run), images)
 
 
 def _newest_that_fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,7 +93,12 @@ def _newest_that_fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[-max(1, num_rows) :]
 
 
-def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
+def page(
+    rows: Sequence[Mapping[str, Any]],
+    title: str,
+    alarms: Sequence[Mapping[str, Any]] = (),
+    images: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Return a page (HTML) that shows samples.
 
     The rows are embedded as JSON data. No text in them can end the script element around them, or run as a script.
@@ -99,10 +107,15 @@ def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping
         rows: The samples.
         title: Title of the page.
         alarms: Alarms of the run, each with its text (`says`) and its first and last step (`first`, `last`).
+        images: Data URLs of the images of the samples, by digest.
     """
     template = (resources.files("async_grpo.observe") / "samples.html").read_text(encoding="utf-8")
-    data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}">'
+    data = as_json({"title": title, "alarms": alarms, "images": dict(images), "samples": rows}).replace(
+        "<", "\\u003c"
+    )
+    policy = (
+        f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}; img-src data:">'
+    )
     return template.replace("<head>", f"<head>\n{policy}", 1).replace("@DATA@", data, 1)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from async_grpo.errors import RequestRefused, WorkerLost
 from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage, answer_canary
-from async_grpo.types import Completion, FinishReason, Sampling
+from async_grpo.types import Completion, FinishReason, ImageReference, Sampling, Tokens
 from async_grpo.weights.received_chunks import ReceivedChunks
 
 
@@ -32,7 +32,8 @@ class FakeEngine:
         self._model = model
         self._settings = settings
         token_ids = np.arange(settings.vocab_size)
-        self._text_token_ids = np.setdiff1d(token_ids, settings.stop_token_ids).astype(np.int32)
+        undrawn_token_ids = [*settings.stop_token_ids, *settings.unsampled_token_ids]
+        self._text_token_ids = np.setdiff1d(token_ids, undrawn_token_ids).astype(np.int32)
         self._running = asyncio.Event()  # cleared while weights are loaded
         self._running.set()
         self._progress = _no_progress()
@@ -45,9 +46,14 @@ class FakeEngine:
         return cls(LogprobWorker.start(config, settings), settings)
 
     async def complete(
-        self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
+        self,
+        prompt_token_ids: np.ndarray,
+        seeds: Mapping[int, int],
+        sampling: Sampling | None = None,
+        first_tokens: Mapping[int, Tokens] | None = None,
+        images: Sequence[ImageReference] = (),
     ) -> AsyncGenerator[Completion]:
-        """Yield completions, all drawn from the same distribution; see `Engine`."""
+        """Yield completions, all drawn from the same distribution; see `Engine`. The images are not read."""
         if sampling is not None and sampling.grammar:
             raise RequestRefused("the engine draws tokens at random: start the run with --typed-output hint")
         started_at = time.time()

@@ -79,6 +79,10 @@ class OptimizerConfig(Section):
     logprob_chunk_size: int = _optimizer(
         1024, "Number of tokens for which the trainer computes logits at once.", range=POSITIVE
     )
+    freeze_vision: bool = _optimizer(
+        False,
+        "Train only the language model of a model that reads images, and keep its vision tower as it is.",
+    )
     update_stats: bool = option(
         True,
         "Log the norm of each weight update, absolute and relative to the weights. This takes memory for one more "

@@ -13,18 +13,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling import full_tensor
+from async_grpo.modeling.auto_classes import auto_class
 from async_grpo.modeling.load import TOKENIZER_FILES, model_folder, torch_dtype
 from async_grpo.modeling.lora import named_lora_tensors, write_lora_folder
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.distributed import Ranks
 
 log = logging.getLogger(__name__)
-# Files that are copied unchanged, so that an exported model has the same tokenizer as the training
+# Files that are copied unchanged, so that an exported model has the same tokenizer and image processor as the training
 COPIED_FILES = (
     *TOKENIZER_FILES,
     "merges.txt",
@@ -32,6 +33,9 @@ COPIED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 # The value head is in a subfolder, because vLLM loads every *.safetensors next to config.json as weights of the model
 VALUE_HEAD_FILE = "critic/value_head.safetensors"
@@ -143,7 +147,7 @@ def write_model(
     # suffices. This model keeps the default generation settings, because transformers refuses to save some other
     # settings. The generation settings of `source` are copied later, as a file
     with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(
+        twin = auto_class(model.config).from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
     with _complete_folder(target) as partial:

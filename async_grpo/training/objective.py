@@ -22,7 +22,9 @@ from async_grpo.algorithm.process_advantages import value_loss
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import MicroBatch
+from async_grpo.modeling.image_models import ImageInputs
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.types import ImageReference
 
 
 class BatchTensors:
@@ -55,6 +57,10 @@ class BatchTensors:
     members: Int64[Tensor, "1 packed"] | None
     times: Int[Tensor, "1 packed"] | None
     allowed: AllowedTokens | None
+    images: tuple[tuple[ImageReference, ...], ...]
+    image_inputs: ImageInputs | None = (
+        None  # the images as the policy reads them, once `Objective.forward` needs them
+    )
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -83,6 +89,7 @@ class BatchTensors:
         self.members = None if batch.members is None else row(batch.members[sequence_ids])
         self.times = optional_row(batch.times)
         self.allowed = batch.allowed  # the tokens among which each token was sampled
+        self.images = batch.images  # the images of each sequence
 
 
 class Objective:
@@ -168,12 +175,18 @@ class Objective:
     def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
         """Return (log-probs, entropies) of the trained tokens, and with a critic also the values."""
         masks = None if batch.allowed is None else policy.token_masks(batch.allowed)
+        if batch.images and batch.image_inputs is None:
+            batch.image_inputs = policy.image_inputs(
+                batch.images, batch.input_ids.cpu().numpy(), batch.cu_seqlens.numpy()
+            )
+        images = () if batch.image_inputs is None else (batch.image_inputs,)
         outputs = policy(
             batch.input_ids,
             batch.cu_seqlens,
             batch.mask[0],
             self.config.temperature,
             masks,
+            *images,
         )
         return tuple(output[None] for output in outputs)
 

@@ -2,13 +2,14 @@
 
 <output_dir>/record/step_<k>/rank_<r>.safetensors     the micro-batches of step k (from 0) in their order, with the
                                                        trainer's log-probs under the weights before the step
-                             rank_<r>.json            the `StepEnd`, with the metrics of generation and rewards
+                             rank_<r>.json            the `StepEnd`, with the metrics of generation and rewards, and
+                                                      the digests of images, whose files the run keeps
 """
 
 import dataclasses
 import errno
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import Message, MicroBatch, StepEnd
 from async_grpo.metrics.writer import as_json
+from async_grpo.processes.image_files import RUN_IMAGES, is_digest
 from async_grpo.processes.untrusted_files import files_inside, is_regular, read_json
 from async_grpo.protocols import ExperienceSource
-from async_grpo.types import PROMPT_TOKEN
+from async_grpo.types import PROMPT_TOKEN, ImageReference
 
 log = logging.getLogger(__name__)
-OTHER_FIELDS = ("is_dummy", "allowed")
+OTHER_FIELDS = ("is_dummy", "allowed", "images")
 ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name not in OTHER_FIELDS)
 MAX_STEP_BYTES = 64 << 20  # largest accepted rank_<r>.json
 # Largest accepted rank_<r>.safetensors, about 100 million tokens. A sparse file may claim any size
@@ -109,6 +111,8 @@ class Recorder:
         save_file(arrays, folder / f"rank_{rank}.safetensors")
         content = dataclasses.asdict(end)
         content["dummies"] = [batch.is_dummy for batch in self._batches]
+        if any(batch.images for batch in self._batches):
+            content["images"] = [_described_images(batch) for batch in self._batches]
         content |= self._run_facts
         content["stats"].pop("spans", None)  # the times of this run are meaningless in a replay
         # This file is written last, because its existence means that the step is recorded
@@ -192,7 +196,10 @@ class Recording:
             raise ValueError(f"{file.name} is no regular file")
         arrays = _load_arrays(file)
         messages: list[Message] = []
-        for number, is_dummy in enumerate(content.pop("dummies")):
+        dummies = content.pop("dummies")
+        images_of_batches = content.pop("images", [[]] * len(dummies))
+        images_folder = folder.parent.parent / RUN_IMAGES
+        for number, is_dummy in enumerate(dummies):
             fields: dict[str, Any] = {name: arrays.get(f"{number}.{name}") for name in ARRAYS}
             prefix = f"{number}.allowed."
             mask_arrays = {}
@@ -200,10 +207,37 @@ class Recording:
                 if name.startswith(prefix):
                     mask_arrays[name.removeprefix(prefix)] = array
             allowed = AllowedTokens.from_arrays(mask_arrays) if mask_arrays else None
-            messages.append(MicroBatch(**fields, allowed=allowed, is_dummy=bool(is_dummy)))
+            images = _images_of(images_of_batches[number], images_folder)
+            messages.append(MicroBatch(**fields, allowed=allowed, images=images, is_dummy=bool(is_dummy)))
         step_end = {field.name: content[field.name] for field in dataclasses.fields(StepEnd)}
         messages.append(StepEnd(**step_end))
         return messages
+
+
+def _described_images(batch: MicroBatch) -> list[list[tuple[str, int]]]:
+    """Return digest and number of tokens of each image, by sequence; [] if no sequence has an image."""
+    return [[(image.digest, image.num_tokens) for image in images] for images in batch.images]
+
+
+def _images_of(described: Sequence[Sequence[Any]], folder: Path) -> tuple[tuple[ImageReference, ...], ...]:
+    """Return the images of a recorded micro-batch. The record may be somebody else's, so it names no paths.
+
+    Args:
+        described: What `_described_images` returned.
+        folder: Folder of the run's images.
+
+    Raises:
+        ValueError: A digest or a number is none.
+    """
+    images_by_sequence = []
+    for sequence in described:
+        references = []
+        for digest, num_tokens in sequence:
+            if not is_digest(digest) or type(num_tokens) is not int:
+                raise ValueError(f"{digest!r:.80} and {num_tokens!r:.80} describe no image")
+            references.append(ImageReference(str(folder.absolute() / digest), digest, num_tokens))
+        images_by_sequence.append(tuple(references))
+    return tuple(images_by_sequence)
 
 
 def _load_arrays(file: Path) -> dict[str, np.ndarray]:

@@ -248,6 +248,10 @@ PATTERNS: dict[str, dict[str, str]] = {
     "cluster/ray_session.py": {
         r"\x1b\[[0-9;]*m": PLAIN,
     },
+    "experience/row_images.py": {
+        "data:([^;,]{0,100})(;base64)?,": PLAIN,
+        "([A-Za-z][A-Za-z0-9+.-]{1,20})://": PLAIN,
+    },
     "experience/row_columns.py": {
         r"""(array\()?\[\s*\{\s*['"](role|content|from|value)['"]\s*:""": PLAIN,
     },

@@ -14,11 +14,15 @@ import torch
 from grammar_masks import masks_of, random_table
 from safetensors.torch import save
 from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
+from vision_model import save_vision_model, vision_model
+from vision_prompts import logprobs_alone, picture_row, question, seeded_picture
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.messages import LoraSettings
+from async_grpo.modeling.image_models import ImageReader
+from async_grpo.modeling.load import load_causal_lm, load_config
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.sharding import canary_logprobs
 
@@ -282,3 +286,26 @@ async def test_a_worker_that_receives_an_adapter_computes_with_it_and_its_base_w
     assert manifest.keys() == tensors.keys() and all(one.in_use for one in manifest.values())
     after = await worker.canary(text)
     assert np.abs(after - canary_logprobs(policy, text)).max() < 1e-4 < np.abs(after - before).max()
+
+
+def test_logprobs_of_prompts_with_images_are_those_of_each_sequence_alone(tmp_path):
+    folder = save_vision_model(tmp_path / "model")
+    policy = PolicyModel(load_causal_lm(folder, "float32"))
+    policy.image_reader = ImageReader.load(folder, load_config(folder))
+    seeds = [(), (0,), (1, 0)]
+    questions = [question(folder, tmp_path / "images", picture_row(several)) for several in seeds]
+    completion = np.array([3, 77, 12], np.int32)
+    sequences = [np.concatenate([asked.token_ids, completion]) for asked in questions]
+
+    async def ask() -> list[np.ndarray]:
+        worker = LogprobWorker(policy, LogprobConfig(max_tokens_per_gpu=512))
+        lengths = [len(asked.token_ids) for asked in questions]
+        try:
+            return await worker.logprobs(sequences, lengths, None, [asked.images for asked in questions])
+        finally:
+            worker.close()
+
+    for several, sequence, ours in zip(seeds, sequences, asyncio.run(ask()), strict=True):
+        pictures = [seeded_picture(seed) for seed in several]
+        alone = logprobs_alone(vision_model(), folder, sequence, pictures)
+        np.testing.assert_allclose(ours, alone[-len(completion) :], atol=2e-5)

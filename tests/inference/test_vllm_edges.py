@@ -10,6 +10,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 from vllm.v1.sample import sampler
 from vllm.v1.sample.ops.logprobs import batched_count_greater_than
@@ -49,6 +51,7 @@ from async_grpo.inference.vllm_edges import (
     receive_weights,
     weights_in_use,
 )
+from async_grpo.inference.vllm_edges.part_names import by_received_names
 from async_grpo.inference.vllm_edges.tied_heads import repack_tied_heads
 from async_grpo.inference.vllm_edges.uncompiled_ranks import install_uncompiled_ranks
 from async_grpo.inference.vllm_edges.worker_extension import WORKER_EXTENSION
@@ -211,6 +214,34 @@ def test_the_checksums_of_this_vllm_still_see_nothing_of_a_packed_layer(tiny_mod
         "sees packed layers in compute_weight_checksums",
         "weights_in_use.py",
     )
+
+
+# -- part_names
+
+
+def test_this_vllm_still_gives_other_names_to_the_parts_of_models_that_read_images():
+    names = [
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "model.visual.merger.ln_q.weight",
+        "lm_head.weight",
+    ]
+    prefixes = {
+        "model.language_model.": "language_model.model.",
+        "model.visual.": "visual.",
+        "lm_head.": "language_model.lm_head.",
+    }
+    model: Any = SimpleNamespace(
+        hf_to_vllm_mapper=WeightsMapper(orig_to_new_prefix=prefixes), supports_multimodal=True
+    )
+    used = {"language_model.model.layers.0.mlp": 1, "visual.merger": 2, "language_model": 3, "other": 4}
+    assert by_received_names(model, used, names) == {
+        "model.language_model.layers.0.mlp": 1,
+        "model.visual.merger": 2,
+        "lm_head": 3,
+        "other": 4,
+    }
+    model.supports_multimodal = False  # a model of texts is named as in transformers
+    assert by_received_names(model, used, names) == used
 
 
 # -- addresses

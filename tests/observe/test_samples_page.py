@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 from sample_run import RATIO, write_run
+from vision_model import encoded, picture
 
 from async_grpo.__main__ import main
 from async_grpo.errors import ConfigurationError
@@ -184,3 +185,28 @@ def test_the_command_takes_the_page_s_place_in_either_spelling(tmp_path):
         with pytest.raises(SystemExit) as ended:
             main(["samples", str(folder), flag, str(tmp_path / f"{number}.html")])
         assert ended.value.code == 0 and len(samples_of(tmp_path / f"{number}.html")["samples"]) == 1
+
+
+def test_images_of_samples_are_on_the_page_and_nothing_from_outside_the_run_is(tmp_path):
+    content = encoded(picture())
+    names = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shown", "link", "text", "lost")}
+    (tmp_path / "run" / "images").mkdir(parents=True)
+    run = tmp_path / "run"
+    (run / "images" / names["shown"]).write_bytes(content)
+    (tmp_path / "secret.png").write_bytes(content)
+    (run / "images" / names["link"]).symlink_to(tmp_path / "secret.png")
+    (run / "images" / names["text"]).write_text("<svg onload=alert(1)>")
+    (run / "training_params.json").write_text("{}")
+    rows = [
+        row(images=[*names.values(), "../../secret.png", 7, None]),
+        row(images="not a list"),
+        row(),
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    data = written(run)
+    assert list(data["images"]) == [names["shown"]]
+    assert base64.b64decode(data["images"][names["shown"]].removeprefix("data:image/png;base64,")) == content
+    assert [line.get("images") for line in data["samples"]] == [[names["shown"]], None, None]
+    elements = parsed((run / "s.html").read_text())
+    (rules,) = [a["content"] for tag, a in elements.seen if tag == "meta" and "http-equiv" in a]
+    assert "img-src data:" in rules

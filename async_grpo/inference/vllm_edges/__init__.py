@@ -11,6 +11,7 @@ In the processes that compute the model (vLLM imports `worker_extension` there, 
     `addresses`          refuse an update that moves weights away from where CUDA graphs read them
     `experts`            pack the experts again after an update
     `weights_in_use`     fingerprint the weights that the layers compute with, even if they are packed copies
+    `part_names`         report the weights of models that read images by the names of transformers
     `lora_weights`       put the policy's adapter (LoRA) into the layers, and fingerprint the adapter that they hold
     `lora_on_cpu`        apply adapters on the CPU only to their own requests
     `continued_draws`    continue a seeded request in another engine with its next random draws

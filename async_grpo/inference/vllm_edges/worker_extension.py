@@ -16,6 +16,7 @@ from async_grpo.inference.vllm_edges.cpu_generators import install_cpu_generator
 from async_grpo.inference.vllm_edges.experts import install_packing_of_experts
 from async_grpo.inference.vllm_edges.lora_on_cpu import install_grouped_adapters
 from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter
+from async_grpo.inference.vllm_edges.part_names import by_received_names
 from async_grpo.inference.vllm_edges.receive_weights import register_transports
 from async_grpo.inference.vllm_edges.uncompiled_ranks import install_uncompiled_ranks
 from async_grpo.inference.vllm_edges.weights_in_use import fingerprints_in_use
@@ -68,9 +69,11 @@ class WeightReceipts:
 
         The keys of both are places, as in `fingerprints_in_use`. The fingerprint of a place that has received nothing is 0.
         """
-        used = fingerprints_in_use(self.weight_transfer_engine.model)
+        model = self.weight_transfer_engine.model
+        fingerprints_received = getattr(self.weight_transfer_engine, "fingerprints", {})
+        used = by_received_names(model, fingerprints_in_use(model), fingerprints_received)
         received = dict.fromkeys(used, 0)
-        for name, value in getattr(self.weight_transfer_engine, "fingerprints", {}).items():
+        for name, value in fingerprints_received.items():
             # A tied head is fingerprinted under its full tensor name, all other weights under their module (`place_of`)
             for place in {name, place_of(name)} & used.keys():
                 received[place] = (received[place] + value) % 2**64

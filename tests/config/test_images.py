@@ -1,0 +1,77 @@
+"""What a run with images needs, stores and refuses before it starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from vision_model import save_vision_model
+from vision_prompts import picture_row
+
+from async_grpo.config.preflight import prepare
+from async_grpo.config.run import RunConfig
+from async_grpo.data import TINY_MODEL
+from async_grpo.errors import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture
+def config(model, tmp_path) -> RunConfig:
+    rows = [picture_row(()), picture_row((0,)), picture_row((1, 0))]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunConfig(
+        model_name_or_path=str(model),
+        data_path=str(data),
+        reward_fns="format",
+        output_dir=str(tmp_path / "run"),
+        max_generation_tokens=16,
+        max_tokens_per_gpu=1024,
+        kl_coef=0.0,
+    )
+
+
+def test_a_run_knows_the_tokens_of_images_and_stores_each_image_once(config):
+    prepared = prepare(config)
+    images = config.output_path / "images"
+    assert not images.exists()
+    settings = prepared.settings
+    assert settings.most_images == 2 and settings.image_token_id in settings.unsampled_token_ids
+    assert settings.image_processor.startswith("Qwen2VLImageProcessor")
+    assert prepared.facts.unsampled_token_ids == settings.unsampled_token_ids
+    sent = prepared.store_images()
+    assert sent.images is None
+    used = {image.digest for question in sent.questions for image in question.images}
+    assert {path.name for path in images.iterdir()} == used and len(used) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lora_rank": 8}, "adapters are not supported for models that read images"),
+        ({"torch_compile": True}, "the vision tower of a qwen2_5_vl is not compiled"),
+    ],
+)
+def test_what_does_not_work_with_images_is_refused_by_name(config, changes, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        prepare(replace(config, **changes))
+
+
+def test_freezing_the_vision_tower_of_a_model_of_texts_is_refused(config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "3 + 4?", "answer": "7"}) + "\n")
+    with pytest.raises(ConfigurationError, match="the model is of the type 'qwen2', which reads no images"):
+        prepare(replace(config, model_name_or_path=str(TINY_MODEL), freeze_vision=True))
+
+
+def test_a_lost_image_is_named_with_its_row_at_the_start(config, tmp_path):
+    row = picture_row((0,))
+    row["messages"][0]["content"][0] = {"type": "image", "image": "lost.png"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        ConfigurationError, match=r"rows.jsonl.*1: image 1 of 1: there is no image .*lost.png"
+    ):
+        prepare(config)
