@@ -1,4 +1,6 @@
-"""A scripted run that can be killed and started again: `python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE]`.
+"""A scripted run that can be killed and started again.
+
+    python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE LORA_RANK]
 
 Generation takes its time, so that groups are finished, under way and not begun when it ends. Ranks but the first ask rank 0
 for their messages, through a socket in FOLDER.
@@ -19,6 +21,8 @@ from fake_chain import Chain, chain_config
 from tiny_policy import SETTINGS
 
 from async_grpo.cluster.make_trainer import make_trainer
+from async_grpo.config.base_weights import base_digest
+from async_grpo.config.lora import lora_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import Message
 from async_grpo.testing import FakeEngine
@@ -76,21 +80,28 @@ def serve(chain: Chain, path: Path, others: int) -> None:
     threading.Thread(target=accept, daemon=True).start()
 
 
-def main(folder: Path, staleness: int, steps: int, rank: int = 0, world_size: int = 1) -> None:
+def main(
+    folder: Path, staleness: int, steps: int, rank: int = 0, world_size: int = 1, lora_rank: int = 0
+) -> None:
     torch.set_num_threads(1)
     if world_size > 1:  # MASTER_ADDR and MASTER_PORT are given
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    config, messages = scripted_config(staleness, steps), folder / "messages"
+    config = scripted_config(staleness, steps, lora_rank=lora_rank)
+    messages = folder / "messages"
     if rank == 0:
         messages.unlink(missing_ok=True)
         chain = Chain(folder, engine=SlowEngine, config=config, num_ranks=world_size)
+        chain.settings = replace(chain.settings, lora=lora_settings(config, str(chain.folder)))
+        if lora_rank:
+            chain.digests_read = {"model_name_or_path": base_digest(str(chain.folder))}
         serve(chain, messages, world_size - 1)
         chain.train()
     else:
         source, model = AskRank0(messages), folder / "model"
         config = replace(config, model_name_or_path=str(model), output_dir=str(model / "out"))
         with distributed_run("cpu", timeout_s=60) as ranks:
-            settings = replace(SETTINGS, checkpoint=source.checkpoint)
+            lora = lora_settings(config, config.model_name_or_path)
+            settings = replace(SETTINGS, checkpoint=source.checkpoint, lora=lora)
             make_trainer(config, settings, ranks, source).run()
     leave()
 
