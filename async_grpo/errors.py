@@ -51,6 +51,10 @@ class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
     """The loss or the gradient of a step contains NaN or inf. The gradient was discarded without an update."""
 
 
+class OutOfMemory(AsyncGrpoError, MemoryError):
+    """A process ran out of memory. The message says what it was doing, what was in use, and which option to change."""
+
+
 class DeadlineExceeded(AsyncGrpoError, TimeoutError):
     """A wait exceeded its deadline. The message names the awaited event, the deadline, and the late process."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from async_grpo.config.memory_plan import CHECKPOINT_PARAMETER_BYTES, trainer_rank_bytes
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
@@ -22,6 +23,8 @@ from async_grpo.modeling.policy import (
     named_weights_and_adapters,
 )
 from async_grpo.options.source_file import digests
+from async_grpo.processes.memory_use import resident_bytes
+from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.best_checkpoint import keep_best
@@ -29,8 +32,11 @@ from async_grpo.training.checkpoint import Checkpointer, SaveExperience
 from async_grpo.training.checkpoint_folder import read
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter, load_value_head
+from async_grpo.training.largest_trial import try_largest
+from async_grpo.training.memory_cures import start_cure
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.training.rank_memory import RankMemory
 from async_grpo.training.record import Recorder
 from async_grpo.training.sharding import (
     canary_logprobs,
@@ -74,11 +80,13 @@ def make_trainer(
     # The ranks may read these files from different disks, so check that they read the same contents
     code_digests = digests([config.advantage_estimator, config.policy_loss])
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(code_digests))
-    policy = _policy(config, settings, ranks)
-    accumulator = _accumulator(config, settings, policy, ranks)
+    accumulator = _load(config, settings, ranks)
+    policy = accumulator.policy
     checkpointer = _checkpointer(config, settings, ranks, policy, accumulator, save_experience, digests_read)
     step, samples = _restore(checkpointer, settings)
     accumulator.steps = step
+    if is_trial_cheap(config, ranks.device):
+        try_largest(accumulator, settings.vocab_size, config, settings.max_total_tokens)
     if publisher is None:
         publisher = _publisher(config, settings, ranks, engines)
         publisher.prepare(policy)  # while the workers load
@@ -101,6 +109,63 @@ def make_trainer(
         overlaps=partial(_may_overlap, config),
         saves_after=partial(_may_become_best, config),
     )
+
+
+def _load(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> GradientAccumulator:
+    """Load the policy, and return its accumulator, which measures the memory of this rank.
+
+    Raises:
+        OutOfMemory: The model does not fit into the memory.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    baseline_bytes = 0 if on_gpu else resident_bytes()
+    with naming_out_of_memory(
+        f"while trainer rank {ranks.rank} loaded the model", start_cure(config, on_gpu=on_gpu)
+    ):
+        policy = _policy(config, settings, ranks)
+    accumulator = _accumulator(config, settings, policy, ranks)
+    accumulator.memory = RankMemory(
+        device=ranks.device,
+        planned_bytes=_planned_bytes(config, settings, policy, ranks),
+        baseline_bytes=baseline_bytes,
+    )
+    return accumulator
+
+
+def is_trial_cheap(config: RunConfig, device: torch.device) -> bool:
+    """Return whether to try the largest possible micro-batch before the first step.
+
+    On a GPU this takes seconds, in which the engines are still loading. On the CPU it may take minutes, and a machine that
+    begins to swap slows down everything on it.
+    """
+    return config.longest_first and device.type == "cuda"
+
+
+def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks) -> int:
+    """Return the estimated memory of this rank in bytes, by the formulas of `--dry-run`.
+
+    On the CPU, where a rank has a single kind of memory, it includes the copies for checkpoints and for the engines.
+    """
+    num_parameters = 0
+    num_trained = 0
+    for parameter in policy.model.parameters():
+        num_parameters += parameter.numel()
+        if parameter.requires_grad:
+            num_trained += parameter.numel()
+    num_frozen = num_parameters - num_trained
+    num_bytes = trainer_rank_bytes(
+        config,
+        settings,
+        policy.model.config.get_text_config(),
+        num_ranks=ranks.world_size,
+        num_parameters=num_frozen if settings.lora else num_parameters,
+        num_trained=num_trained if settings.lora else None,
+    )
+    if ranks.device.type == "cpu":
+        num_bytes += CHECKPOINT_PARAMETER_BYTES * num_trained / ranks.world_size
+        if ranks.is_main:
+            num_bytes += 2 * torch_dtype(settings.dtype).itemsize * num_parameters
+    return int(num_bytes)
 
 
 def _restore(checkpointer: Checkpointer, settings: SharedRunSettings) -> tuple[int, int]:

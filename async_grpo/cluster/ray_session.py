@@ -18,7 +18,7 @@ from ray.exceptions import (
     UnserializableException,
 )
 
-from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.errors import AsyncGrpoError, ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.device_variables import is_cluster_variable
 
 # Environment variables that are passed to other processes through Ray, in addition to those that `is_cluster_variable`
@@ -34,6 +34,9 @@ CONNECT_TIMEOUT_S = 5.0
 # Environment variable that holds the path of a file. The file appears once the Ray cluster of `async-grpo run` is up
 RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"
 RAY_START_S = 90.0
+# Longest message of an error in a line about an actor, by who wrote the message: this library, or another package
+MAX_OWN_CHARACTERS = 1500
+MAX_FOREIGN_CHARACTERS = 300
 HOW_TO_JOIN = (
     "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token for every process that joins "
     "it (and RAY_ADDRESS, if the head is on another machine). On the first node, `ray get-auth-token --generate` makes "
@@ -121,9 +124,11 @@ def cause_of(error: Exception) -> str:
     if isinstance(cause, UnserializableException):
         # The error's class is in a package that only the actor's environment has. Its traceback ends with the message
         *_, last_line = str(cause).strip().splitlines()
-        return last_line[:300]
+        return last_line[:MAX_FOREIGN_CHARACTERS]
     text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
-    return f"{type(cause).__name__}: {text[:300]}"
+    # The library's own messages are complete sentences, whose ends say what to do
+    limit = MAX_OWN_CHARACTERS if isinstance(cause, AsyncGrpoError) else MAX_FOREIGN_CHARACTERS
+    return f"{type(cause).__name__}: {text[:limit]}"
 
 
 def on_this_node() -> dict[str, Any]:

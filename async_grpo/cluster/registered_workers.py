@@ -287,7 +287,11 @@ class GenerationWorkers(RegisteredWorkers):
         self._syncs.clear()
         token_timeline = []
         busy = []
+        memory = {}
         for worker_id, progress in progress_by_worker.items():
+            # Engines that run in this process, as in tests, have no memory of their own
+            if "memory" in progress:
+                memory[worker_id] = progress["memory"]
             token_timeline += progress["token_timeline"]
             busy += progress["busy"]
             for begin, end in progress["busy"]:
@@ -299,6 +303,7 @@ class GenerationWorkers(RegisteredWorkers):
             ),
             "busy": busy,
             "spans": condensed(spans),
+            "memory": memory,
             "workers_lost": self.take_lost(),
         }
 

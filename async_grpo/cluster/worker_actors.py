@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from async_grpo.cluster.channel import ChannelServer
+from async_grpo.cluster.worker_memory import WorkerMemory
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.inference.config import UNLIMITED, engine_class
+from async_grpo.inference.memory_cures import UPDATE_CURE
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.options.source_file import library_version
+from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.processes.private_folder import compile_cache, make_private_folder, temporary_files_in
 from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
@@ -73,13 +77,19 @@ class WorkerActor(ChannelServer):
         # them
         os.environ.update(compile_cache())
         self._folder = make_private_folder()
-        with temporary_files_in(self._folder):
-            self._engine = _worker_class(config).start(config, settings)
+        worker_class = _worker_class(config)
+        self._memory = WorkerMemory(config, settings)
+        with temporary_files_in(self._folder), self._memory.naming_start():
+            self._engine = worker_class.start(config, settings)
         if hasattr(self._engine, "finish_start"):
             await self._engine.finish_start()
-        self.serve({name: getattr(self._engine, name) for name in self.served})
+        self.serve(self._handlers_of_engine())
         max_sequences = config.max_sequences if is_generation else UNLIMITED
         return max_sequences, self._engine.kv_cache_tokens
+
+    def _handlers_of_engine(self) -> dict[str, Callable[..., Any]]:
+        """Return the engine's methods that are called through a channel, by name."""
+        return {name: getattr(self._engine, name) for name in self.served}
 
     async def update_weights(self, package: WeightPackage) -> Receipt:
         """Load a package, and compute the log-probs of its canary texts, from which the trainer sees that it loaded.
@@ -87,18 +97,21 @@ class WorkerActor(ChannelServer):
         Raises:
             WeightsDidNotLand: Newer weights are already loaded, this node cannot read the package's files, or the package
                 holds changes to weights that this worker does not have.
+            OutOfMemory: The new weights do not fit beside what the worker holds.
         """
+        activity = f"while a worker loaded the weights of policy version {package.version}"
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"weights {package.version} came after newer weights {self._version}")
             chunks = []
             for chunk in package.chunks:
                 chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)
-            # In a thread, because large chunks take seconds, during which this process must answer calls
-            whole_chunks = await asyncio.to_thread(self._received.restore, chunks, package.chunk_digests)
-            manifest = await self._engine.update(package.version, whole_chunks)
-            self._version = package.version
-            return manifest, await answer_canary(self._engine, package.canary_texts)
+            with naming_out_of_memory(activity, UPDATE_CURE):
+                # In a thread, because large chunks take seconds, during which this process must answer calls
+                whole_chunks = await asyncio.to_thread(self._received.restore, chunks, package.chunk_digests)
+                manifest = await self._engine.update(package.version, whole_chunks)
+                self._version = package.version
+                return manifest, await answer_canary(self._engine, package.canary_texts)
 
     async def leave_run(self) -> None:
         """Cancel all requests of the run, because its trainer died."""
@@ -149,7 +162,16 @@ class GenerationActor(WorkerActor):
                 f"{type(self._engine).__name__} can only receive weights in packages: choose another "
                 "--weight-transport, or an --engine with the weight transfer methods of GenerationWorker"
             )
-        return await getattr(self._engine, method)(*args)
+        with naming_out_of_memory(f"in {method}, a step of a weight update", UPDATE_CURE):
+            return await getattr(self._engine, method)(*args)
+
+    def _handlers_of_engine(self) -> dict[str, Callable[..., Any]]:
+        """Return the engine's methods. `progress` also tells the engine's memory."""
+        return {**super()._handlers_of_engine(), "progress": self._progress}
+
+    def _progress(self) -> dict[str, Any]:
+        gpu_bytes = getattr(self._engine, "peak_gpu_bytes", 0)
+        return {**self._engine.progress(), "memory": self._memory.entry(gpu_bytes)}
 
 
 class LogprobActor(WorkerActor):

@@ -87,7 +87,7 @@ class ExperienceBatcher:
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed, curriculum)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
         self.advantages = GroupAdvantages(config, facts)
-        self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
+        self.packer = _make_packer(config, facts, num_ranks)
         self.steps = StepAssembler(
             self.budget,
             self.packer,
@@ -378,3 +378,12 @@ class ExperienceBatcher:
 
     def _note_utilization(self) -> None:
         self.utilization.set(sequences=self._sequences, free_slots=self.budget.free)
+
+
+def _make_packer(config: BatchConfig, facts: RunFacts, num_ranks: int) -> Packer:
+    return Packer(
+        num_ranks,
+        config.max_tokens_per_gpu,
+        facts.hidden_size,
+        longest_first=config.longest_first,
+    )

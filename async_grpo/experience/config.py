@@ -53,6 +53,13 @@ class BatchConfig(AlgorithmConfig):
     max_tokens_per_gpu: int = _batches(
         36_000, "Maximum number of tokens in one micro-batch on one rank.", range=POSITIVE
     )
+    longest_first: bool = option(
+        True,
+        "Compute the larger micro-batches first, as far as their samples have arrived. On GPUs, also try the largest "
+        "possible micro-batch before the first step, so that a lack of memory shows at once.",
+        "Batches",
+        portable=True,
+    )
     max_staleness: int = _batches(
         1,
         "Maximum number of optimizer steps between the policy that sampled a token and the policy that is trained on "

@@ -32,6 +32,7 @@ from async_grpo.inference.image_requests import (
     check_image_processor,
     without_tokens,
 )
+from async_grpo.inference.memory_cures import lack_in_step
 from async_grpo.inference.received_weights import ReceivedWeights
 from async_grpo.inference.requests import (
     NO_TOKENS,
@@ -87,6 +88,7 @@ class GenerationWorker:
         self.stall_s = stall_s
         self.policy_version = UNSYNCED
         self.paused_s = 0.0  # seconds that weight updates held requests, since the last call of `progress`
+        self.peak_gpu_bytes = 0  # peak memory of the engine's GPUs until the last update; 0 on the CPU
         self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
         self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
         self._requests = RequestTimes()
@@ -245,7 +247,9 @@ class GenerationWorker:
             outputs = [output async for output in generator]
         except Exception as error:
             if self.engine.errored:
-                raise WorkerLost(f"the vLLM engine died: {error or type(error).__name__}") from error
+                cause = str(error) or type(error).__name__
+                cause = lack_in_step(self._requests.num_unfinished, error) or cause
+                raise WorkerLost(f"the vLLM engine died: {cause}") from error
             refuse_grammar(params, error)
             raise
         return outputs[-1]
@@ -343,10 +347,13 @@ class GenerationWorker:
     async def _manifest(self) -> Manifest:
         """Return a record of every received tensor, including whether the engine computes with this tensor."""
         try:
-            return await self._received.manifest()
+            manifest = await self._received.manifest()
         except WorkerLost as error:
             self._broken_reason = str(error)
             raise
+        if torch.cuda.is_available():
+            self.peak_gpu_bytes = sum(await self.engine.collective_rpc("peak_gpu_bytes"))
+        return manifest
 
     async def canary(self, token_ids: np.ndarray, with_adapter: bool = True) -> np.ndarray:
         """Return the log-probs (N,) float32 of a fixed text. The first is 0. See `protocols.Engine`.
@@ -372,7 +379,8 @@ class GenerationWorker:
                     f"{self._requests.num_unfinished} requests under way"
                 )
                 return self._broken_reason
-        return "the vLLM engine's processes died"
+        lack = lack_in_step(self._requests.num_unfinished)
+        return f"the vLLM engine's processes died; {lack}".removesuffix("; ")
 
     def _has_work(self) -> bool:
         """Return whether the engine has work, and should therefore make progress now."""

@@ -22,12 +22,14 @@ from torch import Tensor
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
+from async_grpo.inference.memory_cures import forward_cure
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.modeling.policy import PolicyModel, named_weights_and_adapters
+from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.protocols import Manifest
 from async_grpo.types import GENERATION, ImageReference
 from async_grpo.weights.package import unpack
@@ -208,9 +210,19 @@ class LogprobWorker:
         self._batch = self._queue[:count]
         self._queue = self._queue[count:]
 
-    @torch.no_grad()
     def _forward(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
-        """Compute the log-probs (T,) of each request's completion in one packed forward pass. Runs in a thread."""
+        """Compute the log-probs (T,) of each request's completion in one packed forward pass. Runs in a thread.
+
+        Raises:
+            OutOfMemory: The sequences do not fit into the memory together.
+        """
+        num_tokens = sum(len(request.token_ids) for request in batch)
+        activity = f"in a logprob worker's forward pass of {num_tokens:,} tokens in {len(batch):,} sequences"
+        with naming_out_of_memory(activity, forward_cure(self._max_tokens)):
+            return self._packed_logprobs(batch, temperature)
+
+    @torch.no_grad()
+    def _packed_logprobs(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
         lengths = [len(request.token_ids) for request in batch]
         bounds = np.cumsum([0, *lengths])
         input_ids = np.concatenate([request.token_ids for request in batch])

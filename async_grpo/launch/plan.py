@@ -7,14 +7,24 @@ import statistics
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from async_grpo.inference.config import GIB, cpu_kv_cache, kv_cache_bytes
+from async_grpo.config.memory_plan import (
+    CHECKPOINT_PARAMETER_BYTES,
+    adapter_parameters,
+    chunk_tokens,
+    engine_bytes,
+    logprob_worker_bytes,
+    parameters_of,
+    trainer_rank_bytes,
+    trainer_state_bytes,
+)
+from async_grpo.inference.config import GIB
 from async_grpo.launch.local_config import CONTEXTS_SHARE, LocalConfig
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.lines import duration, metrics_lines
@@ -25,7 +35,6 @@ from async_grpo.weights.config import get_transport
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
-    from async_grpo.messages import LoraSettings
 
 OK = "ok"
 WARNING = "warning"
@@ -39,8 +48,6 @@ FEW_FILES = 4096
 TOO_FEW_FILES = 256
 # Errors of `cards`, and ValueError, which is raised if nvidia-smi prints a word instead of a number
 NO_CARDS = (OSError, subprocess.SubprocessError, ValueError)
-# Memory on rank 0 for the tensors that the NCCL transport broadcasts at once, and for their packed copy
-NCCL_BYTES = 2 * GIB
 TRAINER = "trainer rank"  # name of a kind of process
 NUM_PACE_STEPS = 20  # number of past steps whose median time is the expected time of a step
 NVIDIA_SMI_TIMEOUT_S = 10.0
@@ -85,26 +92,6 @@ def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
     ]
 
 
-def parameters_of(folder: Path) -> int:
-    """Return the number of a model's parameters, read from the headers of its files.
-
-    Raises:
-        ConfigurationError: Weights are missing, or are stored as pickles.
-    """
-    from async_grpo.modeling.model_files import refuse_pickles, weight_shapes
-
-    refuse_pickles(folder)
-    return sum(math.prod(shape) for shape in weight_shapes(folder).values())
-
-
-def adapter_parameters(folder: Path, lora: "LoraSettings") -> int:
-    """Return the number of parameters of a LoRA adapter: rank * (inputs + outputs) of each layer that has one."""
-    from async_grpo.modeling.model_files import weight_shapes
-
-    shapes = weight_shapes(folder)
-    return sum(lora.rank * sum(shapes.get(f"{layer}.weight", ())) for layer in lora.layers)
-
-
 def limits(package_bytes: int = 0) -> Iterator[Finding]:
     """Check the limit of open files, and whether three copies of the weights fit into the shared memory.
 
@@ -135,7 +122,7 @@ def disk(config: LocalConfig, num_trained: int) -> Finding:
         num_trained: Number of trained parameters. With LoRA, checkpoints and models hold these alone.
     """
     place = nearest_folder(config.output_path)
-    checkpoint_bytes = 12 * num_trained  # float32 weights and both moments of Adam
+    checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * num_trained
     model_bytes = (4 if config.has_lora else 2) * num_trained  # adapters in float32, models in bfloat16
     num_samples = config.num_steps * config.samples_per_step
     num_models = config.keep_models or math.ceil(num_samples / config.samples_between_models)
@@ -208,35 +195,35 @@ def roles(
     model = load_config(config.model_name_or_path).get_text_config()
     dtype_bytes = torch_dtype(settings.dtype).itemsize
     num_ranks = config.nproc_per_node
-
-    # An engine: weights, and the KV cache of the sequences that it generates at once
-    token_cache_bytes = kv_cache_bytes(model, dtype_bytes)
+    rank_bytes = trainer_rank_bytes(
+        config,
+        settings,
+        model,
+        num_ranks=num_ranks,
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+    )
+    offloaded_bytes = 0.0
+    if config.cpu_offload:
+        offloaded_bytes = _state_bytes(config, num_parameters, num_trained, dtype_bytes)
     sequences_per_engine = math.ceil(settings.samples_in_flight / config.generation_workers)
-    num_sequences = min(config.max_num_seqs or 1024, sequences_per_engine)
-    cache_bytes = num_sequences * settings.max_total_tokens * token_cache_bytes
-    if not gpus():
-        cache_bytes = cpu_kv_cache(num_sequences, settings.max_total_tokens, token_cache_bytes)
-    engine_bytes = dtype_bytes * num_parameters + cache_bytes
-
-    # The computation of log-probs: three float32 tensors as large as a chunk's logits, and the gradient of the head
-    chunk_tokens = min(config.logprob_chunk_size, config.max_tokens_per_gpu)
-    head_bytes = 4 * settings.vocab_size * (3 * chunk_tokens + model.hidden_size)
-
-    # A trainer rank: its shard of weights, gradients and moments, and the activations of a micro-batch
-    state_bytes = _state_bytes(config, num_parameters, num_trained, dtype_bytes)
-    offloaded_bytes = state_bytes if config.cpu_offload else 0.0
-    activation_bytes = config.max_tokens_per_gpu * _token_activation_bytes(config, model, dtype_bytes)
-    rank_bytes = state_bytes - offloaded_bytes + activation_bytes + head_bytes
-
-    if config.weight_transport == "nccl":
-        rank_bytes += NCCL_BYTES
+    worker_bytes = engine_bytes(
+        settings,
+        model,
+        num_parameters=num_parameters,
+        num_sequences=min(config.max_num_seqs or 1024, sequences_per_engine),
+        has_gpu=bool(gpus()),
+    )
 
     yield TRAINER, num_ranks, 1, rank_bytes
-    yield "engine", config.generation_workers, config.tensor_parallel_size, engine_bytes
+    yield "engine", config.generation_workers, config.tensor_parallel_size, worker_bytes
+    logprob_bytes = logprob_worker_bytes(
+        settings, model, num_parameters=num_parameters, num_chunk_tokens=chunk_tokens(config)
+    )
     for name in config.logprob_roles:
-        yield f"{name} worker", 1, 1, dtype_bytes * num_parameters + head_bytes
+        yield f"{name} worker", 1, 1, logprob_bytes
     # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
-    checkpoint_bytes = 12 * (num_parameters if num_trained is None else num_trained)
+    checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * (num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     if config.weight_sync_deltas:
         main_memory_bytes += dtype_bytes * num_parameters  # the last version that rank 0 sent
@@ -257,18 +244,14 @@ def _num_kept_copies(config: LocalConfig) -> int:
 def _state_bytes(
     config: LocalConfig, num_parameters: int, num_trained: int | None, dtype_bytes: int
 ) -> float:
-    """Return the size in bytes of a rank's shard of weights, gradients and optimizer moments.
-
-    With LoRA, the model's weights are frozen: they have no gradients and no moments, and the dtype of the computation.
-    """
-    parameter_bytes = 8  # float32 weight and gradient
-    parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
-    if config.update_stats:
-        parameter_bytes += 4
-    num_bytes = parameter_bytes * num_parameters
-    if num_trained is not None:
-        num_bytes = parameter_bytes * num_trained + dtype_bytes * num_parameters
-    return num_bytes / (config.fsdp_size or config.nproc_per_node)
+    """Return the size of a rank's shard of weights, gradients and optimizer moments in bytes."""
+    return trainer_state_bytes(
+        config,
+        num_ranks=config.nproc_per_node,
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        dtype_bytes=dtype_bytes,
+    )
 
 
 def shared_gpu(
@@ -303,21 +286,6 @@ def shared_gpu(
         f"which weights, gradients and moments take {decimal(state_bytes)}",
         cure,
     )
-
-
-def _token_activation_bytes(config: LocalConfig, model: Any, dtype_bytes: int) -> int:
-    """Return the bytes of activations that a rank keeps for the backward pass of one token."""
-    width = model.hidden_size
-    layers = model.num_hidden_layers
-    mlp_width = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
-    num_active_experts = getattr(model, "num_experts_per_tok", None) or 1
-    inner_width = mlp_width * num_active_experts
-    all_layers_bytes = layers * dtype_bytes * (16 * width + 4 * inner_width)
-    all_layers_bytes += 2 * kv_cache_bytes(model, dtype_bytes)
-    if config.gradient_checkpointing:
-        # The inputs of all layers, and all activations of the one layer that is being recomputed
-        return layers * dtype_bytes * width + all_layers_bytes // layers
-    return all_layers_bytes
 
 
 def memory(

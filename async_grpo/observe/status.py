@@ -16,6 +16,7 @@ from rich.text import Text
 from async_grpo.errors import CheckpointBroken
 from async_grpo.metrics.console import CAUSES, means_of
 from async_grpo.metrics.lines import duration
+from async_grpo.metrics.memory_report import ADDED, PEAK, PLANNED, checked_memory
 from async_grpo.metrics.writer import console_line
 from async_grpo.observe.run_view import Line, RunView
 from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
@@ -80,6 +81,9 @@ def _last_step(run: RunView, lines: Sequence[Line]) -> list[RenderableType]:
         _times(lines),
         Text(console_line({**line, "alarms": []}, run.total_steps)),
     ]
+    memory = checked_memory(line.get("memory"))
+    if memory:
+        parts.append(_memory(memory))
     judge_cost = line.get("judge_budget_spent")
     if judge_cost is not None:
         parts.append(Text(f"spent on judges: {judge_cost:.4g}"))
@@ -137,6 +141,14 @@ def _times(lines: Sequence[Line]) -> Text:
         if values:
             means.append(f"{name} {statistics.fmean(values):.2f}")
     return Text(f"seconds of a step, mean of {len(lines)}: {', '.join(means)}")
+
+
+def _memory(memory: Mapping[str, Mapping[str, float]]) -> Text:
+    """Return a line with the peak memory of each process, and what the plan estimates without the process's start."""
+    texts = []
+    for name, entry in memory.items():
+        texts.append(f"{name} {entry[PEAK]:.2f} (model {entry[ADDED]:.2f} of {entry[PLANNED]:.2f} planned)")
+    return Text(printable(f"memory, GB: {', '.join(texts)}"))
 
 
 def _verifiers(lines: Sequence[Line]) -> Table:

@@ -2,9 +2,10 @@
 
 import logging
 import math
-import resource
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -16,12 +17,16 @@ from async_grpo.algorithm.off_policy import mismatch_report
 from async_grpo.algorithm.process_advantages import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.messages import MicroBatch, dummy_micro_batch
+from async_grpo.metrics.memory_report import PEAK, memory_entry
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.training.base_reference import add_base_logprobs
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.memory_cures import micro_batch_cure, update_cure
 from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.rank_memory import RankMemory
 from async_grpo.training.whole_step import add_step_terms
 
 log = logging.getLogger(__name__)
@@ -43,10 +48,13 @@ class GradientAccumulator:
     ranks: Ranks
     config: OptimizerConfig
     steps: int = 0  # number of finished steps
+    memory: RankMemory | None = None  # measures the peak memory of this rank; None makes one without a plan
     # Called with the log-probs of each micro-batch after its backward pass
     on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
 
     def __post_init__(self) -> None:
+        if self.memory is None:
+            self.memory = RankMemory(self.ranks.device)
         # Number of consecutive steps until now that were skipped, because their loss or gradient was not finite
         self._nonfinite_in_a_row = 0
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -58,19 +66,21 @@ class GradientAccumulator:
         self._totals: dict[str, Tensor] = {}
 
     def add(self, micro_batch: MicroBatch) -> None:
-        """Run forward and backward of a micro-batch, or keep it until `finish` if the loss needs the whole step."""
+        """Run forward and backward of a micro-batch, or keep it until `finish` if the loss needs the whole step.
+
+        Raises:
+            OutOfMemory: The micro-batch does not fit into the memory.
+        """
         self.objective.check_inputs(micro_batch)
-        batch = BatchTensors(micro_batch, self.policy.device)
+        with self._naming_out_of_memory("before the forward pass", micro_batch):
+            batch = BatchTensors(micro_batch, self.policy.device)
         if self.objective.needs_whole_step:
             self._waiting.append(batch)
         else:
             self._backward(batch)
 
     def _backward(self, batch: BatchTensors) -> None:
-        if self.objective.needs_base_logprobs:
-            add_base_logprobs(self.policy, self.objective, batch)
-        loss, totals = self.objective(self.policy, batch)
-        loss.backward()
+        totals = self.compute_gradient(batch)
         self.on_logprobs(batch.logprobs)
         for name, value in totals.items():
             if name not in self._totals:
@@ -80,7 +90,31 @@ class GradientAccumulator:
             else:
                 self._totals[name] = torch.add(self._totals[name], value)
 
-    def finish(self) -> dict[str, float]:
+    def compute_gradient(self, batch: BatchTensors) -> dict[str, Tensor]:
+        """Add the gradient of a micro-batch to the parameters' gradients, and return the objective's totals.
+
+        Raises:
+            OutOfMemory: The micro-batch does not fit into the memory.
+        """
+        with self._naming_out_of_memory("in the forward pass", batch):
+            if self.objective.needs_base_logprobs:
+                add_base_logprobs(self.policy, self.objective, batch)
+            loss, totals = self.objective(self.policy, batch)
+        with self._naming_out_of_memory("in the backward pass", batch):
+            loss.backward()
+        return totals
+
+    def _naming_out_of_memory(
+        self, activity: str, batch: MicroBatch | BatchTensors
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a lack of memory names the activity and the size of the micro-batch."""
+        return naming_out_of_memory(
+            f"{activity} of a micro-batch of {len(batch.input_ids):,} tokens in {len(batch.cu_seqlens) - 1:,} sequences, "
+            f"on trainer rank {self.ranks.rank} at step {self.steps + 1}",
+            micro_batch_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
+        )
+
+    def finish(self) -> dict[str, Any]:
         """Scale, clip and apply the summed gradient.
 
         If no token is trained on, or the gradient is not finite, the weights stay unchanged and `update_skipped` is 1.
@@ -90,13 +124,16 @@ class GradientAccumulator:
 
         Raises:
             NonFiniteGradient: More than `--nonfinite-steps` steps in a row had no finite gradient. Raised on all ranks.
+            OutOfMemory: The update, or a micro-batch that was kept until now, does not fit into the memory.
         """
         if not self._waiting and not self._totals:
             # Every sample of the step was left out. This rank must still run the collectives of a forward and a
             # backward pass
             self.add(dummy_micro_batch(token_id=0))
         if self._waiting:
-            add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
+            longest = max(self._waiting, key=lambda batch: len(batch.input_ids))
+            with self._naming_out_of_memory("in the forward pass that precedes the gradients", longest):
+                add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
             for batch in self._waiting:
                 self._backward(batch)
             self._waiting = []
@@ -106,16 +143,20 @@ class GradientAccumulator:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         totals, histogram = self._reduce(gradients)
         gradient_square = totals.pop("gradient_square")
-        peak_memory_GB = totals.pop("memory_max")
         count = self._loss_count(totals)
         update = {"grad_norm": 0.0, "update_skipped": 1.0}
         if count > 0:
-            update = self._update(gradients, count, totals["backward_loss"], gradient_square)
+            with naming_out_of_memory(
+                f"in the optimizer step {self.steps}, on trainer rank {self.ranks.rank}",
+                update_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
+            ):
+                update = self._update(gradients, count, totals["backward_loss"], gradient_square)
         self.optimizer.zero_grad(set_to_none=True)
 
-        report = _metrics(totals, histogram, count)
+        report: dict[str, Any] = _metrics(totals, histogram, count)
         report |= update
-        report["peak_memory_usage_GB"] = peak_memory_GB
+        report["memory"] = self._memory_of_ranks()
+        report["peak_memory_usage_GB"] = max(entry[PEAK] for entry in report["memory"].values())
         report["lr"] = learning_rate
         return report
 
@@ -128,13 +169,12 @@ class GradientAccumulator:
     def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Float64[Tensor, " bins"]]:
         """Return the totals and the ratio histogram of the step, reduced over all ranks, and reset them.
 
-        The totals include the gradient's squared norm and the peak memory.
+        The totals include the gradient's squared norm.
         """
         totals = self._totals
         self._totals = {}
         histogram = totals.pop("histogram")
         totals["gradient_square"] = _squares(gradients).sum().to(histogram.device) / self._num_copies
-        totals["memory_max"] = histogram.new_tensor(self._peak_memory_GB())
 
         max_names = [name for name in totals if name.endswith("_max")]
         sum_names = [name for name in totals if not name.endswith("_max")]
@@ -217,15 +257,19 @@ class GradientAccumulator:
             metrics[f"update_ratio_{name}"] = ratio
         return metrics
 
-    def _peak_memory_GB(self) -> float:
-        """Return the peak memory of the GPU allocator since the last step, or of the whole process on a CPU."""
-        device = self.ranks.device
-        if device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak_bytes / 1e9
+    def _memory_of_ranks(self) -> dict[str, dict[str, float]]:
+        """Return the measured and planned memory of each rank, by name. A collective."""
+        assert self.memory is not None
+        peak_bytes = self.memory.take_peak_bytes()
+        own_bytes = [peak_bytes, self.memory.baseline_bytes, self.memory.planned_bytes]
+        entries = {}
+        for rank, (peak, baseline, planned) in enumerate(
+            self.ranks.gathered(torch.tensor(own_bytes, dtype=torch.float64)).tolist()
+        ):
+            entries[f"trainer rank {rank}"] = memory_entry(
+                peak_bytes=peak, baseline_bytes=baseline, planned_bytes=planned
+            )
+        return entries
 
 
 def _squares(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:

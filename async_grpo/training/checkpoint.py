@@ -28,6 +28,7 @@ from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.training.checkpoint_folder import (
     Manifest,
     complete,
@@ -37,6 +38,7 @@ from async_grpo.training.checkpoint_folder import (
     versions,
 )
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.memory_cures import CHECKPOINT
 from async_grpo.training.optimizer import optimizer_state
 
 MAX_FILES = 16  # maximum number of files that a rank writes for one checkpoint
@@ -123,7 +125,11 @@ class Checkpointer:
     ) -> None:
         """Wait until all parts are written, and rename the folder to its final name. Runs in a background thread."""
         try:
-            shards.result()
+            # A lack of memory is logged as every other reason why a checkpoint could not be written
+            with naming_out_of_memory(
+                f"while the checkpoint of step {manifest.step} was written", CHECKPOINT
+            ):
+                shards.result()
             if wait_for_experience is not None:
                 wait_for_experience()
             if not self.ranks.is_main:

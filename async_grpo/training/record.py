@@ -115,6 +115,7 @@ class Recorder:
             content["images"] = [_described_images(batch) for batch in self._batches]
         content |= self._run_facts
         content["stats"].pop("spans", None)  # the times of this run are meaningless in a replay
+        content["stats"].pop("memory", None)  # a replay has no engines
         # This file is written last, because its existence means that the step is recorded
         (folder / f"rank_{rank}.json").write_text(as_json(content), encoding="utf-8")
 

@@ -1,22 +1,27 @@
 """The training loop: take experience, do an optimizer step, publish the weights, write the metrics."""
 
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import RunFailed
 from async_grpo.messages import SaveRequested, StepEnd, WorkersJoined
+from async_grpo.metrics.memory_report import COMPARED_AT_STEP, memory_alarms, memory_lines
 from async_grpo.metrics.spans import Span
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import ExperienceSource, Proof, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter
+from async_grpo.training.memory_cures import CHECKPOINT, EXPORT, SENDING
 
+log = logging.getLogger(__name__)
 # Alarms for the two reasons why a step does not update the weights
 ALL_TOKENS_LEFT_OUT = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
@@ -66,14 +71,16 @@ class Trainer:
     # Waits for the proof of the last published weights, and returns the metrics of their sync. Before the first sync it
     # is `dict`, which returns {}
     _proof: Proof = dict
+    _num_lines: int = 0  # number of metrics lines that this process has written
 
     def run(self) -> None:
         """Train until `num_steps` steps are completed, and save a last checkpoint and the model.
 
         If the run is asked to end early, only a checkpoint is saved.
         """
-        self._proof = self.publisher.publish(self.policy, self.version, self_test=True)
-        self._proof()
+        with naming_out_of_memory("in the self-test of the first weight sync", SENDING):
+            self._proof = self.publisher.publish(self.policy, self.version, self_test=True)
+            self._proof()
         self.source.start()
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
@@ -103,7 +110,7 @@ class Trainer:
                 return message
             if isinstance(message, WorkersJoined):
                 # The weights do not change within a step, so the gradients accumulated so far stay valid
-                with clock.measure("publishing_weights"):
+                with clock.measure("publishing_weights"), self._naming_sync():
                     wait_for_proof = self.publisher.publish(self.policy, self.version, self_test=True)
                     wait_for_proof()
             elif isinstance(message, SaveRequested):
@@ -120,7 +127,7 @@ class Trainer:
 
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
         """Apply the accumulated gradient. Return the metrics of the step, and of the sync of the previous weights."""
-        with clock.measure("publishing_weights"):
+        with clock.measure("publishing_weights"), self._naming_sync():
             # Wait until the previous weights are proven, so that training does not continue if they did not arrive.
             # These are the metrics of their sync. If `_publish` waits for the next sync, its metrics replace them in `run`
             metrics: dict[str, Any] = dict(self._proof())
@@ -135,18 +142,23 @@ class Trainer:
 
         If the transfer may overlap with the next step, do not wait for it, and return {}.
         """
-        with clock.measure("publishing_weights"):
+        with clock.measure("publishing_weights"), self._naming_sync():
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
             # Before an export, always wait for the proof, so that weights that fail it are not exported
             may_overlap = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
             return {} if may_overlap else dict(self._proof())
+
+    def _naming_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which a lack of memory names the weight sync."""
+        return naming_out_of_memory(f"while the weights of step {self.version} were sent", SENDING)
 
     def _finish(self) -> None:
         """Save the last checkpoint and the final model."""
         # Wait for an earlier checkpoint first, because `save` does nothing while a checkpoint is being written
         self._wait_for_checkpoint()
         self._save()
-        self.exporter.save_final(self.policy, self.samples)
+        with naming_out_of_memory("while the final model was saved", EXPORT):
+            self.exporter.save_final(self.policy, self.samples)
         self._wait_for_checkpoint()
 
     def _wait_for_checkpoint(self) -> None:
@@ -157,7 +169,8 @@ class Trainer:
         # Not after the last step, because `_finish` saves its checkpoint
         if self.saves_after(self.version) and self.version < self.num_steps:
             self._save()
-        self.exporter.save_if_due(self.policy, self.samples)
+        with naming_out_of_memory(f"while the model of step {self.version} was saved", EXPORT):
+            self.exporter.save_if_due(self.policy, self.samples)
 
     def _save(self, end_reason: str = "") -> None:
         """Save a checkpoint. If there is a reason to end the run, wait until the checkpoint is written.
@@ -170,7 +183,10 @@ class Trainer:
         # The checkpoint also contains groups that are not trained yet. They are saved with this version number, so the
         # engines must already have the weights of this version
         self._proof()
-        self.checkpointer.save(self.version, self.samples, end_reason)
+        with naming_out_of_memory(
+            f"while the state of step {self.version} was copied for a checkpoint", CHECKPOINT
+        ):
+            self.checkpointer.save(self.version, self.samples, end_reason)
         if end_reason and not self.checkpointer.wait():
             raise RunFailed(f"the run was to end ({end_reason}); its last checkpoint could not be written")
 
@@ -179,6 +195,9 @@ class Trainer:
         if not self.ranks.is_main:
             return
         alarms = list(step_end.stats.get("alarms", []))
+        # The engines' entries come with the statistics of the step, and those of the ranks with the metrics of training
+        memory = {**metrics.get("memory", {}), **step_end.stats.get("memory", {})}
+        alarms += self._compare_memory(memory)
         if metrics.get("update_skipped"):
             has_tokens = metrics["num_non_masked_tokens"] > 0
             alarms.append(NOT_FINITE if has_tokens else ALL_TOKENS_LEFT_OUT)
@@ -187,6 +206,7 @@ class Trainer:
                 **step_end.stats,
                 **metrics,
                 "spans": [*step_end.stats.get("spans", []), *metrics["spans"]],
+                "memory": memory,
                 "alarms": alarms,
                 "step": self.version,
                 "policy_version": self.version,
@@ -197,6 +217,16 @@ class Trainer:
                 "timestamp": time.time(),
             }
         )
+
+    def _compare_memory(self, memory: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """After the first steps, log the memory of each process beside its plan, and return the alarms; else return []."""
+        self._num_lines += 1
+        is_last = self.version == self.num_steps
+        if self._num_lines != COMPARED_AT_STEP and not (is_last and self._num_lines < COMPARED_AT_STEP):
+            return []
+        for line in memory_lines(memory):
+            log.info("%s", line)
+        return memory_alarms(memory)
 
 
 class StepClock:

@@ -127,6 +127,17 @@ def test_a_whole_step_is_packed_alike_in_whatever_order_its_samples_came(order, 
     assert rounds(order) == rounds(range(20))
 
 
+@pytest.mark.parametrize(("longest_first", "sizes"), [(True, [100, 60]), (False, [60, 100])])
+def test_the_largest_micro_batch_of_what_waits_comes_first(longest_first, sizes):
+    """The longest sample may leave a gap that no other sample fills."""
+    packer = Packer(1, 100, longest_first=longest_first)
+    for number, length in enumerate((43, 58, 53)):  # with the prompt 45, 60, 55
+        packer.add(sample(number, 2, length))
+    rounds = packer.flush()
+    assert [len(batch.input_ids) for (batch,) in rounds] == sizes
+    assert sorted(number for (batch,) in rounds for number in batch.group_ids) == [0, 1, 2]
+
+
 def test_the_ranks_of_a_round_are_evened_by_what_a_sequence_costs_not_by_its_tokens():
     packer = Packer(2, 18, hidden_size=1)  # from 12 tokens on attention costs more than the matrices
     for number, length in enumerate((10, 4, 4, 4)):  # with the prompt 12, 6, 6, 6: costs of 24, 9, 9, 9

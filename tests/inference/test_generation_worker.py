@@ -18,6 +18,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.inference import memory_cures
 from async_grpo.inference.config import REFUSED_ENGINE_OPTIONS, EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
 from async_grpo.inference.generation_worker import GenerationWorker
@@ -281,3 +282,28 @@ def test_the_engine_side_of_every_transport_is_known_to_vllm():
     for name, transport in TRANSPORTS.items():
         backend = arguments(transport=name).weight_transfer_config.backend
         assert backend == transport.engine_backend and backend in WeightTransferEngineFactory._registry
+
+
+async def test_an_engine_that_died_for_lack_of_memory_says_so_and_what_to_change():
+    engine = worker()
+
+    def generate(*_, **__):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    engine.engine.generate = generate
+    engine.engine.errored = True
+    with pytest.raises(
+        WorkerLost,
+        match="the vLLM engine died: out of memory in a step of the engine, with 1 unfinished requests: lower "
+        "--max-num-seqs, .*Tried to allocate 2.00 GiB",
+    ):
+        await one(engine)
+
+
+async def test_the_lack_of_memory_of_an_engine_without_requests_comes_from_the_log(monkeypatch):
+    engine = worker()
+    engine.engine.errored = True
+    assert await engine.until_failure() == "the vLLM engine's processes died"
+    monkeypatch.setattr(memory_cures, "reason_in_log", lambda: "torch.OutOfMemoryError: CUDA out of memory")
+    reason = await engine.until_failure()
+    assert reason.startswith("the vLLM engine's processes died; out of memory in a step of the engine")

@@ -17,7 +17,7 @@ from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 from vision_model import save_vision_model, vision_model
 from vision_prompts import logprobs_alone, picture_row, question, seeded_picture
 
-from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.errors import ConfigurationError, OutOfMemory, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.messages import LoraSettings
@@ -34,8 +34,9 @@ class FakePolicy(torch.nn.Module):
 
     device = torch.device("cpu")
 
-    def __init__(self, held_up=False, poison=None):
+    def __init__(self, held_up=False, poison=None, error=None):
         super().__init__()
+        self.error = error
         self.batches, self.free, self.poison = [], threading.Event(), poison
         if not held_up:
             self.free.set()
@@ -44,7 +45,7 @@ class FakePolicy(torch.nn.Module):
         assert self.free.wait(DEADLINE_S)
         self.batches.append(np.diff(cu_seqlens.numpy()).tolist())
         if self.poison in input_ids.tolist():
-            raise RuntimeError(f"met token {self.poison}")
+            raise self.error or RuntimeError(f"met token {self.poison}")
         return torch.where(loss_mask, input_ids, 0).float(), torch.zeros(len(input_ids))
 
 
@@ -309,3 +310,17 @@ def test_logprobs_of_prompts_with_images_are_those_of_each_sequence_alone(tmp_pa
         pictures = [seeded_picture(seed) for seed in several]
         alone = logprobs_alone(vision_model(), folder, sequence, pictures)
         np.testing.assert_allclose(ours, alone[-len(completion) :], atol=2e-5)
+
+
+async def test_a_lack_of_memory_names_the_size_of_the_forward_pass_and_the_next_one_is_served():
+    lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    async with serving(FakePolicy(poison=9, error=lack)) as server:
+        failing = server.logprobs([sequence(40, token=9), sequence(20)], [1, 1])
+        with pytest.raises(
+            OutOfMemory,
+            match=r"in a logprob worker's forward pass of 60 tokens in 2 sequences: lower --max-tokens-per-gpu of the "
+            r"worker \(100 now\) .*Tried to allocate 2.00 GiB",
+        ):
+            await failing
+        (answer,) = await server.logprobs([sequence(5)], [1])
+        assert len(answer) == 4

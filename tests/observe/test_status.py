@@ -105,3 +105,11 @@ def test_a_hundred_thousand_lines_are_shown_at_once(tmp_path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no run"):
         status(StatusConfig(path=str(tmp_path)))
+
+
+def test_the_memory_of_each_process_stands_beside_its_plan(tmp_path):
+    entry = {"peak_GB": 1.5, "added_GB": 1.0, "planned_GB": 2.0}
+    folder = run_folder(tmp_path, 3, memory={"trainer rank 0": entry, "g0": entry, "odd": {"peak_GB": "x"}})
+    text = " ".join(shown(folder).split())
+    expected = "trainer rank 0 1.50 (model 1.00 of 2.00 planned), g0 1.50 (model 1.00 of 2.00 planned)"
+    assert f"memory, GB: {expected}" in text and "odd" not in text

@@ -218,7 +218,7 @@ def test_one_process_reports_the_same_metrics_as_two(two_ranks, ranks, seed):
     metrics = accumulator.finish()
     other = two_ranks[1][seed][1]
     assert metrics.keys() == other.keys()
-    for name in metrics.keys() - {"peak_memory_usage_GB"}:
+    for name in metrics.keys() - {"peak_memory_usage_GB", "memory"}:
         assert metrics[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 

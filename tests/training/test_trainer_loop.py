@@ -5,14 +5,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from unittest.mock import ANY, Mock, call
 
 import psutil
 import pytest
 import torch
 
-from async_grpo.errors import ConfigurationError, WeightsDidNotLand
+from async_grpo.errors import ConfigurationError, OutOfMemory, WeightsDidNotLand
 from async_grpo.messages import StepEnd, WorkersJoined, dummy_micro_batch
+from async_grpo.metrics.memory_report import memory_entry
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.trainer import Trainer
 
@@ -112,6 +114,62 @@ def test_a_step_that_trained_nothing_is_an_alarm_that_says_why(ranks):
     assert left_out.startswith("the step trained nothing: every token of it was left out of the loss")
     assert not_finite.startswith("the step trained nothing: its loss or its gradient was not finite")
     assert "left out" not in not_finite and "--nonfinite-steps" in not_finite
+
+
+@pytest.mark.parametrize(
+    ("method", "calls_before", "activity"),
+    [
+        ("publish", 0, "in the self-test of the first weight sync"),
+        ("proof", 0, "in the self-test of the first weight sync"),
+        ("publish", 1, "while the weights of step 1 were sent"),
+        ("save", 0, "while the state of step 1 was copied for a checkpoint"),
+        ("save_if_due", 0, "while the model of step 1 was saved"),
+        ("save_final", 0, "while the final model was saved"),
+    ],
+)
+def test_a_lack_of_memory_is_named_wherever_it_comes(ranks, method, calls_before, activity):
+    script = script_of(1, 1)
+    script.is_due.return_value = False
+    usual = {"publish": script.proof, "proof": {}}.get(method)
+    lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    getattr(script, method).side_effect = [*[usual] * calls_before, lack]
+    options = {"checkpointer": script, "saves_after": lambda step: step == 1} if method == "save" else {}
+    with pytest.raises(OutOfMemory, match=f"^out of memory {activity}: .*Tried to allocate 2.00 GiB"):
+        trainer(script, ranks, 2, **options).run()
+
+
+def test_memory_is_compared_with_the_plan_once_after_the_first_steps(ranks, caplog):
+    """From the second step on there are moments while gradients are computed."""
+    script = script_of(*[1] * 5)
+    entries = {
+        "trainer rank 0": memory_entry(peak_bytes=9e9, baseline_bytes=0, planned_bytes=4e9),
+        "g0": memory_entry(peak_bytes=4e9, baseline_bytes=1e9, planned_bytes=2.5e9),
+    }
+    script.finish.return_value = {"memory": {"trainer rank 0": entries["trainer rank 0"]}}
+    messages = [
+        replace(message, stats={"memory": {"g0": entries["g0"]}}) if isinstance(message, StepEnd) else message
+        for message in script.next_message.side_effect
+    ]
+    script.next_message.side_effect = messages
+    with caplog.at_level("INFO", logger="async_grpo.training.trainer"):
+        trainer(script, ranks, 5).run()
+    assert [line["memory"] for line in lines_of(script)] == [entries] * 5
+    alarms = [line["alarms"] for line in lines_of(script)]
+    assert alarms == [[], [], [alarms[2][0]], [], []]
+    assert alarms[2][0].startswith("trainer rank 0 takes 9.00 GB, 2.2 times the 4.00 GB that the plan")
+    assert [record.getMessage() for record in caplog.records] == [
+        "memory of trainer rank 0: at most 9.00 GB; planned: 4.00 GB",
+        "memory of g0: at most 4.00 GB, of which 3.00 GB since it began to load the model; planned: 2.50 GB",
+    ]
+
+
+def test_a_run_of_fewer_steps_compares_its_memory_at_the_end(ranks, caplog):
+    script = script_of(1, 1)
+    script.finish.return_value = {
+        "memory": {"trainer rank 0": memory_entry(peak_bytes=9e9, baseline_bytes=0, planned_bytes=4e9)}
+    }
+    trainer(script, ranks, 2).run()
+    assert [len(line["alarms"]) for line in lines_of(script)] == [0, 1]
 
 
 def test_the_seconds_of_a_step_are_told_apart_and_its_intervals_are_wall_clock(ranks):

@@ -11,6 +11,8 @@ Not needed any more when vLLM reports which weights arrived and which are in use
 from dataclasses import astuple
 from typing import Any
 
+import torch
+
 from async_grpo.inference.vllm_edges.continued_draws import install_continued_draws
 from async_grpo.inference.vllm_edges.cpu_generators import install_cpu_generators
 from async_grpo.inference.vllm_edges.experts import install_packing_of_experts
@@ -78,6 +80,10 @@ class WeightReceipts:
             for place in {name, place_of(name)} & used.keys():
                 received[place] = (received[place] + value) % 2**64
         return used, received
+
+    def peak_gpu_bytes(self) -> int:
+        """Return the largest memory of the GPU that this process's allocator has reserved, in bytes; 0 without a GPU."""
+        return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
     def leave_transfer_group(self) -> None:
         """Leave the transport's group of processes. See `transfer_group`."""

@@ -1,0 +1,147 @@
+"""Estimate the memory of each process of a run. The formulas are explained in docs/operations.md.
+
+Allocators need somewhat more memory than these estimates.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.run import RunConfig
+from async_grpo.inference.config import GIB, cpu_kv_cache, kv_cache_bytes
+from async_grpo.messages import LoraSettings, SharedRunSettings
+
+# Memory on rank 0 for the tensors that the NCCL transport broadcasts at once, and for their packed copy
+NCCL_BYTES = 2 * GIB
+CHECKPOINT_PARAMETER_BYTES = 12  # float32 weight and both moments of Adam
+
+
+def parameters_of(folder: Path) -> int:
+    """Return the number of a model's parameters, read from the headers of its files.
+
+    Raises:
+        ConfigurationError: Weights are missing, or are stored as pickles.
+    """
+    from async_grpo.modeling.model_files import refuse_pickles, weight_shapes
+
+    refuse_pickles(folder)
+    return sum(math.prod(shape) for shape in weight_shapes(folder).values())
+
+
+def adapter_parameters(folder: Path, lora: LoraSettings) -> int:
+    """Return the number of parameters of a LoRA adapter: rank * (inputs + outputs) of each layer that has one."""
+    from async_grpo.modeling.model_files import weight_shapes
+
+    shapes = weight_shapes(folder)
+    return sum(lora.rank * sum(shapes.get(f"{layer}.weight", ())) for layer in lora.layers)
+
+
+def trainer_rank_bytes(
+    config: RunConfig,
+    settings: SharedRunSettings,
+    model: Any,
+    *,
+    num_ranks: int,
+    num_parameters: int,
+    num_trained: int | None = None,
+) -> float:
+    """Return the memory of a trainer rank: its shard of the state, and the activations and logits of a micro-batch.
+
+    Args:
+        config: The run's options.
+        settings: Settings that all workers of the run share.
+        model: Hugging Face configuration of the model's text part.
+        num_ranks: Number of trainer ranks.
+        num_parameters: Number of the model's parameters.
+        num_trained: Number of trained parameters: with LoRA, those of the adapter. None if all are trained.
+    """
+    from async_grpo.modeling.load import torch_dtype
+
+    dtype_bytes = torch_dtype(settings.dtype).itemsize
+    num_bytes: float = config.max_tokens_per_gpu * token_activation_bytes(config, model, dtype_bytes)
+    num_bytes += head_bytes(settings, model, chunk_tokens(config))
+    if not config.cpu_offload:
+        num_bytes += trainer_state_bytes(
+            config,
+            num_ranks=num_ranks,
+            num_parameters=num_parameters,
+            num_trained=num_trained,
+            dtype_bytes=dtype_bytes,
+        )
+    if config.weight_transport == "nccl":
+        num_bytes += NCCL_BYTES
+    return num_bytes
+
+
+def trainer_state_bytes(
+    config: RunConfig, *, num_ranks: int, num_parameters: int, num_trained: int | None, dtype_bytes: int
+) -> float:
+    """Return the size of a rank's shard of weights, gradients and optimizer moments in bytes.
+
+    With LoRA, the model's weights are frozen: they have no gradients and no moments, and the dtype of the computation.
+    """
+    parameter_bytes = 8  # float32 weight and gradient
+    parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
+    if config.update_stats:
+        parameter_bytes += 4
+    num_bytes = parameter_bytes * num_parameters
+    if num_trained is not None:
+        num_bytes = parameter_bytes * num_trained + dtype_bytes * num_parameters
+    return num_bytes / (config.fsdp_size or num_ranks)
+
+
+def token_activation_bytes(config: RunConfig, model: Any, dtype_bytes: int) -> int:
+    """Return the bytes of activations that a rank keeps for the backward pass of one token."""
+    width = model.hidden_size
+    layers = model.num_hidden_layers
+    mlp_width = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
+    num_active_experts = getattr(model, "num_experts_per_tok", None) or 1
+    inner_width = mlp_width * num_active_experts
+    all_layers_bytes = layers * dtype_bytes * (16 * width + 4 * inner_width)
+    all_layers_bytes += 2 * kv_cache_bytes(model, dtype_bytes)
+    if config.gradient_checkpointing:
+        # The inputs of all layers, and all activations of the one layer that is being recomputed
+        return layers * dtype_bytes * width + all_layers_bytes // layers
+    return all_layers_bytes
+
+
+def chunk_tokens(config: RunConfig) -> int:
+    """Return the number of tokens for which a trainer rank computes logits at once."""
+    return min(config.logprob_chunk_size, config.max_tokens_per_gpu)
+
+
+def head_bytes(settings: SharedRunSettings, model: Any, num_chunk_tokens: int) -> int:
+    """Return the memory of the log-probs: three float32 tensors as large as a chunk's logits, and the head's gradient."""
+    return 4 * settings.vocab_size * (3 * num_chunk_tokens + model.hidden_size)
+
+
+def logprob_worker_bytes(
+    settings: SharedRunSettings, model: Any, *, num_parameters: int, num_chunk_tokens: int
+) -> int:
+    """Return the memory of a logprob worker: its weights, and the logits of a chunk of tokens."""
+    from async_grpo.modeling.load import torch_dtype
+
+    weight_bytes = torch_dtype(settings.dtype).itemsize * num_parameters
+    return weight_bytes + head_bytes(settings, model, num_chunk_tokens)
+
+
+def engine_bytes(
+    settings: SharedRunSettings, model: Any, *, num_parameters: int, num_sequences: int, has_gpu: bool
+) -> int:
+    """Return the memory of an engine over all of its GPUs: weights, and the KV cache of its sequences.
+
+    Args:
+        settings: Settings that all workers of the run share.
+        model: Hugging Face configuration of the model's text part.
+        num_parameters: Number of the model's parameters.
+        num_sequences: Number of sequences that the engine generates at once.
+        has_gpu: Whether the engine runs on a GPU.
+    """
+    from async_grpo.modeling.load import torch_dtype
+
+    dtype_bytes = torch_dtype(settings.dtype).itemsize
+    token_bytes = kv_cache_bytes(model, dtype_bytes)
+    cache_bytes = num_sequences * settings.max_total_tokens * token_bytes
+    if not has_gpu:
+        cache_bytes = cpu_kv_cache(num_sequences, settings.max_total_tokens, token_bytes)
+    return dtype_bytes * num_parameters + cache_bytes
