@@ -137,6 +137,8 @@ class SharedRunSettings:
     checkpoint: str = ""  # path of the checkpoint that the ranks resume from; "" if they start from the model
     lora: LoraSettings | None = None  # None if all weights are trained
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
+    # Level at which engines sleep while the trainer computes (`--engine-sleep`); 0 if they stay awake
+    sleep_level: int = 0
     has_grammars: bool = False  # whether requests may have a grammar (`Sampling.grammar`)
     library: str = ""  # version of this library that the trainer runs
     image_token_id: int = -1  # the placeholder of images in prompts; -1 if the model reads no images

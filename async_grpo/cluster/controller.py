@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.cluster.engine_sleep import EngineSleep
 from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
 from async_grpo.environments.played import Played
 from async_grpo.errors import ConfigurationError
@@ -65,6 +66,7 @@ class RunController:
         self._generation = GenerationWorkers(settings.seed, worker_grace_s, connect, policy)
         # Without training, the workers keep the weights that they start with, so they get work without a weight sync
         self._generation.is_frozen = not settings.trains
+        self._sleep = EngineSleep(settings.sleep_level, self._generation) if settings.sleep_level else None
         self._logprobs = {
             role: LogprobWorkers(role, worker_grace_s, connect, policy) for role in settings.logprob_roles
         }
@@ -148,6 +150,8 @@ class RunController:
         """
         for workers in self._workers_by_kind.values():
             workers.end_sync(package, landed)
+        if self._sleep is not None:
+            await self._sleep.after_sync(package)
         is_new_policy = package.version != SELF_TEST and not package.for_late
         if self._batcher is not None and is_new_policy:
             await self._batcher.weights_live(package.version)
@@ -216,6 +220,7 @@ class RunController:
             num_ranks=num_ranks,
             facts=facts,
             more_stats=self._loop_stats,
+            before_step=None if self._sleep is None else self._sleep.begin,
         )
         if checkpoint is not None:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)

@@ -108,7 +108,14 @@ def make_trainer(
         after_step=after_step,
         overlaps=partial(_may_overlap, config),
         saves_after=partial(_may_become_best, config),
+        release_memory=partial(_release_memory, config, ranks.device),
     )
+
+
+def _release_memory(config: RunConfig, device: torch.device) -> None:
+    """Return unused memory to the GPU if an engine on it is about to wake: torch would keep it for later tensors."""
+    if config.sleep_level and device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _load(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> GradientAccumulator:
@@ -136,9 +143,10 @@ def is_trial_cheap(config: RunConfig, device: torch.device) -> bool:
     """Return whether to try the largest possible micro-batch before the first step.
 
     On a GPU this takes seconds, in which the engines are still loading. On the CPU it may take minutes, and a machine that
-    begins to swap slows down everything on it.
+    begins to swap slows down everything on it. With `--engine-sleep`, a micro-batch may need the memory of an engine that
+    does not sleep yet.
     """
-    return config.longest_first and device.type == "cuda"
+    return config.longest_first and device.type == "cuda" and not config.sleep_level
 
 
 def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks) -> int:

@@ -78,6 +78,11 @@ class WorkerActor(ChannelServer):
         os.environ.update(compile_cache())
         self._folder = make_private_folder()
         worker_class = _worker_class(config)
+        if is_generation and settings.sleep_level and not hasattr(worker_class, "sleep"):
+            raise ConfigurationError(
+                f"--engine-sleep {settings.sleep_level}: {worker_class.__name__} has no method `sleep`; leave the option "
+                "out"
+            )
         self._memory = WorkerMemory(config, settings)
         with temporary_files_in(self._folder), self._memory.naming_start():
             self._engine = worker_class.start(config, settings)
@@ -166,8 +171,11 @@ class GenerationActor(WorkerActor):
             return await getattr(self._engine, method)(*args)
 
     def _handlers_of_engine(self) -> dict[str, Callable[..., Any]]:
-        """Return the engine's methods. `progress` also tells the engine's memory."""
-        return {**super()._handlers_of_engine(), "progress": self._progress}
+        """Return the engine's methods, also those that not every engine has. `progress` also tells the engine's memory."""
+        handlers = {**super()._handlers_of_engine(), "progress": self._progress}
+        if hasattr(self._engine, "sleep"):
+            handlers["sleep"] = self._engine.sleep
+        return handlers
 
     def _progress(self) -> dict[str, Any]:
         gpu_bytes = getattr(self._engine, "peak_gpu_bytes", 0)

@@ -84,6 +84,7 @@ def broken_values(c: RunOptions) -> Broken:
         yield "curriculum retire_solved_above", "do not fit: all rows of a level may be retired"
     if not c.curriculum_down_at < c.curriculum_up_at:
         yield "curriculum_down_at curriculum_up_at", "do not fit: the first must be lower than the second"
+    yield from _broken_sleep(c)
     yield from _broken_rejection(c)
     yield from _idle_values(c)
 
@@ -122,6 +123,30 @@ def _broken_sizes(c: RunOptions) -> Broken:
             "groups_alive max_staleness",
             f"do not fit: a step takes {c.groups_per_step} groups, and {max_alive} can be alive: give a number between "
             "them",
+        )
+
+
+def _broken_sleep(c: RunOptions) -> Broken:
+    """Find options with which engines cannot sleep while the trainer computes."""
+    if not c.sleep_level:
+        return
+    if c.max_staleness:
+        yield (
+            "engine_sleep max_staleness",
+            "do not fit: with a staleness above 0, engines generate for later steps while the trainer computes, and "
+            "engines that sleep do not: use --max-staleness 0",
+        )
+    if c.weight_transport == "nccl":
+        yield (
+            "engine_sleep weight_transport",
+            "do not fit: engines that sleep share the trainer's GPU, and NCCL needs a GPU for each process: use "
+            "object_store",
+        )
+    if c.sleep_level == 2 and c.has_lora and c.lora_sync == "adapter":
+        yield (
+            "engine_sleep lora_sync",
+            "do not fit: level 2 drops the base model, which the sync of an adapter does not send again: use level 1, or "
+            "--lora-sync merged",
         )
 
 

@@ -145,6 +145,7 @@ def prepare(config: RunConfig) -> Prepared:
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
         lora=lora,
+        sleep_level=config.sleep_level,
         has_grammars=config.environment is not None and config.typed_output == ENFORCE,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),

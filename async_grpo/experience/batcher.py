@@ -7,7 +7,7 @@ _offer:        places the group in a step, computes advantages, packs micro-batc
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,12 +66,14 @@ class ExperienceBatcher:
         num_ranks: int = 1,
         facts: RunFacts = NO_FACTS,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
+        before_step: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.config = config
         self.facts = facts
         self.generation = generation
         self.verification = verification
         self._more_stats = more_stats
+        self._before_step = before_step  # awaited before the ranks get a step that is trained as a whole
 
         self.rollouts = Rollouts(
             config,
@@ -88,12 +90,8 @@ class ExperienceBatcher:
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
         self.advantages = GroupAdvantages(config, facts)
         self.packer = _make_packer(config, facts, num_ranks)
-        self.steps = StepAssembler(
-            self.budget,
-            self.packer,
-            self.advantages,
-            whole_steps=config.deterministic,
-        )
+        whole_steps = config.trains_whole_steps
+        self.steps = StepAssembler(self.budget, self.packer, self.advantages, whole_steps=whole_steps)
         self.utilization = EngineUtilization()
         self._alarms = StepAlarms(config, facts.best_rewards)
 
@@ -282,6 +280,8 @@ class ExperienceBatcher:
             else:
                 # Processing a whole minibatch takes long, so a thread does it while the event loop serves other tasks
                 events = await asyncio.to_thread(self.steps.offer, group)
+                if events and self._before_step is not None:
+                    await self._before_step()
             for event in events:
                 if isinstance(event, StepComplete):
                     self._end_step(event)

@@ -82,6 +82,14 @@ class BatchConfig(AlgorithmConfig):
         "default none are left out.",
         range=NOT_NEGATIVE,
     )
+    engine_sleep: str = option(
+        "off",
+        "Level at which engines sleep while the trainer computes, so that it can use their share of the GPU (--colocate): "
+        "1 moves their weights to main memory, 2 drops them. Both drop the KV cache. Training and generation then "
+        "alternate, which needs --max-staleness 0. off keeps engines awake.",
+        "Engine",
+        choices=("off", "1", "2"),
+    )
     scheduling: str = option(
         "least_loaded",
         "Policy that chooses the worker for each group: a built-in name, or FILE.py:NAME of your own function.",
@@ -170,6 +178,19 @@ class BatchConfig(AlgorithmConfig):
         if self.dump_samples_filename:
             return self.dump_samples_filename
         return SAMPLES_FILE if self.keep_sample_groups else None
+
+    @property
+    def trains_whole_steps(self) -> bool:
+        """Return whether training waits for all groups of a step.
+
+        Engines can only sleep while the trainer computes if they have generated all samples of its step.
+        """
+        return self.deterministic or self.sleep_level > 0
+
+    @property
+    def sleep_level(self) -> int:
+        """Return the level at which engines sleep while the trainer computes, or 0 if they stay awake."""
+        return 0 if self.engine_sleep == "off" else int(self.engine_sleep)
 
     @property
     def samples_per_step(self) -> int:

@@ -27,9 +27,12 @@ from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_config, torch_dtype
 from async_grpo.modeling.model_files import weight_shapes
-from async_grpo.options.fields import nearest
+from async_grpo.options.fields import nearest, refuse
 from async_grpo.weights.config import get_transport
 
+NO_SLEEP_ON_CPU = (
+    "vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out"
+)
 # Arguments in `--engine-options` with which the user sets the size of the KV cache
 SETS_CACHE = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 
@@ -75,6 +78,9 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     adapter = served_adapter(settings)
     if adapter is not None:
         arguments.update(adapter_arguments(options, adapter))
+    if settings.sleep_level:
+        refuse(not torch.cuda.is_available(), f"--engine-sleep {settings.sleep_level}: {NO_SLEEP_ON_CPU}")
+        arguments["enable_sleep_mode"] = True
     has_cache_size = bool(SETS_CACHE & options.further_options.keys())
     if torch.cuda.is_available():
         if options.colocate and not has_cache_size:

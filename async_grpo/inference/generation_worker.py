@@ -45,6 +45,7 @@ from async_grpo.inference.requests import (
     new_tokens_by_member,
     prompt_logprobs,
 )
+from async_grpo.inference.sleep_mode import SleepMode
 from async_grpo.inference.vllm_edges.continued_draws import model_runner
 from async_grpo.inference.vllm_edges.model_inspection import inspect_models_here
 from async_grpo.inference.vllm_edges.one_process import run_model_in_engine_process
@@ -96,10 +97,11 @@ class GenerationWorker:
         self._received = ReceivedWeights(engine, self._adapter)
         self._grammar_replay = GrammarReplay(engine, tokenizer)
 
-        # Locked from `pause` to `resume`
+        # Locked from `pause`, or `sleep`, to `resume`
         self._update_lock = asyncio.Lock()
         self._paused_at = 0.0
         self._is_update_finished = True
+        self._sleep_mode = SleepMode(engine)
         self._num_trainer_calls = 0  # unfinished updates and canaries; they count as work of the engine
 
     @classmethod
@@ -298,13 +300,26 @@ class GenerationWorker:
         await leave_transfer_group(self.engine)
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
-    async def pause(self, version: int) -> None:
-        """Hold all requests until `resume`. Later requests wait, and then use the weights of `version`."""
+    async def sleep(self, level: int) -> None:
+        """Release the memory of the GPU, once all requests have ended. Later requests wait for the next update."""
         await self._update_lock.acquire()
         try:
+            await self._sleep_mode.begin(level)
+        except BaseException:
+            self._update_lock.release()
+            raise
+
+    async def pause(self, version: int) -> None:
+        """Hold all requests until `resume`. Later requests wait, and then use the weights of `version`."""
+        if not self._sleep_mode.is_asleep:
+            await self._update_lock.acquire()
+        try:
             self._paused_at = time.monotonic()
+            await self._sleep_mode.wake_weights()
             await self.engine.pause_generation(mode="keep", clear_cache=False)
         except BaseException:
+            if self._sleep_mode.is_asleep:
+                self._broken_reason = "it did not wake up"
             self._update_lock.release()
             raise
         self.policy_version = version
@@ -332,6 +347,8 @@ class GenerationWorker:
         if not self._is_update_finished:
             self._broken_reason = f"its update to policy version {version} did not finish"
         try:
+            # Only now, because an update may need memory of its own
+            await self._sleep_mode.wake_cache()
             await self.engine.resume_generation()
         finally:
             now = time.monotonic()

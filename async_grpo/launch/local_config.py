@@ -1,5 +1,6 @@
 """The options of a whole run on this machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_grpo.config.compatibility import Broken, refuse_broken
@@ -11,6 +12,8 @@ from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, refuse
 
 # Share of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
 CONTEXTS_SHARE = 0.03
+# Share of a GPU's memory that an engine may keep while it sleeps, such as that of its CUDA graphs
+SLEEPING_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         visible_gpus = gpus()
         refuse_broken(self, broken_judge(self, visible_gpus))
         refuse_broken(self, self._broken_colocation())
+        refuse_broken(self, self._broken_sleep(visible_gpus))
         num_needed_gpus = self.num_gpus
         num_gpus = len(visible_gpus)
         share_them = "" if self.colocate else "--colocate to let trainer and engines share them, "
@@ -80,6 +84,31 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         if not self.colocate:
             return 1.0
         return max(0.0, 1.0 - self.gpu_memory_utilization - CONTEXTS_SHARE)
+
+    @property
+    def trainer_peak_share(self) -> float:
+        """The share of each GPU's memory that the trainer may take while it computes.
+
+        While engines sleep, it may take theirs as well. Between two steps, it keeps to `trainer_gpu_share`.
+        """
+        if not self.colocate or not self.sleep_level:
+            return self.trainer_gpu_share
+        return 1.0 - SLEEPING_SHARE - CONTEXTS_SHARE
+
+    def _broken_sleep(self, visible_gpus: Sequence[str]) -> Broken:
+        """Yield the reasons why engines cannot sleep on this machine, if they are to."""
+        if not self.sleep_level:
+            return
+        if not visible_gpus:
+            yield (
+                "engine_sleep",
+                "needs a GPU: vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out",
+            )
+        if not self.colocate:
+            yield (
+                "engine_sleep colocate",
+                "do not fit together: an engine that has a GPU of its own would sleep for nobody; use --colocate",
+            )
 
     def _broken_colocation(self) -> Broken:
         """Yield the options that cannot be combined with `--colocate`, each with the reason."""

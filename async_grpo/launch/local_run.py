@@ -130,7 +130,7 @@ def _trainer_variables(config: LocalConfig, scratch: Path) -> dict[str, str]:
     threads = process_variables.trainer_threads(
         config.model_name_or_path, config.nproc_per_node, updates_on_cpu=config.cpu_offload
     )
-    memory = process_variables.trainer_memory(config.trainer_gpu_share)
+    memory = process_variables.trainer_memory(config.trainer_peak_share)
     # Makes the ranks end when torchrun ends, and torchrun end when this process ends
     death = {DIES_WITH_STARTER: "1"}
     return process_variables.torchrun_environment(scratch) | memory | threads | death

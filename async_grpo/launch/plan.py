@@ -312,7 +312,7 @@ def memory(
         if card_bytes and num_gpus:
             share = config.gpu_memory_utilization if config.colocate or name == "engine" else 1.0
             if name == TRAINER:
-                share = config.trainer_gpu_share
+                share = config.trainer_peak_share
             available_bytes = share * card_bytes * num_gpus
             place = f"{num_gpus} GPU each"
         else:

@@ -20,6 +20,7 @@ SIGNS = (
     "larger than the available kv cache memory",  # vLLM: the KV cache has no room for one sequence
     "is less than desired gpu memory utilization",  # vLLM: another program has taken the engine's share
     "is less than desired cpu memory utilization",
+    "is less than requested memory for kv",  # vLLM: the KV cache does not fit into the main memory
 )
 # Names of exceptions that always mean a lack of memory; the last one is that of Ray's object store
 TYPE_NAMES = ("OutOfMemoryError", "MemoryError", "OutOfMemory", "ObjectStoreFullError")

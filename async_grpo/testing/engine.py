@@ -34,7 +34,8 @@ class FakeEngine:
         token_ids = np.arange(settings.vocab_size)
         undrawn_token_ids = [*settings.stop_token_ids, *settings.unsampled_token_ids]
         self._text_token_ids = np.setdiff1d(token_ids, undrawn_token_ids).astype(np.int32)
-        self._running = asyncio.Event()  # cleared while weights are loaded
+        self._running = asyncio.Event()  # cleared while weights are loaded, and while the engine sleeps
+        self.is_asleep = False
         self._running.set()
         self._progress = _no_progress()
 
@@ -94,13 +95,19 @@ class FakeEngine:
             member=member,
         )
 
+    async def sleep(self, level: int) -> None:
+        """Hold all later requests until the next update."""
+        self._running.clear()
+        self.is_asleep = True
+
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Replace the weights; see `Engine`."""
+        """Replace the weights; see `Engine`. An engine that sleeps wakes up."""
         paused_at = time.monotonic()
         self._running.clear()
         try:
             manifest = await self._model.update(version, chunks)
             self.policy_version = version
+            self.is_asleep = False
         finally:
             self._running.set()
             self._progress["paused_s"] += time.monotonic() - paused_at

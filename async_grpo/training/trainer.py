@@ -64,6 +64,8 @@ class Trainer:
     overlaps: StepCondition = lambda step: False
     saves_after: StepCondition = lambda step: False  # whether a checkpoint is saved after this step
     checkpointer: Checkpointer | None = None
+    # Called before new weights are sent; returns unused memory to the GPU if an engine on it is about to wake
+    release_memory: Callable[[], None] = lambda: None
     write: WriteLine = lambda line: None  # writes a metrics line; called only on rank 0
     version: int = 0  # number of completed optimizer steps, which is also the policy version
     samples: int = 0  # number of samples in the completed steps
@@ -143,6 +145,7 @@ class Trainer:
         If the transfer may overlap with the next step, do not wait for it, and return {}.
         """
         with clock.measure("publishing_weights"), self._naming_sync():
+            self.release_memory()
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
             # Before an export, always wait for the proof, so that weights that fail it are not exported
             may_overlap = self.overlaps(self.version) and not self.exporter.is_due(self.samples)

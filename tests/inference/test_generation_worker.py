@@ -1,10 +1,12 @@
 """`GenerationWorker` around a scripted vLLM engine: whose salt a request carries, what the engine is started with."""
 
 import asyncio
+import inspect
 import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,6 +18,10 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
+from vllm.v1.engine import PauseMode
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.abstract import SLEEP_TAGS
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference import memory_cures
@@ -307,3 +313,75 @@ async def test_the_lack_of_memory_of_an_engine_without_requests_comes_from_the_l
     monkeypatch.setattr(memory_cures, "reason_in_log", lambda: "torch.OutOfMemoryError: CUDA out of memory")
     reason = await engine.until_failure()
     assert reason.startswith("the vLLM engine's processes died; out of memory in a step of the engine")
+
+
+class SleepingLLM(ScriptedLLM):
+    """Also notes arguments and requests."""
+
+    async def generate(self, *arguments, **named_arguments):
+        self.log.append("generate")
+        async for output in super().generate(*arguments, **named_arguments):
+            yield output
+
+    async def sleep(self, level, mode):
+        self.log.append(f"sleep {level} {mode}")
+
+    async def wake_up(self, tags):
+        self.log.append(f"wake {tags}")
+        if self.fails == "wake_up":
+            raise RuntimeError("CUDA out of memory")
+
+    async def pause_generation(self, mode, clear_cache):
+        self.log.append("pause")
+        await super().pause_generation(mode, clear_cache)
+
+    async def resume_generation(self):
+        self.log.append("resume")
+        await super().resume_generation()
+
+
+async def test_a_sleeping_engine_wakes_weights_first_and_its_cache_last_and_serves_who_waited():
+    engine = worker()
+    engine.engine = SleepingLLM()
+    engine._sleep_mode._engine = engine.engine
+    await engine.sleep(2)
+    request = asyncio.create_task(one(engine))
+    await asyncio.sleep(0.05)
+    assert engine.engine.log == ["sleep 2 wait"], "no request reaches an engine that sleeps"
+    assert not await engine.begin_anew()  # it has no weights for another trainer
+    await engine.update(7, [])
+    await asyncio.wait_for(request, 5)
+    update = ["start_weight_update", "finish_weight_update"]
+    expected = [
+        "sleep 2 wait",
+        "wake ['weights']",
+        "pause",
+        *update,
+        "wake ['kv_cache']",
+        "resume",
+        "generate",
+    ]
+    assert [event for event in engine.engine.log if event != "collective_rpc"] == expected
+    assert engine.engine.salts == ["0/7"]
+    await engine.update(8, [])  # awake: as usual
+    assert engine.engine.log[len(expected) :] == ["pause", *update, "resume"]
+
+
+async def test_an_engine_that_cannot_wake_up_refuses_all_requests():
+    engine = worker()
+    engine.engine = SleepingLLM("wake_up")
+    engine._sleep_mode._engine = engine.engine
+    await engine.sleep(1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await engine.update(7, [])
+    with pytest.raises(WorkerLost, match="it did not wake up"):
+        await one(engine)
+
+
+def test_vllm_s_sleep_mode_is_as_the_worker_calls_it():
+    assert {"level", "mode"} <= inspect.signature(AsyncLLM.sleep).parameters.keys()
+    assert "tags" in inspect.signature(AsyncLLM.wake_up).parameters
+    assert "wait" in get_args(PauseMode) and set(SLEEP_TAGS) == {"weights", "kv_cache"}
+    assert "enable_sleep_mode" in inspect.signature(AsyncEngineArgs).parameters
+    # If this fails, the CPU engine may have a sleep mode now: remove the refusals of --engine-sleep without a GPU
+    assert "not supported on CPU" in inspect.getsource(CPUWorker.sleep)

@@ -182,6 +182,7 @@ def test_the_engine_s_cache_does_not_depend_on_what_the_trainer_allocates_meanwh
         temperature=1.0,
         has_grammars=False,
         lora=None,
+        sleep_level=0,
     )
 
     def cache_bytes(**changes) -> int | None:
@@ -192,6 +193,40 @@ def test_the_engine_s_cache_does_not_depend_on_what_the_trainer_allocates_meanwh
     assert cache_bytes() is None
     assert cache_bytes(colocate=True) == int(0.75 * (32 * 10**9 - weights))
     assert cache_bytes(colocate=True, engine_options="kv_cache_memory_bytes=5000000") == 5_000_000
+    config = EngineConfig(model_path=str(TINY_MODEL))
+    assert not module.engine_arguments(config, settings, "extension").enable_sleep_mode
+    settings.sleep_level = 1
+    assert module.engine_arguments(config, settings, "extension").enable_sleep_mode
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ConfigurationError, match="--engine-sleep 1: vLLM's engine on the CPU has no sleep mode"
+    ):
+        module.engine_arguments(config, settings, "extension")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings.sleep_level = 0
     properties.total_memory = weights
     with pytest.raises(ConfigurationError, match="does not hold its weights.*raise --gpu-memory-utilization"):
         cache_bytes(colocate=True)
+
+
+def test_a_trainer_whose_engine_sleeps_may_take_its_share_while_it_computes(tmp_path):
+    given = options(tmp_path, colocate=True, gpu_memory_utilization=0.6, max_staleness=0, engine_sleep="1")
+    config = LocalConfig(**given)
+    # Between two steps the engine is awake: weights, gradients and moments must fit beside its share
+    assert (config.trainer_gpu_share, config.trainer_peak_share) == pytest.approx((0.37, 0.92))
+    found = findings(config, 1_000_000_000)
+    assert "the trainer 0.37" in found["shared GPU"].found and "of 77.2 GB" in found["trainer rank"].found
+    awake = LocalConfig(**given | {"engine_sleep": "off"})
+    assert awake.trainer_peak_share == awake.trainer_gpu_share
+
+
+def test_an_engine_that_cannot_sleep_or_sleeps_for_nobody_is_refused(tmp_path, monkeypatch):
+    asleep = {"max_staleness": 0, "engine_sleep": "2"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigurationError, match="--engine-sleep 2 --colocate False do not fit together"):
+        LocalConfig(**options(tmp_path, **asleep))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(
+        ConfigurationError, match="--engine-sleep 2 needs a GPU: vLLM's engine on the CPU has no sleep"
+    ):
+        LocalConfig(**options(tmp_path, **asleep, colocate=True))

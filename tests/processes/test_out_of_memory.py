@@ -29,6 +29,9 @@ LACKS = [
     OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
     ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
     ValueError("(2.0 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB)"),
+    ValueError(
+        "Available memory on node 0 on kv cache allocation is less than requested memory for kv (9 GiB)"
+    ),
     ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization (0.9, 72 GiB)"),
 ]
 

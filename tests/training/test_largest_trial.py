@@ -143,5 +143,7 @@ def test_it_is_tried_only_where_it_takes_seconds():
     config = chain_config()
     assert is_trial_cheap(config, torch.device("cuda", 0))
     assert not is_trial_cheap(config, torch.device("cpu"))
+    asleep = dataclasses.replace(config, engine_sleep="1", max_staleness=0)
+    assert not is_trial_cheap(asleep, torch.device("cuda", 0))  # its engine is still awake
     without = dataclasses.replace(config, longest_first=False)
     assert not is_trial_cheap(without, torch.device("cuda", 0))

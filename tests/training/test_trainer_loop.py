@@ -138,6 +138,13 @@ def test_a_lack_of_memory_is_named_wherever_it_comes(ranks, method, calls_before
         trainer(script, ranks, 2, **options).run()
 
 
+def test_memory_goes_back_to_the_gpu_before_an_engine_wakes_for_its_weights(ranks):
+    script = script_of(1, 1)
+    trainer(script, ranks, 2, release_memory=script.release_memory).run()
+    names = [name for name, *_ in script.mock_calls if name in ("finish", "release_memory", "publish")]
+    assert names == ["publish", *["finish", "release_memory", "publish"] * 2]
+
+
 def test_memory_is_compared_with_the_plan_once_after_the_first_steps(ranks, caplog):
     """From the second step on there are moments while gradients are computed."""
     script = script_of(*[1] * 5)
