@@ -104,7 +104,6 @@ def prepare(config: RunConfig) -> Prepared:
     lora = lora_settings(config, model)  # before the data is read, which may take long
     context_tokens = context_length(model)
     tokenizer = load_tokenizer(model)
-    end_token_ids = stop_token_ids(model)
 
     renderer = PromptRenderer(tokenizer, config)
     images = image_prompts(config, tokenizer, renderer)
@@ -133,7 +132,7 @@ def prepare(config: RunConfig) -> Prepared:
         vocab_size=vocab_size,
         dtype=_dtype(config),
         temperature=config.temperature,
-        stop_token_ids=end_token_ids,
+        stop_token_ids=stop_token_ids(model),
         max_total_tokens=max(max_sample_tokens, max_eval_tokens),
         max_completion_tokens=config.max_generation_tokens,
         transport=absolute(config.weight_transport),

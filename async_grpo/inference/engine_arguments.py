@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import WeightTransferConfig
+import vllm
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.errors import ConfigurationError
@@ -23,6 +24,7 @@ from async_grpo.inference.config import (
     kv_cache_bytes,
 )
 from async_grpo.inference.image_requests import image_arguments
+from async_grpo.inference.vllm_edges.continued_draws import model_runner
 from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_config, torch_dtype
@@ -97,6 +99,12 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     # Only safetensors files are loaded unless the user names another format, because loading a pickle can run code
     further_options = {"load_format": "safetensors", **options.further_options}
     return AsyncEngineArgs(**arguments, **further_options)
+
+
+def describe_engine(config: VllmConfig) -> str:
+    """Return the versions of vLLM and torch, the model runner and the kind of device of an engine, for the log."""
+    device_type = config.device_config.device_type
+    return f"vLLM {vllm.__version__}, torch {torch.__version__}, model runner {model_runner(config)}, {device_type}"
 
 
 def _colocated_cache_bytes(options: EngineConfig, settings: SharedRunSettings) -> int:

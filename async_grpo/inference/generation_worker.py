@@ -6,13 +6,11 @@ This module uses plain asyncio. The Ray actor that runs the worker is in `cluste
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensInput, tokens_input
@@ -24,7 +22,7 @@ from async_grpo.errors import WorkerLost
 from async_grpo.inference.adapter import POLICY_ADAPTER, served_adapter
 from async_grpo.inference.completions import finished_completion
 from async_grpo.inference.config import EngineConfig
-from async_grpo.inference.engine_arguments import engine_arguments
+from async_grpo.inference.engine_arguments import describe_engine, engine_arguments
 from async_grpo.inference.grammar_replay import GrammarReplay, refuse_grammar
 from async_grpo.inference.image_requests import (
     ImageRequest,
@@ -46,7 +44,7 @@ from async_grpo.inference.requests import (
     prompt_logprobs,
 )
 from async_grpo.inference.sleep_mode import SleepMode
-from async_grpo.inference.vllm_edges.continued_draws import model_runner
+from async_grpo.inference.stall_watch import StallWatch
 from async_grpo.inference.vllm_edges.model_inspection import inspect_models_here
 from async_grpo.inference.vllm_edges.one_process import run_model_in_engine_process
 from async_grpo.inference.vllm_edges.receive_weights import shared_bytes
@@ -93,6 +91,7 @@ class GenerationWorker:
         self._num_starts = 0  # number of times that a restarted trainer has taken over this engine
         self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
         self._requests = RequestTimes()
+        self._watch = StallWatch(timeline, self._requests)
         self._adapter = served_adapter(settings)
         self._received = ReceivedWeights(engine, self._adapter)
         self._grammar_replay = GrammarReplay(engine, tokenizer)
@@ -102,7 +101,6 @@ class GenerationWorker:
         self._paused_at = 0.0
         self._is_update_finished = True
         self._sleep_mode = SleepMode(engine)
-        self._num_trainer_calls = 0  # unfinished updates and canaries; they count as work of the engine
 
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
@@ -122,13 +120,7 @@ class GenerationWorker:
         if settings.unsampled_token_ids:
             check_image_processor(engine, settings)
         note_versions(engine)
-        log.info(
-            "vLLM's engine is up: vLLM %s, torch %s, model runner %s, %s",
-            vllm.__version__,
-            torch.__version__,
-            model_runner(engine.vllm_config),
-            engine.vllm_config.device_config.device_type,
-        )
+        log.info("vLLM's engine is up: %s", describe_engine(engine.vllm_config))
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     async def finish_start(self) -> None:
@@ -261,7 +253,7 @@ class GenerationWorker:
 
         If the update fails, the engine holds a mixture of two policies, and refuses all further requests.
         """
-        with self._working_for_trainer():
+        with self._watch.working_for_trainer():
             await self.pause(version)
             try:
                 await self.start_weight_update()
@@ -273,16 +265,6 @@ class GenerationWorker:
             finally:
                 await self.resume(version)
             return await self._manifest()
-
-    @contextmanager
-    def _working_for_trainer(self) -> Iterator[None]:
-        """Count the block as work of the engine, so that `--engine-stall-s` applies to it as to requests."""
-        self._num_trainer_calls += 1
-        self.timeline.last_progress = time.monotonic()
-        try:
-            yield
-        finally:
-            self._num_trainer_calls -= 1
 
     async def begin_anew(self) -> bool:
         """Prepare to serve a restarted trainer, and return whether this engine can. See `protocols.Engine`."""
@@ -381,7 +363,7 @@ class GenerationWorker:
                 model, which is the reference policy.
         """
         prompt = tokens_input(token_ids.tolist())
-        with self._working_for_trainer():
+        with self._watch.working_for_trainer():
             final = await self._last_output(prompt, PROMPT_LOGPROBS, new_name(), with_adapter)
         return prompt_logprobs(final, token_ids)
 
@@ -389,8 +371,8 @@ class GenerationWorker:
         """Wait until the engine dies or stalls, and return the reason. This also works while there are no requests."""
         while not self.engine.errored:
             await asyncio.sleep(every_s)
-            silence_s = time.monotonic() - self.timeline.last_progress
-            if self._has_work() and silence_s > self.stall_s:
+            silence_s = self._watch.silence_s(is_paused=self._update_lock.locked())
+            if silence_s > self.stall_s:
                 self._broken_reason = (
                     f"it made no token for {silence_s:.0f} s (--engine-stall-s {self.stall_s:g}), with "
                     f"{self._requests.num_unfinished} requests under way"
@@ -398,14 +380,6 @@ class GenerationWorker:
                 return self._broken_reason
         lack = lack_in_step(self._requests.num_unfinished)
         return f"the vLLM engine's processes died; {lack}".removesuffix("; ")
-
-    def _has_work(self) -> bool:
-        """Return whether the engine has work, and should therefore make progress now."""
-        if self._num_trainer_calls:
-            return True
-        # While the NCCL transport has paused the engine, the engine waits for the trainer, which is not a stall
-        is_paused = self._update_lock.locked()
-        return self._requests.num_unfinished > 0 and not is_paused
 
     def progress(self) -> dict[str, Any]:
         """Return statistics of the time since the last call. See `protocols.Engine`."""
