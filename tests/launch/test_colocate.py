@@ -183,6 +183,7 @@ def test_the_engine_s_cache_does_not_depend_on_what_the_trainer_allocates_meanwh
         has_grammars=False,
         lora=None,
         sleep_level=0,
+        unsampled_token_ids=(),
     )
 
     def cache_bytes(**changes) -> int | None:
