@@ -257,7 +257,7 @@ def test_a_step_without_loss_tokens_changes_nothing_and_says_so(two_ranks):
     assert metrics["update_skipped"] == 1 and metrics["num_non_masked_tokens"] == 0
     mismatch = {name for name in metrics if name.startswith(("mismatch", "ess", "chi2", "ratio_p"))}
     assert all(np.isnan(metrics[name]) for name in mismatch)  # nothing was compared: null, and no zero
-    assert all(np.isfinite(metrics[name]) for name in metrics.keys() - mismatch)
+    assert all(np.isfinite(metrics[name]) for name in metrics.keys() - mismatch - {"memory"})
 
 
 def test_a_nan_on_one_rank_is_refused_on_every_rank(two_ranks):
