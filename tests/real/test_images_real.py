@@ -28,6 +28,9 @@ from async_grpo.experience.rollouts import refuse_sampled_images
 from async_grpo.modeling.image_models import ImageReader, unsampled_token_ids
 from async_grpo.modeling.load import load_causal_lm, load_config, stop_token_ids
 from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.observe.samples import SamplesConfig, write_samples_page
+from async_grpo.processes.image_files import read_image
+from async_grpo.training.record import Recording
 from async_grpo.types import Completion
 
 try:
@@ -239,6 +242,7 @@ def start(folder: Path, model: Path, rows: Path, **changes) -> subprocess.Popen:
         "run-name": folder.name,
         "engine": "vllm" if HAS_TORCHVISION else "fake",
         "enforce-eager": "true",
+        "record": "true",
     }
     command = [sys.executable, "-m", "async_grpo", "run"]
     command += [f"--{name}={value}" for name, value in (options | changes).items()]
@@ -269,6 +273,13 @@ def test_a_run_on_images_is_ended_and_goes_on_where_it_was(tmp_path):
     if HAS_TORCHVISION:
         # On the policy, the engine's log-probs are the trainer's
         assert steps[0]["mismatch_kl"] < 1e-4
+    write_samples_page(SamplesConfig(path=str(run), output=str(tmp_path / "samples.html")))
+    assert "data:image/png;base64," in (tmp_path / "samples.html").read_text()
+    # The record names the images by their digests, for a replay
+    batch = Recording(run, 1).next_message(0)
+    for images in batch.images:
+        for image in images:
+            assert read_image(image).mode == "RGB"
     (model,) = sorted((run / "hf_format").iterdir())[-1:]
     assert (model / "preprocessor_config.json").is_file()
     assert load_causal_lm(model, "float32").config.model_type == "qwen2_5_vl"
