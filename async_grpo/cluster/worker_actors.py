@@ -16,7 +16,7 @@ from async_grpo.cluster.worker_memory import WorkerMemory
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.inference.config import UNLIMITED, engine_class
-from async_grpo.inference.memory_cures import UPDATE_CURE
+from async_grpo.inference.memory_cures import SLEEP_CURE, UPDATE_CURE
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.options.source_file import library_version
@@ -172,10 +172,20 @@ class GenerationActor(WorkerActor):
 
     def _handlers_of_engine(self) -> dict[str, Callable[..., Any]]:
         """Return the engine's methods, also those that not every engine has. `progress` also tells the engine's memory."""
-        handlers = {**super()._handlers_of_engine(), "progress": self._progress}
+        handlers = super()._handlers_of_engine()
+        handlers["progress"] = self._progress
         if hasattr(self._engine, "sleep"):
-            handlers["sleep"] = self._engine.sleep
+            handlers["sleep"] = self._sleep
         return handlers
+
+    async def _sleep(self, level: int) -> None:
+        """Let the engine release its memory of the GPU.
+
+        Raises:
+            OutOfMemory: The main memory has no room for the engine's weights.
+        """
+        with naming_out_of_memory("while an engine moved its weights to main memory, to sleep", SLEEP_CURE):
+            await self._engine.sleep(level)
 
     def _progress(self) -> dict[str, Any]:
         gpu_bytes = getattr(self._engine, "peak_gpu_bytes", 0)

@@ -8,6 +8,7 @@ from rich.filesize import decimal
 
 from async_grpo.config.memory_plan import engine_bytes, logprob_worker_bytes, parameters_of
 from async_grpo.config.run import WorkerConfig
+from async_grpo.errors import ConfigurationError
 from async_grpo.inference.memory_cures import engine_start_cure, forward_cure
 from async_grpo.messages import SharedRunSettings
 from async_grpo.metrics.memory_report import memory_entry
@@ -38,15 +39,22 @@ class WorkerMemory:
             gpu_bytes = torch.cuda.get_device_properties(0).total_memory
             self.planned_bytes = int(config.gpu_memory_utilization * gpu_bytes * config.tensor_parallel_size)
         name = "this engine" if self._is_engine else f"this {config.role} worker"
-        note_plan(name, self.planned_bytes)
+        if self.planned_bytes:
+            note_plan(name, self.planned_bytes)
 
     def _plan(self, settings: SharedRunSettings) -> int:
-        """Return the estimate of `--dry-run` in bytes."""
+        """Return the estimate of `--dry-run` in bytes; 0 if the weights are not in safetensors files.
+
+        Whether the worker can serve such a model is for its engine to decide: vLLM can make random weights, for example.
+        """
         from async_grpo.modeling.load import load_config
         from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS
 
         model = load_config(self._config.model_path).get_text_config()
-        num_parameters = parameters_of(Path(self._config.model_path))
+        try:
+            num_parameters = parameters_of(Path(self._config.model_path))
+        except ConfigurationError:
+            return 0
         if self._is_engine:
             return engine_bytes(
                 settings,
@@ -67,8 +75,11 @@ class WorkerMemory:
         if not self._is_engine:
             activity = f"while a {self._config.role} worker loaded its model"
             return naming_out_of_memory(activity, forward_cure(self._config.max_tokens_per_gpu))
+        activity = "while an engine started"
+        if self.planned_bytes:
+            activity += f", with about {decimal(self.planned_bytes)} for weights and KV cache"
         return naming_out_of_memory(
-            f"while an engine started, with about {decimal(self.planned_bytes)} for weights and KV cache",
+            activity,
             engine_start_cure(self._config, has_gpu=self._has_gpu),
             searches_log=True,
         )
@@ -81,11 +92,16 @@ class WorkerMemory:
         """
         if peak_gpu_bytes:
             return memory_entry(peak_bytes=peak_gpu_bytes, baseline_bytes=0, planned_bytes=self.planned_bytes)
-        process_ids = [os.getpid(), *descendants(os.getpid())]
-        # An engine's processes import what this process had imported before
-        baseline_bytes = self._baseline_bytes * len(process_ids)
+        peak_bytes = 0
+        baseline_bytes = 0
+        for process_id in (os.getpid(), *descendants(os.getpid())):
+            process_bytes = peak_resident_bytes_of([process_id])
+            peak_bytes += process_bytes
+            # An engine's processes import what this process had imported before. Other children are small, such as the
+            # one that tracks shared memory
+            baseline_bytes += min(self._baseline_bytes, process_bytes)
         return memory_entry(
-            peak_bytes=peak_resident_bytes_of(process_ids),
+            peak_bytes=peak_bytes,
             baseline_bytes=baseline_bytes,
             planned_bytes=self.planned_bytes,
         )

@@ -94,15 +94,26 @@ def token_activation_bytes(config: RunConfig, model: Any, dtype_bytes: int) -> i
     """Return the bytes of activations that a rank keeps for the backward pass of one token."""
     width = model.hidden_size
     layers = model.num_hidden_layers
-    mlp_width = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
     num_active_experts = getattr(model, "num_experts_per_tok", None) or 1
-    inner_width = mlp_width * num_active_experts
+    inner_width = mlp_width(model) * num_active_experts
     all_layers_bytes = layers * dtype_bytes * (16 * width + 4 * inner_width)
     all_layers_bytes += 2 * kv_cache_bytes(model, dtype_bytes)
     if config.gradient_checkpointing:
         # The inputs of all layers, and all activations of the one layer that is being recomputed
         return layers * dtype_bytes * width + all_layers_bytes // layers
     return all_layers_bytes
+
+
+def mlp_width(model: Any) -> int:
+    """Return the inner width of a model's MLP: of one expert, if it has experts.
+
+    Architectures name it differently. If the configuration does not have it, as in GPT-2, it is 4 times the hidden size.
+    """
+    for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"):
+        width = getattr(model, name, None)
+        if width:
+            return int(width)
+    return 4 * int(model.hidden_size)
 
 
 def chunk_tokens(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ UPDATE_CURE = (
     "lower --gpu-memory-utilization, so that new weights find room beside the KV cache; or use --lora-rank with "
     "--lora-sync adapter, which sends less"
 )
+SLEEP_CURE = "use --engine-sleep 2, which drops the weights, or a machine with more main memory"
 
 
 def engine_start_cure(options: EngineConfig, *, has_gpu: bool) -> str:

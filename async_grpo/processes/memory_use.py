@@ -38,7 +38,7 @@ def memory_in_words() -> str:
             f"in use by this process: {decimal(resident_bytes)} of main memory; free on the machine: "
             f"{decimal(machine.available)} of {decimal(machine.total)}"
         )
-    elif cuda.is_initialized():
+    elif cuda.is_initialized() and cuda.memory_reserved():
         # After some errors, CUDA answers no more questions
         with suppress(RuntimeError):
             free_bytes, total_bytes = cuda.mem_get_info()
@@ -53,8 +53,8 @@ def memory_in_words() -> str:
 def _cuda() -> Any | None:
     """Return `torch.cuda` if this process has imported torch and may use a GPU, else None.
 
-    The engine's process on a GPU is a child of its worker, which has not initialized CUDA. Initializing it here would
-    take some hundred megabytes of the GPU that is short of memory.
+    The engine's process on a GPU is a child of its worker, which has no tensors on the GPU. A question about free memory
+    would make a CUDA context in such a process: some hundred megabytes of the GPU that is short of memory.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():

@@ -69,7 +69,9 @@ def reason_of(error: BaseException) -> str:
         text = " ".join(str(cause).split())
         if type(cause).__name__ in TYPE_NAMES or has_sign(text):
             return f"{type(cause).__name__}: {text}"[:MAX_REASON_CHARACTERS]
-        cause = cause.__cause__ or cause.__context__
+        # `raise ... from None` says that the error that was being handled is not the cause
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
     return ""
 
 

@@ -1,14 +1,17 @@
 """A worker's actor names a lack of memory, and tells its memory beside the plan."""
 
 import asyncio
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny_policy import SETTINGS
 
-from async_grpo.cluster import worker_actors
+from async_grpo.cluster import worker_actors, worker_memory
 from async_grpo.cluster.worker_actors import GenerationActor, LogprobActor
+from async_grpo.cluster.worker_memory import WorkerMemory
 from async_grpo.config.run import WorkerConfig
 from async_grpo.data import TINY_MODEL
 from async_grpo.errors import OutOfMemory
@@ -107,6 +110,40 @@ async def test_in_a_weight_update_and_in_each_step_of_one(monkeypatch, settings)
             await actor.transfer("receive_weights", {})
     finally:
         await actor.close()
+
+
+async def test_while_an_engine_falls_asleep(monkeypatch, settings):
+    actor = GenerationActor()
+    await actor.start(config(), settings)
+    try:
+        monkeypatch.setattr(actor._engine, "sleep", failing)
+        with pytest.raises(
+            OutOfMemory, match="moved its weights to main memory, to sleep: use --engine-sleep 2"
+        ):
+            await actor._handlers["sleep"](1)
+    finally:
+        await actor.close()
+
+
+def test_an_engine_whose_weights_are_in_no_file_has_no_plan(monkeypatch, settings, tmp_path):
+    """vLLM's load_format=dummy needs no weights."""
+    shutil.copy(TINY_MODEL / "config.json", tmp_path)
+    memory = WorkerMemory(WorkerConfig(mode="generation", model_path=str(tmp_path), engine="fake"), settings)
+    assert memory.planned_bytes == 0 and memory.entry(0)[PLANNED] == 0
+    with pytest.raises(OutOfMemory, match="while an engine started: lower"), memory.naming_start():
+        raise LACK
+
+
+def test_small_children_of_a_worker_do_not_hide_what_it_takes(monkeypatch, settings):
+    memory = WorkerMemory(config(), settings)
+    memory._baseline_bytes = 500_000_000
+    peaks = {os.getpid(): 2_000_000_000, 7: 10_000_000}
+    monkeypatch.setattr(worker_memory, "descendants", lambda root: [7])
+    monkeypatch.setattr(
+        worker_memory, "peak_resident_bytes_of", lambda process_ids: sum(peaks[pid] for pid in process_ids)
+    )
+    entry = memory.entry(0)
+    assert (entry[PEAK], entry[ADDED]) == pytest.approx((2.01, 1.5))
 
 
 async def test_an_engine_tells_its_memory_beside_the_plan(settings):

@@ -62,6 +62,14 @@ def test_a_lack_is_seen_behind_the_error_that_it_caused():
             raise ValueError("the step failed") from lack
 
 
+def test_a_lack_that_was_mended_is_not_the_cause_of_what_follows():
+    with pytest.raises(ValueError, match="another"), naming_out_of_memory("here", "lower it"):
+        try:
+            raise LACKS[0]
+        except RuntimeError:
+            raise ValueError("another mistake") from None
+
+
 @pytest.mark.parametrize(
     "error",
     [RuntimeError("shapes differ"), ConfigurationError("out of memory is a word"), KeyError("memory")],
@@ -85,7 +93,10 @@ def test_on_a_gpu_the_gpu_s_memory_is_told(monkeypatch):
         "in use by this process: 70.0 GB of the GPU in tensors, 75.0 GB with its allocator's reserve; free: 1.0 GB of "
         "80.0 GB"
     )
-    cuda.is_initialized = lambda: False  # asking would take memory of the GPU
+    cuda.mem_get_info = lambda: pytest.fail("asking takes memory of the GPU in a process that has none of it")
+    cuda.memory_reserved = lambda: 0
+    assert memory_in_words() == ""
+    cuda.is_initialized = lambda: False
     assert memory_in_words() == ""
 
 
