@@ -27,6 +27,8 @@ class EngineSleep:
         self._workers = workers
         self._is_trainer_computing = False
         self._asleep: set[str] = set()  # ids of the workers that sleep
+        # A second call of `sleep` would wait in an engine that is about to sleep, and take effect after it has woken
+        self._calls_lock = asyncio.Lock()
 
     async def begin(self) -> None:
         """Let all engines sleep. Requests that are under way end first.
@@ -49,14 +51,15 @@ class EngineSleep:
 
     async def _let_sleep(self) -> None:
         """Let all engines that are awake sleep, except those that wait for their first weights."""
-        calls = {}
-        for worker_id, worker in self._workers.by_id.items():
-            if not worker.is_late and worker_id not in self._asleep:
-                calls[worker_id] = worker.link.call("sleep", self._level)
-        outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
-        for worker_id, outcome in zip(calls, outcomes, strict=True):
-            if isinstance(outcome, WorkerLost):
-                continue  # its loss is noticed, and reported, as at any other time
-            if isinstance(outcome, BaseException):
-                raise outcome
-            self._asleep.add(worker_id)
+        async with self._calls_lock:
+            calls = {}
+            for worker_id, worker in self._workers.by_id.items():
+                if not worker.is_late and worker_id not in self._asleep:
+                    calls[worker_id] = worker.link.call("sleep", self._level)
+            outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
+            for worker_id, outcome in zip(calls, outcomes, strict=True):
+                if isinstance(outcome, WorkerLost):
+                    continue  # its loss is noticed, and reported, as at any other time
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                self._asleep.add(worker_id)

@@ -136,6 +136,12 @@ def _broken_sleep(c: RunOptions) -> Broken:
             "do not fit: with a staleness above 0, engines generate for later steps while the trainer computes, and "
             "engines that sleep do not: use --max-staleness 0",
         )
+    if c.eval_pinned:
+        yield (
+            "engine_sleep eval_pinned",
+            "do not fit: training waits for the evaluation, whose requests wait for engines that sleep as soon as the "
+            "samples of the next step are complete: use --no-eval-pinned",
+        )
     if c.weight_transport == "nccl":
         yield (
             "engine_sleep weight_transport",

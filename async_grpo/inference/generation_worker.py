@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 # Seconds between reports of the new tokens of unfinished completions. If an engine is lost, only the tokens since the
 # last report are lost
 PARTIAL_RESULTS_EVERY_S = 5.0
+DID_NOT_WAKE = "it did not wake up"
 
 
 class GenerationWorker:
@@ -301,7 +302,7 @@ class GenerationWorker:
             await self.engine.pause_generation(mode="keep", clear_cache=False)
         except BaseException:
             if self._sleep_mode.is_asleep:
-                self._broken_reason = "it did not wake up"
+                self._broken_reason = DID_NOT_WAKE
             self._update_lock.release()
             raise
         self.policy_version = version
@@ -333,6 +334,8 @@ class GenerationWorker:
             await self._sleep_mode.wake_cache()
             await self.engine.resume_generation()
         finally:
+            if self._sleep_mode.is_asleep:
+                self._broken_reason = DID_NOT_WAKE
             now = time.monotonic()
             self.timeline.last_progress = now
             self.paused_s += now - self._paused_at

@@ -162,6 +162,28 @@ async def test_an_engine_that_joins_while_the_trainer_computes_sleeps_after_its_
     assert sorted(calls[2:]) == [("a", "sleep", 1), ("b", "sleep", 1), ("c", "sleep", 1)]
 
 
+async def test_an_engine_that_still_ends_its_requests_is_not_told_to_sleep_twice():
+    """The second call would take effect after the engine has woken, while the trainer waits for its samples."""
+    calls = []
+    workers = workers_of(calls, a=None)
+    requests_ended = asyncio.Event()
+
+    async def sleep_of_a(method, level):
+        calls.append(("a", method, level))
+        await requests_ended.wait()
+
+    workers.by_id["a"].link.call = sleep_of_a
+    sleep = EngineSleep(1, workers)
+    begun = asyncio.create_task(sleep.begin())
+    await asyncio.sleep(0.01)
+    workers.by_id["b"] = SimpleNamespace(is_late=False, link=Link(calls, "b"))
+    joined = asyncio.create_task(sleep.after_sync(package(3, for_late=True)))
+    await asyncio.sleep(0.01)
+    requests_ended.set()
+    await asyncio.wait_for(asyncio.gather(begun, joined), 5)
+    assert calls == [("a", "sleep", 1), ("b", "sleep", 1)]
+
+
 async def test_a_lost_engine_does_not_keep_the_others_awake_and_one_that_cannot_sleep_ends_the_run():
     calls = []
     await EngineSleep(2, workers_of(calls, a=WorkerLost("died"), b=None)).begin()
@@ -174,6 +196,10 @@ async def test_a_lost_engine_does_not_keep_the_others_awake_and_one_that_cannot_
     ("options", "reason"),
     [
         ({"max_staleness": 1}, "--engine-sleep 2 --max-staleness 1 do not fit: .*use --max-staleness 0"),
+        (
+            {"eval_pinned": True},
+            "--engine-sleep 2 --eval-pinned True do not fit: training waits for the evaluation, .*--no-eval-pinned",
+        ),
         ({"weight_transport": "nccl"}, "--engine-sleep 2 --weight-transport nccl do not fit: .*object_store"),
         (
             {"lora_rank": 4, "lora_sync": "adapter"},

@@ -378,6 +378,23 @@ async def test_an_engine_that_cannot_wake_up_refuses_all_requests():
         await one(engine)
 
 
+async def test_an_engine_whose_cache_finds_no_memory_when_it_wakes_refuses_all_requests():
+    engine = worker()
+    engine.engine = SleepingLLM()
+    engine._sleep_mode._engine = engine.engine
+    await engine.sleep(1)
+
+    async def wake_up(tags):
+        if tags == ["kv_cache"]:
+            raise RuntimeError("CUDA out of memory")
+
+    engine.engine.wake_up = wake_up
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await engine.update(7, [])
+    with pytest.raises(WorkerLost, match="it did not wake up"):
+        await one(engine)
+
+
 def test_vllm_s_sleep_mode_is_as_the_worker_calls_it():
     assert {"level", "mode"} <= inspect.signature(AsyncLLM.sleep).parameters.keys()
     assert "tags" in inspect.signature(AsyncLLM.wake_up).parameters
