@@ -44,6 +44,9 @@ class MicroBatch:
     allowed: AllowedTokens | None = None
     # (S,), the images of each sequence, in the order of their tokens; () if no sequence has an image
     images: tuple[tuple[ImageReference, ...], ...] = ()
+    # (N, 2, channels, height, width) float32, if the policy draws: the states of a picture before and after each denoising
+    # step, which is its token
+    latents: np.ndarray | None = None
     # True for a micro-batch without trained tokens, which an idle rank runs so that all ranks run the same collectives
     is_dummy: bool = False
 
@@ -113,6 +116,17 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
+class FlowSettings:
+    """How a policy draws: the denoising steps of a training sample, and which of them are stochastic."""
+
+    num_steps: int  # number of denoising steps of a picture
+    # See `algorithm.flow.windows.stochastic_steps`
+    window: int = 0
+    window_order: str = "random"
+    window_every: int = 1
+
+
+@dataclass(frozen=True)
 class SharedRunSettings:
     """Settings that every worker must share. The trainer publishes them, so that a user sets them only once."""
 
@@ -146,6 +160,7 @@ class SharedRunSettings:
     unsampled_token_ids: tuple[int, ...] = ()
     most_images: int = 0  # highest number of images in one prompt
     image_processor: str = ""  # class of the trainer's image processor; "" if the model reads no images
+    flow: FlowSettings | None = None  # set if the policy draws; `temperature` is then its noise level
 
 
 @dataclass(frozen=True)

@@ -243,6 +243,16 @@ class Engine(Protocol):
             settings: The settings that all workers share.
         """
 
+    @classmethod
+    def check_model(cls, model_path: str, settings: SharedRunSettings) -> None:
+        """Refuse a model that differs from the trainer's. An engine may lack this method.
+
+        An engine without it serves a language model, whose folder the worker compares with the trainer's.
+
+        Raises:
+            ConfigurationError: The folder holds another model.
+        """
+
     async def finish_start(self) -> None:
         """Finish the start with calls that need the running event loop. An engine may lack this method.
 

@@ -149,6 +149,8 @@ class Completion(Tokens):
     # Turns that the agent threw away and that are not trained on, with their texts. Their tokens are not in the arrays
     abandoned: tuple[Turn, ...] = ()
     allowed: AllowedTokens | None = None  # set if a grammar restricted the tokens
+    latents: np.ndarray | None = None  # (T, 2, *picture) float32: states around each step of a picture
+    picture_png: bytes = b""  # the finished picture as a PNG file; b"" for a text
 
     @property
     def failure(self) -> str:
@@ -271,8 +273,7 @@ class Sample:
     advantages: np.ndarray | None = None  # (T,) float32; None if the sample is not trained on
     loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are trained on; set with `advantages`
     group_tokens: int = 0  # number of trained tokens in the whole group
-    # (T,) float32, log-probs of the reference policy; None if the loss needs none
-    ref_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference policy; None without one
     # (T,) float32, log-probs of the policy at the time when the group was complete; None if the loss needs none
     proximal_logprobs: np.ndarray | None = None
     # (T,) int32, rank in time of each token; set if there is a critic and the sample has several sequences
@@ -305,15 +306,15 @@ class Sample:
         """Place the values of the sampled tokens among all tokens of the sequence.
 
         Args:
-            sampled: Values (T,) of the sampled tokens.
+            sampled: Values (T, ...) of the sampled tokens.
             fill: Value of all other tokens. None uses their token ids.
 
         Returns:
-            The values (N,) of all tokens of the sequence.
+            The values (N, ...) of all tokens of the sequence.
         """
         parts: list[np.ndarray] = []
         for before, place in self.pieces:
-            parts.append(before if fill is None else np.full(len(before), fill))
+            parts.append(before if fill is None else np.full((len(before), *sampled.shape[1:]), fill))
             parts.append(sampled[place])
         return np.concatenate(parts)
 
@@ -356,9 +357,8 @@ class Sample:
         return sequences
 
 
-# Arrays (T,) of a completion and a sample. `Sample.sequences` cuts them at the boundaries of the sequences. It also cuts
-# `Completion.allowed`, which is not listed because it is not an array
-COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends")
+# Arrays (T, ...) of a completion and a sample. `Sample.sequences` cuts them, and `Completion.allowed`, which is no array
+COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends", "latents")
 SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")
 
 

@@ -2,16 +2,20 @@
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from async_grpo.algorithm.flow.config import FLOW, TEXT
+from async_grpo.config.drawing_memory import drawing_rank_bytes
 from async_grpo.config.memory_plan import CHECKPOINT_PARAMETER_BYTES, trainer_rank_bytes
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
+from async_grpo.modeling.flow.canary import canary_texts
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader, freeze_vision
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
@@ -31,6 +35,9 @@ from async_grpo.training.best_checkpoint import keep_best
 from async_grpo.training.checkpoint import Checkpointer, SaveExperience
 from async_grpo.training.checkpoint_folder import read
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.drawing.export import FlowExporter
+from async_grpo.training.drawing.objective import FlowObjective
+from async_grpo.training.drawing.policy import load_flow_policy, trainer_canary_logprobs
 from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.largest_trial import try_largest
 from async_grpo.training.memory_cures import start_cure
@@ -80,6 +87,7 @@ def make_trainer(
     # The ranks may read these files from different disks, so check that they read the same contents
     code_digests = digests([config.advantage_estimator, config.policy_loss])
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(code_digests))
+    kind = POLICY_KINDS[config.policy]
     accumulator = _load(config, settings, ranks)
     policy = accumulator.policy
     checkpointer = _checkpointer(config, settings, ranks, policy, accumulator, save_experience, digests_read)
@@ -88,7 +96,7 @@ def make_trainer(
     if is_trial_cheap(config, ranks.device):
         try_largest(accumulator, settings.vocab_size, config, settings.max_total_tokens)
     if publisher is None:
-        publisher = _publisher(config, settings, ranks, engines)
+        publisher = _publisher(config, settings, ranks, engines, kind)
         publisher.prepare(policy)  # while the workers load
     if config.record:
         recorder = Recorder(source, config.output_path, ranks.world_size, as_options(config))
@@ -102,7 +110,7 @@ def make_trainer(
         checkpointer=checkpointer,
         version=step,
         samples=samples,
-        exporter=_exporter(config, settings, ranks, samples),
+        exporter=_exporter(config, settings, ranks, samples, kind),
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
@@ -129,11 +137,11 @@ def _load(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Gradi
     with naming_out_of_memory(
         f"while trainer rank {ranks.rank} loaded the model", start_cure(config, on_gpu=on_gpu)
     ):
-        policy = _policy(config, settings, ranks)
+        policy = POLICY_KINDS[config.policy].load(config, settings, ranks)
     accumulator = _accumulator(config, settings, policy, ranks)
     accumulator.memory = RankMemory(
         device=ranks.device,
-        planned_bytes=_planned_bytes(config, settings, policy, ranks),
+        planned_bytes=POLICY_KINDS[config.policy].plan_bytes(config, settings, policy, ranks),
         baseline_bytes=baseline_bytes,
     )
     return accumulator
@@ -146,7 +154,8 @@ def is_trial_cheap(config: RunConfig, device: torch.device) -> bool:
     begins to swap slows down everything on it. With `--engine-sleep`, a micro-batch may need the memory of an engine that
     does not sleep yet.
     """
-    return config.longest_first and device.type == "cuda" and not config.sleep_level
+    is_trial_possible = not config.draws  # the trial is a text
+    return is_trial_possible and config.longest_first and device.type == "cuda" and not config.sleep_level
 
 
 def _planned_bytes(config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks) -> int:
@@ -231,15 +240,9 @@ def _checkpointer(
 
 
 def _publisher(
-    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, engines: Engines | None
+    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, engines: Engines | None, kind: "PolicyKind"
 ) -> Publisher:
-    canary = Canary.random(
-        canary_logprobs,
-        settings.vocab_size,
-        longest=settings.max_total_tokens - 1,
-        seed=settings.seed,
-        max_over_ranks=ranks.max,
-    )
+    canary = kind.make_canary(settings, ranks)
     make_publisher: Any = get_transport(settings.transport).make_publisher
     dtype = torch_dtype(settings.dtype)
     if settings.lora is None or settings.lora.sync == "merged":
@@ -250,8 +253,10 @@ def _publisher(
     return publisher
 
 
-def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int) -> ModelExporter:
-    return ModelExporter(
+def _exporter(
+    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int, kind: "PolicyKind"
+) -> ModelExporter:
+    return kind.exporter(
         config.output_path,
         config.model_name_or_path,
         ranks,
@@ -264,7 +269,7 @@ def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samp
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
-    """Load the model, shard it over the ranks, and check its forward pass."""
+    """Load a language model, shard it over the ranks, and check its forward pass."""
     path = config.model_name_or_path
     model = _empty_model(path)
     is_empty = model is not None
@@ -318,7 +323,65 @@ def _accumulator(
     config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks
 ) -> GradientAccumulator:
     optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
-    objective = Objective(
+    objective = POLICY_KINDS[config.policy].make_objective(config, settings)
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)
+
+
+def _language_objective(config: RunConfig, settings: SharedRunSettings) -> Objective:
+    return Objective(
         config, settings.guaranteed_completion_tokens, reference_is_base=settings.lora is not None
     )
-    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)
+
+
+def _language_canary(settings: SharedRunSettings, ranks: Ranks) -> Canary:
+    return Canary.random(
+        canary_logprobs,
+        settings.vocab_size,
+        longest=settings.max_total_tokens - 1,
+        seed=settings.seed,
+        max_over_ranks=ranks.max,
+    )
+
+
+def _flow_policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Any:
+    """Load a flow-matching model, and shard it over the ranks."""
+    keeps_reference = config.loss_kl_coef > 0
+    path = config.model_name_or_path
+    return load_flow_policy(path, config, settings, ranks, keeps_reference=keeps_reference)
+
+
+def _flow_objective(config: RunConfig, settings: SharedRunSettings) -> Objective:
+    return FlowObjective(config, settings.max_completion_tokens)
+
+
+def _flow_canary(settings: SharedRunSettings, ranks: Ranks) -> Canary:
+    assert settings.flow is not None
+    texts = canary_texts(settings.vocab_size, settings.flow.num_steps)
+    return Canary(texts, trainer_canary_logprobs, ranks.max)
+
+
+def _planned_flow_bytes(config: RunConfig, settings: SharedRunSettings, policy: Any, ranks: Ranks) -> int:
+    """Return the estimated memory of this rank in bytes, by the formulas of `--dry-run`."""
+    return int(drawing_rank_bytes(config, ranks.world_size))
+
+
+@dataclass(frozen=True)
+class PolicyKind:
+    """The parts of a trainer that differ between kinds of policy.
+
+    A policy of any kind is a module with the attributes `model`, whose weights are trained and sent to the engines,
+    `device` and `value_head`.
+    """
+
+    load: Callable[[RunConfig, SharedRunSettings, Ranks], Any]  # returns the policy, sharded over the ranks
+    make_objective: Callable[[RunConfig, SharedRunSettings], Objective]
+    make_canary: Callable[[SharedRunSettings, Ranks], Canary]
+    exporter: type[ModelExporter]
+    # (config, settings, policy, ranks) -> estimated memory of this rank in bytes
+    plan_bytes: Callable[[RunConfig, SharedRunSettings, Any, Ranks], int]
+
+
+POLICY_KINDS = {
+    TEXT: PolicyKind(_policy, _language_objective, _language_canary, ModelExporter, _planned_bytes),
+    FLOW: PolicyKind(_flow_policy, _flow_objective, _flow_canary, FlowExporter, _planned_flow_bytes),
+}

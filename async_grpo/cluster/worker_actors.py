@@ -68,7 +68,8 @@ class WorkerActor(ChannelServer):
         # The dispatcher cannot check the version and the model: the actor may run on another node, and the dispatcher
         # may lack the libraries for it
         check_library(settings)
-        check_model(config.model_path, settings)
+        worker_class = _worker_class(config)
+        getattr(worker_class, "check_model", check_model)(config.model_path, settings)
         is_generation = config.mode == GENERATION
         if is_generation:
             config = config.with_sequences(settings)
@@ -77,7 +78,6 @@ class WorkerActor(ChannelServer):
         # them
         os.environ.update(compile_cache())
         self._folder = make_private_folder()
-        worker_class = _worker_class(config)
         if is_generation and settings.sleep_level and not hasattr(worker_class, "sleep"):
             raise ConfigurationError(
                 f"--engine-sleep {settings.sleep_level}: {worker_class.__name__} has no method `sleep`; leave the option "

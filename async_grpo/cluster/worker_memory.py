@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from async_grpo.config.drawing_memory import drawing_engine_bytes
 from async_grpo.config.memory_plan import engine_bytes, logprob_worker_bytes, parameters_of
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError
@@ -47,6 +48,8 @@ class WorkerMemory:
 
         Whether the worker can serve such a model is for its engine to decide: vLLM can make random weights, for example.
         """
+        if settings.flow is not None:
+            return int(drawing_engine_bytes(self._config.model_path, self._config.max_num_seqs or 1))
         from async_grpo.modeling.load import load_config
         from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from async_grpo.algorithm.flow.windows import MAX_DENOISING_STEPS
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run_options import RunOptions
 from async_grpo.errors import ConfigurationError
@@ -62,6 +63,7 @@ def _with_values(config: Any, flags: str, message: str) -> str:
 def broken_values(c: RunOptions) -> Broken:
     """Find combinations that are wrong for every model, data set and reward registry."""
     yield from _broken_recipe(c)
+    yield from _broken_drawing(c)
     if c.top_p != 1.0 or c.top_k not in (0, -1):
         yield (
             "top_p top_k",
@@ -87,6 +89,46 @@ def broken_values(c: RunOptions) -> Broken:
     yield from _broken_sleep(c)
     yield from _broken_rejection(c)
     yield from _idle_values(c)
+
+
+# Options that a policy that draws cannot use. Most of them are about texts, the others are not supported yet
+NOT_WITH_DRAWING = """
+    environment lora_rank init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer record
+    chat_template chat_template_kwargs system_prompt cpu_offload gradient_checkpointing torch_compile freeze_vision
+    logprob_chunk_size
+""".split()
+
+
+def _broken_drawing(c: RunOptions) -> Broken:
+    """Find options that a policy that draws cannot use, or that only such a policy uses."""
+    if not c.draws:
+        yield from idle(
+            c, "flow_window flow_window_order flow_window_every", "without --policy flow: leave it out"
+        )
+        return
+    for name in _changed(c, NOT_WITH_DRAWING):
+        yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
+    if c.dtype not in ("auto", "float32"):
+        yield "policy dtype", "do not go together: a policy that draws computes in float32"
+    if c.needs_proximal:
+        yield (
+            "policy old_policy policy_loss",
+            "do not go together: logprob workers cannot recompute denoising steps; use --old-policy behaviour or current",
+        )
+    if not get_transport(c.weight_transport).sends_packages:
+        yield "policy weight_transport", "do not go together: use object_store or shared_files"
+    for name in ("max_generation_tokens", "eval_max_tokens"):
+        num_steps = getattr(c, name)
+        if num_steps is not None and num_steps > MAX_DENOISING_STEPS:
+            yield (
+                name,
+                f"is the number of denoising steps with --policy flow, at most {MAX_DENOISING_STEPS}; give one, such as 10",
+            )
+    if c.flow_window > c.max_generation_tokens:
+        yield (
+            "flow_window max_generation_tokens",
+            "do not fit: the window is longer than the denoising of a picture",
+        )
 
 
 def _broken_recipe(c: RunOptions) -> Broken:
@@ -233,6 +275,11 @@ def check_methods(config: RunOptions) -> None:
 
 
 def _broken_methods(c: RunOptions) -> Broken:
+    if c.draws and (c.estimator.needs_critic or c.estimator.process):
+        yield (
+            "policy advantage_estimator",
+            "do not go together: a picture has one score and no critic; use an estimator such as grpo",
+        )
     yield from _broken_estimator(c)
     yield from _broken_loss(c)
     if c.lr_scheduler in DECAYS_TO_ZERO and c.num_steps <= c.num_warmup_steps:

@@ -10,8 +10,8 @@ import torch
 
 from async_grpo.config.compatibility import check_methods
 from async_grpo.config.evaluation_files import refuse_ambiguous_files
-from async_grpo.config.images import image_prompts, image_settings
-from async_grpo.config.lora import lora_settings
+from async_grpo.config.images import image_settings
+from async_grpo.config.model_facts import MODEL_KINDS
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.row_checks import check_rows
@@ -23,18 +23,10 @@ from async_grpo.experience.config import RunFacts
 from async_grpo.experience.curriculum import make_curriculum
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import read_rows
-from async_grpo.experience.dataset import Question, questions_of
+from async_grpo.experience.dataset import Question
 from async_grpo.experience.image_prompts import ImagePrompts
-from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import SharedRunSettings
-from async_grpo.modeling.load import (
-    context_length,
-    load_config,
-    load_tokenizer,
-    model_fingerprint,
-    stop_token_ids,
-)
 from async_grpo.options.fields import dashed, refuse
 from async_grpo.options.source_file import absolute, library_version
 from async_grpo.training.checkpoint_folder import Manifest
@@ -53,6 +45,7 @@ class Prepared:
     eval_questions: dict[str, list[Question]]  # held-out questions, by name of their file
     # None without `--reward-fns`, until the workers have named the rewards (see `with_rewards`)
     rewards: ResolvedRewards | None
+    hidden_size: int  # hidden size of the model
     resumed: Manifest | None = None  # manifest of the checkpoint from which the run continues
     images: ImagePrompts | None = None  # the images of the prompts; None if the model reads no images
 
@@ -67,10 +60,9 @@ class Prepared:
         """Return the facts about rewards and model that the batcher needs."""
         assert self.rewards is not None
         facts = self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
-        model = load_config(self.config.model_name_or_path).get_text_config()
         return replace(
             facts,
-            hidden_size=model.hidden_size,
+            hidden_size=self.hidden_size,
             unsampled_token_ids=self.settings.unsampled_token_ids,
         )
 
@@ -99,26 +91,21 @@ def prepare(config: RunConfig) -> Prepared:
     """
     check_methods(config)
     _check_sources(config)
-    model = config.model_name_or_path
-    vocab_size = load_config(model).get_text_config().vocab_size
-    lora = lora_settings(config, model)  # before the data is read, which may take long
-    context_tokens = context_length(model)
-    tokenizer = load_tokenizer(model)
-
-    renderer = PromptRenderer(tokenizer, config)
-    images = image_prompts(config, tokenizer, renderer)
+    model = MODEL_KINDS[config.policy].read(config)  # before the data is read, which may take long
+    context_tokens = model.context_tokens
+    images = model.images
 
     def read_questions(path: str, is_training: bool = False) -> list[Question]:
         rows = _rows(config, path, is_training, reads_images=images is not None)
         # The prompt must leave at least one token of the context for the completion
         folder = Path(path).parent
-        return questions_of(rows, tokenizer, context_tokens - 1, vocab_size, renderer, images, folder)
+        return model.questions_of(rows, context_tokens - 1, folder)
 
     questions = read_questions(config.data_path, is_training=True)
     eval_questions = {name: read_questions(path) for name, path in config.eval_files.items()}
-    renderer.warn_about_use(has_environment=config.environment is not None)
+    model.renderer.warn_about_use(has_environment=config.environment is not None)
     all_questions = [*questions, *chain.from_iterable(eval_questions.values())]
-    _check_tokenizer(tokenizer, model, vocab_size, all_questions)
+    _check_tokenizer(model.tokenizer, config.model_name_or_path, model.vocab_size, all_questions)
     make_curriculum(config, [question.row for question in questions])
     longest_prompt = max(len(question.token_ids) for question in all_questions)
     max_sample_tokens = min(context_tokens, longest_prompt + config.max_generation_tokens)
@@ -128,11 +115,11 @@ def prepare(config: RunConfig) -> Prepared:
     folder, manifest = find_checkpoint(config) or (None, None)
     settings = SharedRunSettings(
         run_name=config.run_name,
-        model_fingerprint=model_fingerprint(model),
-        vocab_size=vocab_size,
-        dtype=_dtype(config),
+        model_fingerprint=model.fingerprint,
+        vocab_size=model.vocab_size,
+        dtype=model.dtype,
         temperature=config.temperature,
-        stop_token_ids=stop_token_ids(model),
+        stop_token_ids=model.stop_token_ids,
         max_total_tokens=max(max_sample_tokens, max_eval_tokens),
         max_completion_tokens=config.max_generation_tokens,
         transport=absolute(config.weight_transport),
@@ -143,14 +130,15 @@ def prepare(config: RunConfig) -> Prepared:
         guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
-        lora=lora,
+        lora=model.lora,
+        flow=model.flow,
         sleep_level=config.sleep_level,
         has_grammars=config.environment is not None and config.typed_output == ENFORCE,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),
         **image_settings(config, images, all_questions),
     )
-    return Prepared(config, settings, questions, eval_questions, rewards, manifest, images)
+    return Prepared(config, settings, questions, eval_questions, rewards, model.hidden_size, manifest, images)
 
 
 def _check_sources(config: RunConfig) -> None:
@@ -183,12 +171,6 @@ def _check_lengths(config: RunConfig, longest_prompt: int, max_sample_tokens: in
             f"--overlong-buffer {config.overlong_buffer} of {guaranteed_tokens} tokens, the longest completion, is less "
             "than one token: give a larger share, or leave it out"
         )
-
-
-def _dtype(config: RunConfig) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 def _rows(

@@ -23,6 +23,7 @@ _BOUND = "the groups alive were admitted under the earlier bound"
 _RENDERED = "the prompts of the finished groups were rendered with the earlier value"
 FIXED = {
     "model_name_or_path": "the checkpoint has weights of the earlier model, which also stays the KL reference",
+    "policy": "the checkpoint has weights of the earlier kind of policy",
     "data_path": "the saved position in the data would belong to other questions",
     "prompt_column": "the finished groups answer the prompts of the earlier column",
     "prompt_as": "the finished groups answer prompts of the earlier form",

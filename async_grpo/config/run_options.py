@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from async_grpo.algorithm.flow.config import FlowConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.options.fields import (
@@ -49,6 +50,7 @@ class RunOptions(
     EnvironmentConfig,
     BatchConfig,
     EvaluationConfig,
+    FlowConfig,
     MemberConfig,
 ):
     """The options of a training run. Sizes are in tokens, samples (completions) or questions (prompts)."""
@@ -136,9 +138,11 @@ class RunOptions(
     def logprob_roles(self) -> tuple[str, ...]:
         """Return the roles of logprob workers that the run needs: often none, else "reference", "proximal" or both."""
         roles = []
-        # With LoRA the trainer itself computes the reference, by its model without the adapter. Only a KL penalty in the
-        # rewards is needed before the trainer sees the sample
-        if self.kl_coef > 0 and (self.kl_in_reward or not self.has_lora):
+        # With LoRA the trainer itself computes the reference, by its model without the adapter, and with a policy that
+        # draws, by a copy of the initial model. Only a KL penalty in the rewards is needed before the trainer sees the
+        # sample
+        has_reference_in_trainer = self.has_lora or self.draws
+        if self.kl_coef > 0 and (self.kl_in_reward or not has_reference_in_trainer):
             roles.append("reference")
         if self.needs_proximal:
             roles.append("proximal")

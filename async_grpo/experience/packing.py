@@ -195,6 +195,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         times=times,
         allowed=_joined_masks(samples),
         images=_images(samples),
+        latents=_laid_out_if_present(samples, "completion.latents"),
     )
 
 
@@ -235,13 +236,14 @@ def _members_and_times(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarra
 
 
 def _laid_out(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:
-    """Return (N,) with the samples' attribute (T,) at their sampled tokens, and `fill` at all other tokens."""
+    """Return (N, ...) with the samples' attribute (T, ...) at their sampled tokens, and `fill` at all other tokens."""
     values_of = attrgetter(attribute)
     return np.concatenate([sample.laid_out(values_of(sample), fill) for sample in samples])
 
 
 def _laid_out_if_present(samples: Sequence[Sample], attribute: str) -> np.ndarray | None:
-    """Return the attribute (N,) as float32 with 0 at tokens that were not sampled, or None if a sample lacks it."""
-    if any(getattr(sample, attribute) is None for sample in samples):
+    """Return the attribute (N, ...) as float32 with 0 at tokens that were not sampled, or None if a sample lacks it."""
+    values_of = attrgetter(attribute)
+    if any(values_of(sample) is None for sample in samples):
         return None
     return _laid_out(samples, attribute, np.float32(0))

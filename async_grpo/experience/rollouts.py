@@ -20,6 +20,7 @@ from async_grpo.experience.step_metrics import readable_samples
 from async_grpo.metrics.free_numbers import FreeNumbers
 from async_grpo.metrics.spans import Spans
 from async_grpo.protocols import Generation, Logprobs, Verification
+from async_grpo.rewards.adapter.pictures import picture_columns
 from async_grpo.types import (
     ENVIRONMENT,
     GREEDY,
@@ -42,6 +43,7 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     sample["completion_token_ids"] = completion.token_ids.tolist()
     sample["truncated"] = completion.truncated
     sample["group_id"] = prompt.ordinal
+    sample |= picture_columns(completion.picture_png)
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
     if completion.outcome is not None:

@@ -8,6 +8,7 @@ Older versions of this library saved the turns of a finished group without their
 cannot be known, that group is generated again, too.
 """
 
+import base64
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -197,6 +198,7 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "text": completion.text,
         "member": completion.member,
+        "picture_png": base64.b64encode(completion.picture_png).decode(),
         "turns": [_turn_row(turn) for turn in completion.turns],
         "abandoned": [_turn_row(turn) for turn in completion.abandoned],
         "outcome": OUTCOME.dump_python(completion.outcome, mode="json"),
@@ -250,8 +252,9 @@ def _sample(
     verdict = VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # None is valid only for the baseline of a group
     row["turns"] = tuple(_turn(turn_row) for turn_row in row["turns"])
-    # Checkpoints of earlier versions have no abandoned turns
+    # Checkpoints of earlier versions have no abandoned turns and no pictures
     row["abandoned"] = tuple(_turn(turn_row) for turn_row in row.get("abandoned", []))
+    row["picture_png"] = base64.b64decode(row.get("picture_png", ""), validate=True)
     row["outcome"] = OUTCOME.validate_python(row["outcome"])
     row["finish_reason"] = FinishReason(row["finish_reason"])
     completion_arrays: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}

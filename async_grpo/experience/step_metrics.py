@@ -3,6 +3,7 @@
 Fractions are between 0 and 1. The mean of an empty list is None (JSON null) because a missing value is not a zero.
 """
 
+import base64
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from async_grpo.types import Completion, Group, Outcome, RewardStatus, Sample
 # Minimum numbers of rewards and steps after which an adapter can be reported as constant
 ENOUGH_REWARDS = 50
 ENOUGH_STEPS = 3
+PNG_URL = "data:image/png;base64,"  # beginning of the address of a picture in a page
 MAX_KIND_CHARACTERS = 60  # in the name of an error in a metric
 SHOWN_CHARACTERS = 300  # of the first failed trajectory's reason, in an alarm
 
@@ -173,6 +175,8 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
     }
     if group.prompt.images:
         row["images"] = [image.digest for image in group.prompt.images]
+    if completion.picture_png:
+        row["picture"] = PNG_URL + base64.b64encode(completion.picture_png).decode()
     if completion.turns:
         row["turns"] = _readable_turns(completion)
     if completion.abandoned:

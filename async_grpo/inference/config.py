@@ -34,7 +34,10 @@ ENGINES = {
     "vllm": "async_grpo.inference.generation_worker:GenerationWorker",
     # Draws tokens at random, to test the rest of the library without a real engine
     "fake": "async_grpo.testing.engine:FakeEngine",
+    # Draws pictures with a flow-matching model (--policy flow)
+    "drawing": "async_grpo.inference.drawing.engine:DrawingEngine",
 }
+ENGINES_WITHOUT_VLLM = ("fake", "drawing")
 _OTHER_MODEL = "the engine must serve the model of --model-path as its folder describes it"
 _OTHER_POLICY = "the engine would sample from another policy than the trained one, and report the log-probs of that policy"
 # Arguments of vLLM's engine that are refused, each with the reason. They would silently change what its log-probs mean,
@@ -75,6 +78,9 @@ HARMLESS_ENGINE_OPTIONS = {
     "config_format": "auto",
 }
 MAX_CPU_SEQUENCES = 1024
+# Number of pictures that an engine draws at once, unless --max-num-seqs says otherwise. More pictures make a step of the
+# engine longer, and new weights wait for its end
+MAX_PICTURES = 64
 # Largest ranks of a LoRA adapter for which vLLM can reserve memory
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole
@@ -101,7 +107,7 @@ def engine_class(name: str) -> type[Engine]:
 
     >>> engine_class("tgi")
     Traceback (most recent call last):
-    async_grpo.errors.ConfigurationError: --engine 'tgi' is unknown; known: vllm, fake; or FILE.py:NAME
+    async_grpo.errors.ConfigurationError: --engine 'tgi' is unknown; known: vllm, fake, drawing; or FILE.py:NAME
     >>> engine_class("fake").__name__
     'FakeEngine'
     """
@@ -116,10 +122,10 @@ def engine_class(name: str) -> type[Engine]:
 def may_import_vllm(engine: str) -> bool:
     """Return whether the engine that `--engine` names imports vLLM, or may do so, as one of a user's file.
 
-    >>> may_import_vllm("vllm"), may_import_vllm("fake")
-    (True, False)
+    >>> may_import_vllm("vllm"), may_import_vllm("fake"), may_import_vllm("drawing")
+    (True, False, False)
     """
-    return engine != "fake"
+    return engine not in ENGINES_WITHOUT_VLLM
 
 
 def kv_cache_bytes(model: Any, itemsize: int) -> int:
@@ -305,11 +311,14 @@ class EngineConfig(EngineOptions):
 
         The choice is the number of samples in flight, up to the maximum of the device. On a GPU the maximum is vLLM's
         default. On a CPU it is the smaller of 1,024 and the number of half-length sequences that fit into the KV cache.
-        If the cache runs full, vLLM computes some sequences again. The choice is never smaller than a group.
+        If the cache runs full, vLLM computes some sequences again. The choice is never smaller than a group. An engine
+        that draws has no cache, and its maximum is MAX_PICTURES.
         """
         if self.max_num_seqs is not None:
             return self
-        max_sequences = self._max_sequences_of_device(settings)
+        max_sequences = MAX_PICTURES
+        if settings.flow is None:
+            max_sequences = self._max_sequences_of_device(settings)
         if settings.samples_in_flight:
             max_sequences = min(max_sequences, settings.samples_in_flight)
         # An engine must have room for a whole group, because groups are not divided among engines

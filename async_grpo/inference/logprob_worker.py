@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from async_grpo.allowed_tokens import AllowedTokens
-from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.inference.copied_weights import copy_weights
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.inference.memory_cures import forward_cure
 from async_grpo.messages import SharedRunSettings
@@ -28,7 +28,7 @@ from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
-from async_grpo.modeling.policy import PolicyModel, named_weights_and_adapters
+from async_grpo.modeling.policy import PolicyModel
 from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.protocols import Manifest
 from async_grpo.types import GENERATION, ImageReference
@@ -146,7 +146,7 @@ class LogprobWorker:
                 worker needs another update.
         """
         tensors, manifest = await asyncio.to_thread(unpack, chunks)
-        not_in_use = await asyncio.wrap_future(self._thread.submit(_copy_weights, self._policy, tensors))
+        not_in_use = await asyncio.wrap_future(self._thread.submit(copy_weights, self._policy, tensors))
         checked_manifest = {}
         for name, record in manifest.items():
             checked_manifest[name] = replace(record, in_use=name not in not_in_use, is_read_back=True)
@@ -269,30 +269,3 @@ def _fail(error: Exception, requests: list[_Request]) -> None:
     for request in requests:
         if not request.answer.done():
             request.answer.set_exception(error)
-
-
-@torch.no_grad()
-def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors into the policy's weights, or into its adapters, of the same names.
-
-    All other weights keep their values. The manifest shows that they were not received.
-
-    Returns:
-        The names of the tensors that differ, in any bit, from the weights with which the policy computes.
-
-    Raises:
-        WeightsDidNotLand: A name or a shape is not one of the policy's.
-    """
-    weights = dict(named_weights_and_adapters(policy))
-    for name, tensor in tensors.items():
-        if name not in weights or weights[name].shape != tensor.shape:
-            expected = tuple(weights[name].shape) if name in weights else "no such tensor"
-            raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
-        weights[name].copy_(tensor)
-    # Read the weights again, because `copy_` may have written to a copy that the forward pass does not use
-    used_weights = dict(named_weights_and_adapters(policy))
-    differing = set()
-    for name, tensor in tensors.items():
-        if not torch.equal(used_weights[name], tensor.to(used_weights[name])):
-            differing.add(name)
-    return differing

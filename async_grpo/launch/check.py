@@ -74,13 +74,14 @@ def read_inputs(config: LocalConfig) -> "Prepared":
     refuse_without_engines(config)
     # Set before torch is imported, because torch would choose a folder in /tmp
     os.environ.update(compile_cache())
+    from async_grpo.config.model_facts import MODEL_KINDS
     from async_grpo.config.preflight import prepare
-    from async_grpo.modeling.wrong_models import refuse_wrong_model
 
     # With --engine-python, the file may import packages that only the engines' environment has
     if is_file(config.engine) and not config.engine_python:
         engine_class(config.engine)
-    refuse_wrong_model(config.model_name_or_path, trains=config.nproc_per_node > 0)
+    kind = MODEL_KINDS[config.policy]
+    kind.refuse_wrong(config.model_name_or_path, trains=config.nproc_per_node > 0)
     prepared = prepare(config)
     if config.ray_address:
         process_variables.check_reachable(config.ray_address)

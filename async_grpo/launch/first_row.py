@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.launch.drawing_plan import gray_picture
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.launch.reward_trial import ANSWERS
 from async_grpo.rewards.adapter.decorators import accepted_by_any
+from async_grpo.rewards.adapter.pictures import PICTURES_KEY
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.builtin.answers import gold_answer
@@ -106,7 +108,7 @@ async def _failures(config: LocalConfig, names: list[str], prepared: "Prepared")
         reward_options=options,
         reward_env=config.reward_env,
     ) as pool:
-        for sample in _samples_of(prepared.questions[0].row):
+        for sample in _samples_of(config, prepared.questions[0].row):
             verdict = await pool.verify(sample)
             for result in verdict.results:
                 if result.status is not RewardStatus.FAILED:
@@ -117,8 +119,11 @@ async def _failures(config: LocalConfig, names: list[str], prepared: "Prepared")
     return [result for result in failures if result.adapter in failing]
 
 
-def _samples_of(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield samples of the row: without a text, and with its answer in several forms."""
+def _samples_of(config: LocalConfig, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield samples of the row: a gray picture if the policy draws, else no text, and its answer in several forms."""
+    if config.draws:
+        yield sample_of(row, "") | {PICTURES_KEY: [gray_picture(config)]}
+        return
     yield sample_of(row, "")
     try:
         answer = gold_answer(row)

@@ -8,7 +8,8 @@ from async_grpo.config.run import RunConfig
 from async_grpo.inference.config import EngineOptions
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge
 from async_grpo.launch.process_variables import gpus
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, refuse
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, dashed, option, refuse
+from async_grpo.options.source_file import is_file
 
 # Share of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
 CONTEXTS_SHARE = 0.03
@@ -49,6 +50,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         refuse_broken(self, broken_judge(self, visible_gpus))
         refuse_broken(self, self._broken_colocation())
         refuse_broken(self, self._broken_sleep(visible_gpus))
+        refuse_broken(self, self._broken_engine())
         num_needed_gpus = self.num_gpus
         num_gpus = len(visible_gpus)
         share_them = "" if self.colocate else "--colocate to let trainer and engines share them, "
@@ -109,6 +111,16 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
                 "engine_sleep colocate",
                 "do not fit together: an engine that has a GPU of its own would sleep for nobody; use --colocate",
             )
+
+    def _broken_engine(self) -> Broken:
+        """Yield the options of engines that do not fit the kind of policy, each with the reason."""
+        if self.draws != (self.engine == "drawing") and not is_file(self.engine):
+            yield "policy engine", "do not fit together: --policy flow and --engine drawing need each other"
+        if not self.draws:
+            return
+        for name in ("tensor_parallel_size", "engine_options", "engine_python"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
 
     def _broken_colocation(self) -> Broken:
         """Yield the options that cannot be combined with `--colocate`, each with the reason."""

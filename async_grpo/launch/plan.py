@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from async_grpo.config.drawing_memory import drawing_parameters
 from async_grpo.config.memory_plan import (
     CHECKPOINT_PARAMETER_BYTES,
     adapter_parameters,
@@ -25,6 +26,7 @@ from async_grpo.config.memory_plan import (
     trainer_state_bytes,
 )
 from async_grpo.inference.config import GIB
+from async_grpo.launch.drawing_plan import drawing_roles
 from async_grpo.launch.local_config import CONTEXTS_SHARE, LocalConfig
 from async_grpo.launch.process_variables import gpus
 from async_grpo.metrics.lines import duration, metrics_lines
@@ -80,7 +82,7 @@ def resources(config: LocalConfig, prepared: "Prepared") -> list[Finding]:
         ConfigurationError: Weights of the model are missing, or are stored as pickles.
     """
     folder = Path(config.model_name_or_path)
-    num_parameters = parameters_of(folder)
+    num_parameters = drawing_parameters(folder) if config.draws else parameters_of(folder)
     num_trained = None
     if prepared.settings.lora is not None:
         num_trained = adapter_parameters(folder, prepared.settings.lora)
@@ -189,6 +191,9 @@ def roles(
     Yields:
         Name of a kind of process, number of such processes, GPUs of each process, and bytes of each process.
     """
+    if config.draws:
+        yield from drawing_roles(config, num_parameters)
+        return
     from async_grpo.modeling.load import load_config, torch_dtype
 
     settings = prepared.settings

@@ -124,6 +124,8 @@ def problem_without_config(path: Path) -> str:
     ggufs = _names(path, "*.gguf")
     if ggufs:
         return f"has no config.json, but {ggufs[0]}, in {OTHER_FORMATS['*.gguf']}: {GGUF_WAY_OUT}"
+    if (path / "model_index.json").is_file():
+        return "is a folder of diffusers, whose models draw: train one by `async-grpo run --policy flow --engine drawing`"
     models = [file.parent for file in _configs_below(path)[:NUM_HINTED_FOLDERS]]
     if models:
         names = ", ".join(map(str, models))

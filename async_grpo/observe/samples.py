@@ -87,6 +87,7 @@ def _newest_that_fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     num_rows = 0
     for row in reversed(rows):
         num_characters += len(row["input"]) + len(row["completion"])
+        num_characters += len(str(row.get("picture", "")))
         if num_characters > MAX_CHARACTERS:
             break
         num_rows += 1

@@ -61,13 +61,17 @@ class ModelExporter:
 
     def __post_init__(self) -> None:
         self._folder = self.output_dir / "hf_format"
-        self._source = model_folder(self.model_path)
+        self._source = self._source_folder()
         self._dtype = torch_dtype(self.dtype)
         older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= self.resumed_at]
         self._written = sorted(older, key=_samples)  # exports of this run, the oldest first
         last_saved = _samples(self._written[-1]) if self.ranks.is_main and older else 0
         # Only rank 0 looks for exports, because ranks on other nodes may not see the folder
         self._last_saved = int(self.ranks.max([float(last_saved)])[0])
+
+    def _source_folder(self) -> Path:
+        """Return the folder of the run's initial model."""
+        return model_folder(self.model_path)
 
     def is_due(self, samples: int) -> bool:
         """Return whether an export is due after a number of trained samples."""
@@ -113,15 +117,26 @@ class ModelExporter:
         value_head = value_head_tensors(policy)
         self._last_saved = samples
         if self.ranks.is_main:
-            if self.lora is None:
-                write_model(policy.model, state, value_head, target, source=self._source, dtype=dtype)
-            else:
-                write_adapter(state, self.lora, value_head, target, source=self._source)
+            self._write(policy, state, value_head, target, dtype)
             # Only exports of this run are removed: `_written` lists no others
             self._written.append(target)
             while self.keep_last and len(self._written) > self.keep_last:
                 shutil.rmtree(self._written.pop(0))
         return target
+
+    def _write(
+        self,
+        policy: PolicyModel,
+        state: dict[str, Tensor],
+        value_head: dict[str, Tensor],
+        target: Path,
+        dtype: torch.dtype,
+    ) -> None:
+        """Write the gathered tensors to the folder `target`."""
+        if self.lora is None:
+            write_model(policy.model, state, value_head, target, source=self._source, dtype=dtype)
+        else:
+            write_adapter(state, self.lora, value_head, target, source=self._source)
 
 
 def write_model(
@@ -150,7 +165,7 @@ def write_model(
         twin = auto_class(model.config).from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    with _complete_folder(target) as partial:
+    with complete_folder(target) as partial:
         twin.save_pretrained(partial, state_dict=state)
         _add_files(partial, source, value_head)
         # safetensors creates files that only their owner can read: give them the permissions of config.json
@@ -175,14 +190,14 @@ def write_adapter(
         target: The folder to write.
         source: Folder of the base model, whose tokenizer and generation settings are copied, and which the adapter names.
     """
-    with _complete_folder(target) as partial:
+    with complete_folder(target) as partial:
         partial.mkdir()
         write_lora_folder(partial, tensors, settings, str(source.absolute()), torch.float32)
         _add_files(partial, source, value_head)
 
 
 @contextmanager
-def _complete_folder(target: Path) -> Iterator[Path]:
+def complete_folder(target: Path) -> Iterator[Path]:
     """Yield the hidden path of a folder for the block to make. After the block, the folder gets the name `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f".{target.name.rpartition('_')[0]}*.partial"):

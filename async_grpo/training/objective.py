@@ -38,6 +38,8 @@ class BatchTensors:
     returns: Float[Tensor, "1 packed"] | None = None  # targets of the critic
     old_values: Float[Tensor, "1 packed"] | None = None  # the critic's values before the step
     selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the losses clip_cov and kl_cov select
+    # KL divergence of each denoising step from the reference policy; set if the policy draws and has a reference
+    kl_to_reference: Float[Tensor, "1 packed"] | None = None
     weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
 
     # Log-probs under the weights before the step, without gradient
@@ -61,6 +63,7 @@ class BatchTensors:
     image_inputs: ImageInputs | None = (
         None  # the images as the policy reads them, once `Objective.forward` needs them
     )
+    latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -90,6 +93,7 @@ class BatchTensors:
         self.times = optional_row(batch.times)
         self.allowed = batch.allowed  # the tokens among which each token was sampled
         self.images = batch.images  # the images of each sequence
+        self.latents = None if batch.latents is None else torch.tensor(batch.latents, device=device)
 
 
 class Objective:

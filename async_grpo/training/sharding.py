@@ -4,13 +4,14 @@ Master weights, gradients and optimizer state are always float32. In bfloat16, u
 be rounded away.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float32, Int
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -61,10 +62,34 @@ def shard_policy(
     if config.torch_compile:
         compile_around_attention(layers)
     compute = torch_dtype(dtype)
+    if shard_modules(policy, layers, ranks, config, compute):
+        # Makes FSDP gather the root's weights (embedding, head) when `plain_logprobs` is called in place of `forward`
+        register_fsdp_forward_method(policy, "plain_logprobs")
+    return policy.train()
+
+
+def shard_modules(
+    policy: nn.Module,
+    layers: Sequence[nn.Module],
+    ranks: Ranks,
+    config: OptimizerConfig,
+    compute: torch.dtype,
+) -> bool:
+    """Shard a policy in place over the ranks: each layer is a unit, and everything else belongs to the root unit.
+
+    Args:
+        policy: The policy, with float32 weights.
+        layers: Its layers.
+        ranks: The ranks of the training.
+        config: Its options `cpu_offload` and `fsdp_size` are used.
+        compute: The compute dtype.
+
+    Returns:
+        Whether the policy was sharded.
+    """
     if ranks.world_size == 1 and compute is torch.float32 and not config.cpu_offload:
         # FSDP is not needed, and its hooks and copies would make the steps of a small model 10 % slower
-        return policy.train()
-
+        return False
     offload_policy = OffloadPolicy()
     if config.cpu_offload:
         offload_policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
@@ -75,9 +100,7 @@ def shard_policy(
     }
     for module in (*layers, policy):
         fully_shard(module, **options)
-    # Makes FSDP gather the root's weights (embedding, head) when `plain_logprobs` is called in place of `forward`
-    register_fsdp_forward_method(policy, "plain_logprobs")
-    return policy.train()
+    return True
 
 
 def _decoder_layers(policy: PolicyModel) -> list[Any]:
@@ -136,7 +159,7 @@ def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> 
         policy.to(device)  # moves the buffers; the weights are on the device already
 
 
-def release_gathered(policy: PolicyModel) -> None:
+def release_gathered(policy: nn.Module) -> None:
     """Shard the root unit's weights again after a forward pass without a backward pass.
 
     FSDP leaves these weights gathered after a forward pass, because the backward pass needs them first.

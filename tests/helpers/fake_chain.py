@@ -88,10 +88,13 @@ class Chain:
 
         return self.link.run(start())
 
+    def questions(self) -> list[Question]:
+        rows = [{"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2} for n in range(4)]
+        return [Question(np.array([5 + n, 6], np.int32), row) for n, row in enumerate(rows)]
+
     def train(self, verification: Callable[[], Any] = FakeVerification) -> list[dict[str, Any]]:
         """The metrics lines of the run; questions have a `difficulty` of 1 or 2."""
-        rows = [{"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2} for n in range(4)]
-        questions = [Question(np.array([5 + n, 6], np.int32), row) for n, row in enumerate(rows)]
+        questions = self.questions()
         folder = Path(self.settings.checkpoint) if self.settings.checkpoint else None
         given = self.config, NO_FACTS, self.num_ranks, questions, verification, folder
         self.link.run(self.controller.start_batcher(*given))

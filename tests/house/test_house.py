@@ -245,6 +245,8 @@ def test_every_package_that_is_imported_is_declared():
         "flash_attn",
         "datasets",
         "gguf",
+        "diffusers",
+        "PIL",  # a dependency of diffusers
     }  # extras, and one that is asked for where it is used
     optional |= {"reasoning_gym", "textarena", "openenv", "verifiers", "httpx"}
     assert imported - set(sys.stdlib_module_names) - names - optional == {"async_grpo"}

@@ -1,17 +1,24 @@
 """The demo's tasks are runs that can start, and what it cannot do it says before it starts or removes anything."""
 
+import base64
 import importlib.util
+import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from async_grpo.data import CAPITALS_HELDOUT, CAPITALS_TRAIN, gguf_model, smollm2
+from async_grpo.data.digit_rewards import read_digit, thick_strokes
+from async_grpo.data.digits import RECIPE, DigitReader, read_digits
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch import demo as demo_module
 from async_grpo.launch.demo import (
     CAPITALS,
     COUNTDOWN,
+    DIGITS_TASK,
     GUESS,
     MARK,
     RESULTS,
@@ -23,6 +30,7 @@ from async_grpo.launch.demo import (
 )
 from async_grpo.launch.local_config import LocalConfig
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
+from async_grpo.observe.picture_sheets import write_picture_sheets
 
 
 @pytest.fixture
@@ -50,7 +58,45 @@ def test_the_tiny_model_takes_ninety_steps_unless_told(task):
     options = run_options(DemoConfig(environment=task))
     assert options["num_training_batches"] == 90 and options["batch_size"] == 32
     assert run_options(DemoConfig(environment=task, steps=7))["num_training_batches"] == 7
-    assert TASKS.keys() == RESULTS.keys() == {COUNTDOWN, GUESS, CAPITALS}
+    assert TASKS.keys() == RESULTS.keys() == {COUNTDOWN, GUESS, CAPITALS, DIGITS_TASK}
+
+
+def test_the_drawing_model_learns_from_the_cached_folder_by_a_reward_that_is_shipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = smollm2.cache_folder("digits-dit", RECIPE)
+    folder.mkdir(parents=True)
+    run = LocalConfig(**run_options(DemoConfig(draw=True, seed=5)))
+    assert (run.model_name_or_path, run.policy, run.engine) == (str(folder), "flow", "drawing")
+    assert run.max_generation_tokens == 10 and run.num_training_batches == 60 and not run.logprob_roles
+    with pytest.raises(ConfigurationError, match="--draw trains a model of its own"):
+        DemoConfig(draw=True, environment=GUESS)
+
+
+def test_the_reader_reads_digits_and_its_reward_is_the_probability_of_the_prompt():
+    pictures, digits = read_digits()
+    answers = DigitReader.load().probabilities(pictures).argmax(axis=1)
+    assert (answers == digits).mean() > 0.97
+    sample = {"picture": np.round(127.5 * (pictures[3] + 1)).astype(np.uint8), "answer": str(digits[3])}
+    assert read_digit(sample)["reward"] > 0.8 and read_digit(sample)["is_read"] == 1
+    assert read_digit(sample | {"answer": str((digits[3] + 1) % 10)})["reward"] < 0.1
+    assert 0 < thick_strokes(sample) < 1
+
+
+def test_a_sheet_has_a_row_of_pictures_for_each_prompt(tmp_path):
+    file = io.BytesIO()
+    Image.new("L", (8, 8), 200).save(file, "PNG")
+    picture = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    for step in (0, 60):
+        rows = [
+            {"group": group, "member": member, "input": "7", "completion": "", "picture": picture}
+            for group in range(3)
+            for member in range(2)
+        ]
+        (tmp_path / f"eval_samples_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / METRICS_FILE).touch()
+    sheets = write_picture_sheets(tmp_path)
+    assert [sheet.name for sheet in sheets] == ["before.png", "after.png"]
+    assert Image.open(sheets[0]).size == (2 * 44 + 4, 3 * 44 + 4)
 
 
 def test_a_game_with_smollm2_is_refused_by_both_names():

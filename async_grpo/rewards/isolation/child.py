@@ -36,6 +36,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.redaction import redact_output, register_secrets
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
+from async_grpo.rewards.adapter.pictures import with_decoded_picture
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
 from async_grpo.rewards.adapter.trl_signature import has_trl_signature
@@ -282,7 +283,7 @@ class Reward:
         if "group" in requests[0]:
             return [await self._post_process(requests[0]["group"])]
         # Pass copies: the reward may change its sample, but the steps that it returns refer to the original one
-        samples = [dict(request["sample"]) for request in requests]
+        samples = [with_decoded_picture(request["sample"]) for request in requests]
         returned: Any
         try:
             returned = self._function(samples if self.traits.is_batch else samples[0], **self._options)
@@ -313,7 +314,8 @@ class Reward:
         if not self.traits.has_post_process:
             return answers
         try:
-            returned = await self.call("post_process_scores", [dict(member) for member in group])
+            members = [member | {"sample": with_decoded_picture(member["sample"])} for member in group]
+            returned = await self.call("post_process_scores", members)
             mismatch = _mismatch(returned, len(group))
             if mismatch:
                 raise ValueError(f"it returned {mismatch} for a group of {len(group)}")

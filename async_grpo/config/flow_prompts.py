@@ -1,0 +1,62 @@
+"""The prompts of a policy that draws: the label of each row."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.flow.folder import FlowFolder
+from async_grpo.options.fields import refuse
+
+SHOWN_LABELS = 20
+
+
+class LabelPrompts:
+    """Turns rows into prompts of one token, the number of a label. It has the methods of a tokenizer that a run uses.
+
+    Args:
+        folder: The folder of the model, which names the labels.
+    """
+
+    def __init__(self, folder: FlowFolder) -> None:
+        self._num_labels = folder.num_labels
+        self._number_by_name = folder.labels or {str(number): number for number in range(folder.num_labels)}
+        self._name_by_number = {number: name for name, number in self._number_by_name.items()}
+
+    def __len__(self) -> int:
+        return self._num_labels
+
+    def prompt_tokens(self, row: Any, max_prompt_tokens: int, place: str = "") -> list[int]:
+        """Return the number of a row's label, as a list. The row has it in `input_token_ids`, or its name in `input`.
+
+        Args:
+            row: The row.
+            max_prompt_tokens: Not used: every prompt is one token.
+            place: Not used: file and line of the row.
+
+        Raises:
+            ConfigurationError: The row names no label of the model.
+        """
+        refuse(not isinstance(row, dict), f"a row must be an object, not {type(row).__name__}")
+        numbers = row.get("input_token_ids")
+        if numbers is not None:
+            is_number = isinstance(numbers, list) and len(numbers) == 1 and type(numbers[0]) is int
+            refuse(not is_number, "input_token_ids must be a list of one number, the label to draw")
+            refuse(
+                not 0 <= numbers[0] < self._num_labels,
+                f"label {numbers[0]} is outside the model's {self._num_labels} labels",
+            )
+            return list(numbers)
+        name = row.get("input", row.get("prompt"))
+        if not isinstance(name, str) or name.strip() not in self._number_by_name:
+            label_names = ", ".join(list(self._number_by_name)[:SHOWN_LABELS])
+            raise ConfigurationError(
+                f"the prompt of --policy flow must be the name of a label, not {str(name)[:80]!r}; labels: {label_names}"
+            )
+        return [self._number_by_name[name.strip()]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the names of labels."""
+        return " ".join(self._name_by_number.get(number, str(number)) for number in token_ids)
+
+    def warn_about_use(self, has_environment: bool) -> None:
+        """Do nothing: there is no chat template. See `PromptRenderer`."""

@@ -1,0 +1,1 @@
+"""The engine of policies that draw."""

@@ -1,0 +1,112 @@
+"""Pictures that are being drawn, and their files."""
+
+import asyncio
+import io
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image
+
+from async_grpo.modeling.flow.schedule import FlowSchedule
+from async_grpo.types import Completion, FinishReason
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """How some pictures are drawn. Pictures with equal values can be computed in one forward pass."""
+
+    schedule: FlowSchedule
+    noise_level: float  # 0 draws without noise (ODE)
+
+
+@dataclass
+class Picture:
+    """A picture that is being drawn: its current state, and the steps that are its tokens.
+
+    Args:
+        member: Index of the picture in its group.
+        label: Number of the label to draw.
+        denoising: How it is drawn.
+        stochastic: Indices of its stochastic steps.
+        generator: Source of its noise, so that a seed always gives the same picture.
+        shape: Channels, height and width.
+    """
+
+    member: int
+    label: int
+    denoising: Denoising
+    stochastic: range
+    generator: torch.Generator
+    shape: tuple[int, int, int]
+    step: int = 0  # number of finished steps
+    begun_at: float = field(default_factory=time.time)  # Unix time
+    # Set to the completion when the picture is finished
+    completion: asyncio.Future[Completion] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def __post_init__(self) -> None:
+        self.state = self.noise()  # (channels, height, width) float32 on the CPU
+        self._steps: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._latents: list[np.ndarray] = []
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Return whether the next step is stochastic."""
+        return self.step in self.stochastic
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether all steps are done."""
+        return self.step == self.denoising.schedule.num_steps
+
+    def noise(self) -> torch.Tensor:
+        """Draw noise in the shape of the picture."""
+        return torch.randn(self.shape, generator=self.generator)
+
+    def advance(self, state: torch.Tensor, logprob: float, policy_version: int) -> None:
+        """Record the next step.
+
+        Args:
+            state: The state after the step, (channels, height, width).
+            logprob: The step's log-prob, if it is stochastic.
+            policy_version: Version of the policy that computed the step.
+        """
+        has_no_noise = not self.denoising.noise_level
+        if self.is_stochastic or has_no_noise:
+            # Without noise, every step is certain. Such a picture is not trained on, but its steps are counted
+            self._steps.append(self.step)
+            self._logprobs.append(0.0 if has_no_noise else logprob)
+            self._versions.append(policy_version)
+        if self.is_stochastic:
+            self._latents.append(torch.stack([self.state, state]).numpy())
+        self.state = state
+        self.step += 1
+
+    def finished(self) -> Completion:
+        """Return the completion of the finished picture."""
+        return Completion(
+            token_ids=np.array(self._steps, np.int32),
+            logprobs=np.array(self._logprobs, np.float32),
+            versions=np.array(self._versions, np.int32),
+            finish_reason=FinishReason.STOP,
+            text="",
+            member=self.member,
+            latents=np.stack(self._latents) if self._latents else None,
+            picture_png=png_of(self.state.numpy()),
+        )
+
+
+def png_of(state: np.ndarray) -> bytes:
+    """Return a finished state (channels, height, width), with values from -1 to 1, as a PNG file, gray or RGB."""
+    values = np.clip((state + 1) / 2, 0, 1)
+    pixels = np.round(255 * values).astype(np.uint8).transpose(1, 2, 0)
+    if pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,34 @@
+"""The memory and the trial of a run whose policy draws."""
+
+import base64
+import io
+from collections.abc import Iterator
+
+from async_grpo.config.drawing_memory import FLOAT32_BYTES, drawing_engine_bytes, drawing_rank_bytes
+from async_grpo.inference.config import MAX_PICTURES
+from async_grpo.launch.local_config import LocalConfig
+
+GRAY = 128
+
+
+def drawing_roles(config: LocalConfig, num_parameters: int) -> Iterator[tuple[str, int, int, float]]:
+    """Yield the estimated memory of all processes of a policy that draws, as `plan.roles` does for language models."""
+    yield "trainer rank", config.nproc_per_node, 1, drawing_rank_bytes(config, config.nproc_per_node)
+    engine_bytes = drawing_engine_bytes(config.model_name_or_path, config.max_num_seqs or MAX_PICTURES)
+    yield "engine", config.generation_workers, 1, engine_bytes
+    # Two copies of the weights, and a checkpoint with both moments that is being written
+    yield "rank 0's machine", 1, 0, (2 + 3) * FLOAT32_BYTES * num_parameters
+
+
+def gray_picture(config: LocalConfig) -> str:
+    """Return a gray picture of the size that the model draws, as base64 of a PNG file, to try rewards with."""
+    from PIL import Image
+
+    from async_grpo.modeling.flow.folder import read_flow_folder
+
+    num_channels, height, width = read_flow_folder(config.model_name_or_path).latent_shape
+    is_gray = num_channels == 1
+    picture = Image.new("L" if is_gray else "RGB", (width, height), GRAY if is_gray else (GRAY, GRAY, GRAY))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,203 @@
+"""The policy that draws: a flow-matching model that maps denoising steps to the log-probs of these steps."""
+
+import copy
+from typing import Any, Self
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor, nn
+
+from async_grpo.algorithm.flow.sde import (
+    sde_moments,
+    sde_noise_scale,
+    step_entropies,
+    step_kl,
+    step_logprobs,
+)
+from async_grpo.modeling import compute_device
+from async_grpo.modeling.flow.folder import FlowFolder
+from async_grpo.modeling.flow.schedule import FlowSchedule
+
+BEFORE = 0  # index, on the second axis of latents, of the state before a denoising step
+AFTER = 1  # index of the state after it
+
+
+class FlowPolicy(nn.Module):
+    """A flow-matching model whose denoising steps are the tokens of a sample.
+
+    A sample is packed as a sequence [label, step, step, ...]: the number of its label, and the indices of its stochastic
+    steps. `latents` has the states of the picture before and after each step.
+
+    Args:
+        model: A class-conditional transformer of diffusers. It predicts the velocity of pictures.
+        schedule: The times of the denoising steps that are trained.
+        noise_level: The factor a of the noise (`algorithm.flow.sde`).
+        latent_shape: Channels, height and width of a picture.
+        keeps_reference: Whether to keep a frozen copy of the model as the reference of a KL penalty.
+    """
+
+    value_head = None  # there is no critic; `PolicyModel` has this attribute, too
+
+    def __init__(
+        self,
+        model: Any,
+        schedule: FlowSchedule,
+        noise_level: float,
+        latent_shape: tuple[int, int, int],
+        *,
+        keeps_reference: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.schedule = schedule
+        self.noise_level = noise_level
+        self.latent_shape = latent_shape
+        self.reference: nn.Module | None = None
+        if keeps_reference:
+            self.reference = copy.deepcopy(model).requires_grad_(False)
+        self.train()
+
+    @classmethod
+    def of_folder(
+        cls, folder: FlowFolder, num_steps: int, noise_level: float, *, keeps_reference: bool = False
+    ) -> Self:
+        """Load the model of a folder, and return the policy."""
+        return cls(
+            folder.load_model(),
+            folder.schedule(num_steps),
+            noise_level,
+            folder.latent_shape,
+            keeps_reference=keeps_reference,
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, but leave the models in evaluation mode.
+
+        In training mode, the model would drop labels at random, so the trainer's log-probs would not be the engine's.
+        """
+        super().train(mode)
+        self.model.eval()
+        if self.reference is not None:
+            self.reference.eval()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the inputs and of the computation."""
+        return compute_device(next(self.parameters()))
+
+    def forward(
+        self,
+        input_ids: Int64[Tensor, " packed"],
+        cu_seqlens: Int[Tensor, " boundaries"],
+        loss_mask: Bool[Tensor, " packed"],
+        latents: Float[Tensor, "packed 2 channels height width"] | None,
+    ) -> tuple[Float[Tensor, " packed"], ...]:
+        """Compute the log-probs of the denoising steps that the mask selects.
+
+        Args:
+            input_ids: Packed sequences end to end, each a label and indices of steps.
+            cu_seqlens: Boundaries of the sequences.
+            loss_mask: True at the steps whose log-probs are needed.
+            latents: States of the pictures before and after each step; None if the mask is empty.
+
+        Returns:
+            (log-probs, entropies), and with a reference also its KL divergences; 0 where the mask is False. With an empty
+            mask the log-probs still depend on the weights, because a rank that has nothing to train on must run the same
+            backward pass as the other ranks.
+        """
+        first_tokens = cu_seqlens[:-1].to(input_ids.device, torch.int64)
+        positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
+        num_trained = len(positions)
+        if latents is None:
+            latents = torch.zeros(len(input_ids), 2, *self.latent_shape, device=input_ids.device)
+        if not num_trained:
+            positions = first_tokens[:1] + 1
+        labels = self._labels(input_ids, cu_seqlens, positions)
+        steps = input_ids[positions]
+        results = self.step_results(labels, steps, latents[positions])
+        if not num_trained:
+            # The sum must not change, but the graph must reach the weights
+            return tuple(0.0 * result.sum() + result.new_zeros(len(input_ids)) for result in results)
+        return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
+
+    @staticmethod
+    def _labels(
+        input_ids: Int64[Tensor, " packed"],
+        cu_seqlens: Int[Tensor, " boundaries"],
+        positions: Int64[Tensor, " steps"],
+    ) -> Int64[Tensor, " steps"]:
+        """Return the label of each step: the first token of its sequence."""
+        boundaries = cu_seqlens.to(input_ids.device, torch.int64)
+        sequence_numbers = torch.searchsorted(boundaries, positions, right=True) - 1
+        return input_ids[boundaries[sequence_numbers]]
+
+    def step_results(
+        self,
+        labels: Int64[Tensor, " steps"],
+        steps: Int64[Tensor, " steps"],
+        latents: Float[Tensor, "steps 2 channels height width"],
+    ) -> tuple[Float[Tensor, " steps"], ...]:
+        """Return (log-probs, entropies) of steps, and with a reference also its KL divergences.
+
+        Args:
+            labels: The label of each step's picture.
+            steps: Index of each step in the schedule.
+            latents: States before and after each step.
+        """
+        before = latents[:, BEFORE]
+        velocity = self.velocity(before, steps, labels)
+        mean, std = self.moments(before, velocity, steps)
+        logprobs = step_logprobs(latents[:, AFTER], mean, std)
+        entropies = step_entropies(std)
+        if self.reference is None:
+            return logprobs, entropies
+        times = self.schedule.times(steps)
+        with torch.no_grad():
+            reference_velocity = _predicted(self.reference, before, times.timesteps, labels)
+            reference_mean, _ = self.moments(before, reference_velocity, steps)
+        return logprobs, entropies, step_kl(mean, reference_mean, std)
+
+    def velocity(
+        self,
+        x: Float[Tensor, "steps channels height width"],
+        steps: Int64[Tensor, " steps"],
+        labels: Int64[Tensor, " steps"],
+        schedule: FlowSchedule | None = None,
+    ) -> Float[Tensor, "steps channels height width"]:
+        """Return the model's velocity at states before steps of the policy's schedule, or of another one."""
+        times = (schedule or self.schedule).times(steps)
+        return _predicted(self.model, x, times.timesteps, labels)
+
+    def moments(
+        self,
+        x: Float[Tensor, "steps channels height width"],
+        velocity: Float[Tensor, "steps channels height width"],
+        steps: Int64[Tensor, " steps"],
+        schedule: FlowSchedule | None = None,
+        noise_level: float | None = None,
+    ) -> tuple[Float[Tensor, "steps channels height width"], Float[Tensor, " steps"]]:
+        """Return mean and standard deviation of the states after stochastic steps.
+
+        Args:
+            x: States before the steps.
+            velocity: Velocities at these states.
+            steps: Indices of the steps.
+            schedule: The times of the steps; None means the policy's schedule.
+            noise_level: The factor of the noise; None means the policy's noise level.
+        """
+        schedule = schedule or self.schedule
+        times = schedule.times(steps)
+        level = self.noise_level if noise_level is None else noise_level
+        scale = sde_noise_scale(times.begin, schedule.t_max, level)
+        return sde_moments(x, velocity, times.begin, times.end, scale)
+
+
+def _predicted(
+    model: nn.Module,
+    x: Float[Tensor, "steps channels height width"],
+    timesteps: Float[Tensor, " steps"],
+    labels: Int64[Tensor, " steps"],
+) -> Float[Tensor, "steps channels height width"]:
+    """Return the velocities that a class-conditional model of diffusers predicts."""
+    return model(hidden_states=x, timestep=timesteps, class_labels=labels, return_dict=False)[0]

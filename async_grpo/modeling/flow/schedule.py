@@ -1,0 +1,51 @@
+"""The times of the denoising steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    """The times of n denoising steps, as the scheduler of the model's folder computes them.
+
+    Step k goes from the time `sigmas[k]` to `sigmas[k + 1]`. The first time is 1 or a little less, the last is 0.
+    """
+
+    sigmas: tuple[float, ...]  # n + 1 times
+    timesteps: tuple[float, ...]  # n numbers, from which the model sees the time
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of denoising steps."""
+        return len(self.timesteps)
+
+    @property
+    def t_max(self) -> float:
+        """Return the latest time at which the noise scale is computed; see `algorithm.flow.sde`."""
+        return min(self.sigmas[0], self.sigmas[1]) if self.num_steps > 1 else 0.5
+
+    def times(self, steps: Int64[Tensor, " steps"]) -> "StepTimes":
+        """Return the times of steps, on the device of their indices."""
+        sigmas = _tensor(self.sigmas, steps)
+        return StepTimes(
+            begin=sigmas[steps],
+            end=sigmas[steps + 1],
+            timesteps=_tensor(self.timesteps, steps)[steps],
+        )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of some denoising steps, float32."""
+
+    begin: Float[Tensor, " steps"]
+    end: Float[Tensor, " steps"]
+    timesteps: Float[Tensor, " steps"]  # the times in the units of the model
+
+
+def _tensor(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)

@@ -1,0 +1,67 @@
+"""Options that a policy that draws cannot use are refused by name, and those that only it uses do nothing elsewhere."""
+
+import pytest
+from checked_run import OUTCOME, check, config
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.launch.local_config import LocalConfig
+
+DRAWS = {"policy": "flow", "max_generation_tokens": 10, "temperature": 0.7}
+
+
+def test_a_run_that_draws_needs_no_worker_for_its_reference():
+    assert config(**DRAWS, kl_coef=0.1).logprob_roles == ()
+    assert config(kl_coef=0.1).logprob_roles == ("reference",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 4}, "--policy flow --lora-rank 4 do not go together: leave --lora-rank out"),
+        ({"environment": "guess"}, "--policy flow --environment guess do not go together"),
+        ({"record": True}, "--record True do not go together"),
+        ({"entropy_coef": 0.1}, "--entropy-coef 0.1 do not go together"),
+        ({"kl_coef": 0.1, "kl_kind": "k2"}, "--kl-kind k2 do not go together"),
+        ({"kl_coef": 0.1, "kl_in_reward": True}, "--kl-in-reward True do not go together"),
+        ({"system_prompt": "draw"}, "--system-prompt draw do not go together"),
+        ({"cpu_offload": True}, "--cpu-offload True do not go together"),
+        ({"dtype": "bfloat16"}, "computes in float32"),
+        ({"old_policy": "proximal"}, "logprob workers cannot recompute denoising steps"),
+        ({"weight_transport": "nccl"}, "use object_store or shared_files"),
+        (
+            {"max_generation_tokens": 8192},
+            "is the number of denoising steps with --policy flow, at most 1000",
+        ),
+        ({"eval_max_tokens": 8192, "eval_data_path": "d"}, "--eval-max-tokens 8192 is the number"),
+        ({"flow_window": 11}, "the window is longer than the denoising"),
+    ],
+)
+def test_what_does_not_go_with_drawing_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        config(**{**DRAWS, **changes})
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo_process"])
+def test_estimators_with_a_critic_or_process_rewards_are_refused(name):
+    with pytest.raises(ConfigurationError, match="a picture has one score and no critic"):
+        check(config(**DRAWS, advantage_estimator=name), OUTCOME)
+
+
+def test_the_window_does_nothing_for_a_language_model():
+    with pytest.raises(ConfigurationError, match="--flow-window 2 does nothing without --policy flow"):
+        config(flow_window=2)
+
+
+def local(**changes):
+    return LocalConfig(model_name_or_path="m", data_path="d", reward_fns="a", **changes)
+
+
+@pytest.mark.parametrize("changes", [DRAWS, {"engine": "drawing"}, {**DRAWS, "engine": "fake"}])
+def test_policy_and_engine_that_do_not_fit_are_refused(changes):
+    with pytest.raises(ConfigurationError, match="--policy flow and --engine drawing need each other"):
+        local(**changes)
+
+
+def test_options_of_vllm_are_refused_for_the_engine_that_draws():
+    with pytest.raises(ConfigurationError, match="--engine-options block_size=32 do not go together"):
+        local(**DRAWS, engine="drawing", engine_options="block_size=32")
