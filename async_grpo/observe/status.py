@@ -144,11 +144,14 @@ def _times(lines: Sequence[Line]) -> Text:
 
 
 def _memory(memory: Mapping[str, Mapping[str, float]]) -> Text:
-    """Return a line with the peak memory of each process, and what the plan estimates without the process's start."""
+    """Return a line with the peak memory of each process, and its part since the model was loaded beside the plan."""
     texts = []
     for name, entry in memory.items():
-        texts.append(f"{name} {entry[PEAK]:.2f} (model {entry[ADDED]:.2f} of {entry[PLANNED]:.2f} planned)")
-    return Text(printable(f"memory, GB: {', '.join(texts)}"))
+        text = f"{name}: {entry[PEAK]:.2f} ({entry[ADDED]:.2f} since it began to load the model"
+        if entry[PLANNED]:
+            text += f"; planned: {entry[PLANNED]:.2f}"
+        texts.append(f"{text})")
+    return Text(printable(f"peak memory in GB: {', '.join(texts)}"))
 
 
 def _verifiers(lines: Sequence[Line]) -> Table:

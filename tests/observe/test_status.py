@@ -109,7 +109,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_the_memory_of_each_process_stands_beside_its_plan(tmp_path):
     entry = {"peak_GB": 1.5, "added_GB": 1.0, "planned_GB": 2.0}
-    folder = run_folder(tmp_path, 3, memory={"trainer rank 0": entry, "g0": entry, "odd": {"peak_GB": "x"}})
-    text = " ".join(shown(folder).split())
-    expected = "trainer rank 0 1.50 (model 1.00 of 2.00 planned), g0 1.50 (model 1.00 of 2.00 planned)"
-    assert f"memory, GB: {expected}" in text and "odd" not in text
+    memory = {"trainer rank 0": entry, "g0": entry | {"planned_GB": 0.0}, "odd": {"peak_GB": "x"}}
+    text = " ".join(shown(run_folder(tmp_path, 3, memory=memory)).split())
+    assert (
+        "peak memory in GB: trainer rank 0: 1.50 (1.00 since it began to load the model; planned: 2.00), g0: "
+        in text
+    )
+    assert "g0: 1.50 (1.00 since it began to load the model)" in text and "odd" not in text
