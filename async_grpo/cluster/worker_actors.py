@@ -68,6 +68,8 @@ class WorkerActor(ChannelServer):
         # The dispatcher cannot check the version and the model: the actor may run on another node, and the dispatcher
         # may lack the libraries for it
         check_library(settings)
+        # Before the engine's class imports torch; see `warm_up`
+        os.environ.update(compile_cache())
         worker_class = _worker_class(config)
         getattr(worker_class, "check_model", check_model)(config.model_path, settings)
         is_generation = config.mode == GENERATION
@@ -76,7 +78,6 @@ class WorkerActor(ChannelServer):
         self._settings = settings
         # vLLM creates sockets and files of its processes in the folder for temporary files, where all users can read
         # them
-        os.environ.update(compile_cache())
         self._folder = make_private_folder()
         if is_generation and settings.sleep_level and not hasattr(worker_class, "sleep"):
             raise ConfigurationError(

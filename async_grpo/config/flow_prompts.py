@@ -6,6 +6,7 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.flow.folder import FlowFolder
 from async_grpo.options.fields import refuse
+from async_grpo.rewards.adapter.pictures import PICTURE_KEY, PICTURES_KEY
 
 SHOWN_LABELS = 20
 
@@ -34,9 +35,15 @@ class LabelPrompts:
             place: Not used: file and line of the row.
 
         Raises:
-            ConfigurationError: The row names no label of the model.
+            ConfigurationError: The row names no label of the model, or has a column in which rewards get the picture.
         """
         refuse(not isinstance(row, dict), f"a row must be an object, not {type(row).__name__}")
+        # A reward would score the row's value in place of the picture that the policy drew
+        for column in (PICTURE_KEY, PICTURES_KEY):
+            refuse(
+                column in row,
+                f"the column {column!r} is where rewards get the picture that --policy flow drew: rename the column",
+            )
         numbers = row.get("input_token_ids")
         if numbers is not None:
             is_number = isinstance(numbers, list) and len(numbers) == 1 and type(numbers[0]) is int

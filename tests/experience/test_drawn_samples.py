@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -78,6 +80,20 @@ def test_a_reward_gets_the_picture_as_an_image_and_a_scorer_as_base64():
 @pytest.mark.parametrize("pictures", [["no base64"], "text", [3], [], ["aGVsbG8="]])
 def test_a_column_of_the_row_with_the_same_name_stays_as_it_is(pictures):
     assert with_decoded_picture({"drawn_pictures": pictures}) == {"drawn_pictures": pictures}
+
+
+def chunk(kind, content):
+    """Return a chunk of a PNG file."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def test_a_png_file_with_wrong_chunks_stays_as_it_is():
+    # Pillow raises SyntaxError for an animation whose frames do not begin with the number 0
+    frame = struct.pack(">IIIIIHHBB", 7, 1, 1, 0, 0, 1, 1, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    file += chunk(b"IDAT", zlib.compress(b"\0\0")) + chunk(b"fcTL", frame) + chunk(b"IEND", b"")
+    column = {"drawn_pictures": [base64.b64encode(file).decode()]}
+    assert with_decoded_picture(column) == column
 
 
 def test_only_png_files_are_decoded():

@@ -157,6 +157,13 @@ async def test_the_canary_shows_a_single_changed_weight(model):
     assert np.abs(flow_canary_logprobs(policy, *texts) - expected).max() > 1e-4
 
 
+@pytest.mark.parametrize("num_steps", [1, 4, 1000])
+def test_the_canary_has_few_steps_from_the_first_to_the_last(num_steps):
+    (first, *_) = canary_texts(NUM_LABELS, num_steps)
+    assert first[1] == 0 and first[-1] == num_steps - 1
+    assert len(set(first[1:].tolist())) == len(first) - 1 == min(8, num_steps)
+
+
 @in_loop
 async def test_closing_a_request_frees_its_places(model):
     engine = start(model, max_sequences=2)
@@ -176,6 +183,17 @@ async def test_a_failing_step_ends_the_worker(model):
         await drawn(engine, {0: 1})
     assert "TypeError" in await engine.until_failure()
     assert not await engine.begin_anew()
+    with pytest.raises(WorkerLost, match="a denoising step failed: TypeError"):
+        await asyncio.wait_for(drawn(engine, {0: 1}), timeout=5)
+
+
+@in_loop
+async def test_a_closed_engine_refuses_requests(model):
+    engine = start(model)
+    await drawn(engine, {0: 1})
+    engine.close()
+    with pytest.raises(WorkerLost, match="is closed"):
+        await asyncio.wait_for(drawn(engine, {0: 1}), timeout=5)
 
 
 @in_loop

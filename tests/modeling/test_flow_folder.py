@@ -77,6 +77,16 @@ def test_too_many_or_no_denoising_steps_are_refused(model, num_steps):
         ("transformer/config.json", {"in_channels": 4}, "pictures have 1 channel"),
         ("transformer/config.json", {"in_channels": True}, "in_channels is True"),
         ("transformer/config.json", {"dropout": 0.1}, "dropout must be 0"),
+        ("transformer/config.json", {"sample_size": 5}, "sample_size 5 is no multiple of patch_size 2"),
+        ("transformer/config.json", {"sample_size": 10**6}, "sample_size is 1000000, more than 1024 pixels"),
+        ("transformer/config.json", {"num_layers": 10**7}, "num_layers is 10000000, more than 1000"),
+        ("transformer/config.json", {"num_layers": 0}, "num_layers is 0, not a whole number above 0"),
+        ("transformer/config.json", {"num_attention_heads": None}, "num_attention_heads is None"),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": 10**12}, "is 1000000000000, not a whole"),
+        ("model_index.json", {"vae": 5}, "has a vae"),
+        ("model_index.json", {"id2label": {"0": "a", "1": "a "}}, "has the name 'a' twice"),
+        ("model_index.json", {"id2label": {"1": "a", "01": "b"}}, "has a number twice"),
+        ("model_index.json", {"id2label": {"1" * 5000: "a"}}, "id2label must map numbers"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_by_name(copied, file, values, message):
@@ -97,13 +107,42 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(copied):
     change(copied / "transformer/config.json", num_layers=3)
     with pytest.raises(ConfigurationError, match="has the shape None in the files"):
         read_flow_folder(copied).load_model()
-    change(copied / "transformer/config.json", num_layers=10**4)
+    change(copied / "transformer/config.json", num_layers=900)
     with pytest.raises(ConfigurationError, match="describes .* parameters"):
         read_flow_folder(copied).load_model()
     (copied / WEIGHTS).rename(copied / "transformer/diffusion_pytorch_model.bin")
     change(copied / "transformer/config.json", num_layers=2)
     with pytest.raises(ConfigurationError, match="holds no weights in safetensors"):
         read_flow_folder(copied).load_model()
+
+
+def test_weights_that_the_configuration_does_not_describe_are_refused(copied):
+    # Without the check, diffusers would drop the last block with a warning
+    change(copied / "transformer/config.json", num_layers=1)
+    with pytest.raises(ConfigurationError, match=r"weights that config.json does not describe, such as \['transformer_blocks.1"):
+        read_flow_folder(copied).check_weights()
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("transformer/config.json", {"activation_fn": "unknown"}),
+        ("transformer/config.json", {"norm_type": "layer_norm"}),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}),
+        ("scheduler/scheduler_config.json", {"invert_sigmas": True}),
+    ],
+)
+def test_what_diffusers_cannot_make_is_refused_with_the_folder(copied, file, values):
+    change(copied / file, **values)
+    with pytest.raises(ConfigurationError, match=str(copied)):
+        folder = read_flow_folder(copied)
+        folder.schedule(4)
+        folder.check_weights()
+
+
+def test_spaces_around_the_name_of_a_label_do_not_matter(copied):
+    change(copied / "model_index.json", id2label={"0": " a ", "1": "b"})
+    assert LabelPrompts(read_flow_folder(copied)).prompt_tokens({"input": "a"}, 1) == [0]
 
 
 def test_the_loaded_weights_are_those_of_the_file(copied):
@@ -138,6 +177,8 @@ def test_a_row_names_the_label_to_draw(model):
         ({"prompt": [{"role": "user", "content": "a"}]}, "must be the name of a label"),
         ({"input_token_ids": [1, 2]}, "a list of one number"),
         ({"input_token_ids": [5]}, "label 5 is outside the model's 5 labels"),
+        ({"input": "a", "picture": "reference.png"}, "the column 'picture' is where rewards get the picture"),
+        ({"input": "a", "drawn_pictures": []}, "the column 'drawn_pictures' is where rewards get the picture"),
     ],
 )
 def test_a_row_without_a_label_of_the_model_is_refused(model, row, message):

@@ -64,6 +64,7 @@ class DrawingEngine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawing")
         self._serving: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._is_closed = False
         self._progress = _no_progress()
 
     @classmethod
@@ -105,8 +106,9 @@ class DrawingEngine:
         Raises:
             RequestRefused: The request has a grammar or stop texts.
             ConfigurationError: The prompt is not the number of a label.
-            WorkerLost: A forward pass failed.
+            WorkerLost: A forward pass failed, or the engine is closed.
         """
+        self._refuse_if_ended()
         sampling = sampling or Sampling()
         if sampling.grammar or sampling.stop:
             raise RequestRefused("--engine drawing draws pictures, which have no grammar and no stop texts")
@@ -122,6 +124,13 @@ class DrawingEngine:
         finally:
             for picture in pictures:
                 picture.completion.cancel()
+
+    def _refuse_if_ended(self) -> None:
+        """Raise WorkerLost if nothing advances pictures any more, because a request would then wait forever."""
+        if self._is_closed:
+            raise WorkerLost("the engine that draws is closed")
+        if self._failure.done():
+            raise WorkerLost(self._failure.result())
 
     def _label(self, prompt_token_ids: np.ndarray) -> int:
         is_label = len(prompt_token_ids) == 1 and 0 <= prompt_token_ids[0] < self._folder.num_labels
@@ -260,6 +269,7 @@ class DrawingEngine:
 
     def close(self) -> None:
         """Fail all requests and accept no more. A running forward pass ends in its thread; its result is dropped."""
+        self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()
         _cancel_all(self._pictures)

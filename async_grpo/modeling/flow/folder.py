@@ -33,10 +33,26 @@ SCHEDULER_FILE = "scheduler_config.json"
 # The pipelines that can be trained, each with the classes of its model and of its scheduler
 KNOWN_PIPELINES = {"DiTPipeline": ("DiTTransformer2DModel", "FlowMatchEulerDiscreteScheduler")}
 MAX_LABELS = 100_000
+MAX_LABEL_DIGITS = 6  # digits of the number of a label
+# Largest values of a configuration. Without them, a wrong number could occupy the machine before it is noticed
+MAX_BLOCKS = 1000
+MAX_PICTURE_SIZE = 1024  # height and width, in pixels
+MAX_SCHEDULER_TIMES = 1_000_000
 ROUNDING = 1e-6  # by which a time of 1 may be larger
 INSTALL = "diffusers is not installed: pip install 'async-grpo[draw]'"
 # Errors that diffusers and torch raise for files with arbitrary contents
-UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, NotImplementedError)
+UNUSABLE = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +99,9 @@ class FlowFolder:
             f"a picture is drawn in 1 to {MAX_DENOISING_STEPS} denoising steps, not {num_steps}: set "
             "--max-generation-tokens, such as 10 (and --eval-max-tokens for evaluations)",
         )
+        scheduler_class = _diffusers().FlowMatchEulerDiscreteScheduler
         try:
-            scheduler = _diffusers().FlowMatchEulerDiscreteScheduler.from_config(dict(self.scheduler_config))
+            scheduler = scheduler_class.from_config(dict(self.scheduler_config))
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
         except UNUSABLE as error:
             raise ConfigurationError(f"the scheduler in {self.path} cannot be used: {error}") from error
@@ -104,8 +121,9 @@ class FlowFolder:
         """
         folder = self.path / TRANSFORMER
         self.check_weights()
+        model_class = _diffusers().DiTTransformer2DModel
         try:
-            return _diffusers().DiTTransformer2DModel.from_pretrained(
+            return model_class.from_pretrained(
                 folder,
                 use_safetensors=True,
                 local_files_only=True,
@@ -129,9 +147,10 @@ class FlowFolder:
         Raises:
             ConfigurationError: diffusers is not installed, or cannot make a model of the configuration.
         """
+        model_class = _diffusers().DiTTransformer2DModel
         try:
             with torch.device("meta"):
-                return _diffusers().DiTTransformer2DModel.from_config(dict(self.model_config))
+                return model_class.from_config(dict(self.model_config))
         except UNUSABLE as error:
             raise ConfigurationError(
                 f"diffusers can make no model of {self.path / TRANSFORMER}: {error}"
@@ -165,7 +184,7 @@ def read_flow_folder(path: str | Path) -> FlowFolder:
         is_expected = isinstance(part_class, list) and part_class[-1:] == [expected]
         refuse(not is_expected, f"{folder / INDEX_FILE} says {part} {part_class}, not {expected}")
     refuse(
-        bool([part for part in index.get("vae") or [] if part is not None]),
+        index.get("vae") not in (None, [], [None, None]),
         f"{folder} has a vae, which is not supported yet: the model must draw pixels",
     )
     flow_folder = FlowFolder(
@@ -175,6 +194,7 @@ def read_flow_folder(path: str | Path) -> FlowFolder:
         scheduler_config=_read(folder / SCHEDULER / SCHEDULER_FILE),
     )
     _check_model_config(flow_folder)
+    _check_scheduler_config(flow_folder)
     return flow_folder
 
 
@@ -188,28 +208,62 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _labels(index: Mapping[str, Any], folder: Path) -> dict[str, int]:
-    """Return the number of each label. A folder that names none has the labels "0", "1" and so on, without a mapping."""
+    """Return the number of each label. A folder that names none has the labels "0", "1" and so on, without a mapping.
+
+    Raises:
+        ConfigurationError: The names are no mapping, or a name or number occurs twice, so that a prompt could draw another
+            label than it names.
+    """
     names = index.get("id2label")
     if names is None:
         return {}
+    file = folder / INDEX_FILE
     is_mapping = isinstance(names, dict) and 0 < len(names) <= MAX_LABELS
     refuse(
-        not is_mapping or not all(key.isdecimal() and isinstance(name, str) for key, name in names.items()),
-        f"{folder / INDEX_FILE}: id2label must map numbers to texts, at most {MAX_LABELS}",
+        not is_mapping or not all(_is_label(key, name) for key, name in names.items()),
+        f"{file}: id2label must map numbers to texts, at most {MAX_LABELS}",
     )
-    return {name: int(key) for key, name in names.items()}
+    labels: dict[str, int] = {}
+    for key, text in names.items():
+        name = text.strip()
+        refuse(name in labels, f"{file}: id2label has the name {name[:80]!r} twice")
+        labels[name] = int(key)
+    refuse(len(set(labels.values())) < len(labels), f"{file}: id2label has a number twice")
+    return labels
+
+
+def _is_label(key: str, name: Any) -> bool:
+    return key.isdecimal() and len(key) <= MAX_LABEL_DIGITS and isinstance(name, str)
 
 
 def _check_model_config(folder: FlowFolder) -> None:
     """Refuse a configuration whose model does not predict one velocity per number of the picture."""
     config = folder.model_config
     config_file = folder.path / TRANSFORMER / "config.json"
-    for name in ("in_channels", "sample_size", "num_embeds_ada_norm", "patch_size"):
+    for name in (
+        "in_channels",
+        "sample_size",
+        "num_embeds_ada_norm",
+        "patch_size",
+        "num_layers",
+        "num_attention_heads",
+        "attention_head_dim",
+    ):
         value = config.get(name)
         refuse(
             type(value) is not int or value < 1,
             f"{config_file}: {name} is {value}, not a whole number above 0",
         )
+    size = config["sample_size"]
+    refuse(size > MAX_PICTURE_SIZE, f"{config_file}: sample_size is {size}, more than {MAX_PICTURE_SIZE} pixels")
+    refuse(
+        size % config["patch_size"] != 0,
+        f"{config_file}: sample_size {size} is no multiple of patch_size {config['patch_size']}",
+    )
+    refuse(
+        config["num_layers"] > MAX_BLOCKS,
+        f"{config_file}: num_layers is {config['num_layers']}, more than {MAX_BLOCKS}",
+    )
     refuse(
         folder.latent_shape[0] not in (1, 3),
         f"{config_file}: in_channels is {config['in_channels']}; pictures have 1 channel (gray) or 3 (RGB)",
@@ -227,8 +281,18 @@ def _check_model_config(folder: FlowFolder) -> None:
     )
 
 
+def _check_scheduler_config(folder: FlowFolder) -> None:
+    """Refuse a number of training times for which the scheduler would need too much memory."""
+    num_times = folder.scheduler_config.get("num_train_timesteps", 1)
+    refuse(
+        type(num_times) is not int or not 1 <= num_times <= MAX_SCHEDULER_TIMES,
+        f"{folder.path / SCHEDULER / SCHEDULER_FILE}: num_train_timesteps is {num_times}, not a whole number from 1 to "
+        f"{MAX_SCHEDULER_TIMES:,}",
+    )
+
+
 def _refuse_other_weights(folder: Path, empty_model: Any) -> None:
-    """Raise ConfigurationError if the files lack a weight, or one has another shape than the configuration says."""
+    """Raise ConfigurationError if the files do not have exactly the weights of the configuration, in these shapes."""
     shapes = weight_shapes(folder)
     refuse(
         not shapes,
@@ -242,6 +306,14 @@ def _refuse_other_weights(folder: Path, empty_model: Any) -> None:
             shapes.get(name) != expected,
             f"{folder}: {name} has the shape {shapes.get(name)} in the files, but {expected} by config.json",
         )
+    # A buffer may be in the files, too. Any other weight would be ignored, such as the last block of a model whose
+    # configuration has a block less
+    buffers = dict(empty_model.named_buffers())
+    surplus = sorted(set(shapes) - parameters.keys() - buffers.keys())
+    refuse(
+        bool(surplus),
+        f"{folder}: the files have {len(surplus)} weights that config.json does not describe, such as {surplus[:1]}",
+    )
 
 
 def _diffusers() -> Any:

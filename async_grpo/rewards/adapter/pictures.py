@@ -5,7 +5,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-# Column with a list of one picture, base64 of a PNG file. Scorers take it (`Scorer(images="drawn_pictures")`)
+# Column with a list of one picture, base64 of a PNG file. Scorers take it (`HTTPScorer(images="drawn_pictures")`)
 PICTURES_KEY = "drawn_pictures"
 # Column with the picture as a `PIL.Image`, for functions
 PICTURE_KEY = "picture"
@@ -27,12 +27,13 @@ def with_decoded_picture(sample: Mapping[str, Any]) -> dict[str, Any]:
     if PICTURE_KEY in copied or not isinstance(pictures, list) or len(pictures) != 1:
         return copied
     # Pillow is imported only here, so that the processes of other rewards start faster
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         picture = Image.open(io.BytesIO(base64.b64decode(pictures[0])), formats=["PNG"])
         picture.load()
-    except (ValueError, TypeError, OSError, UnidentifiedImageError, Image.DecompressionBombError):
+    except (ValueError, TypeError, OSError, SyntaxError, Image.DecompressionBombError):
+        # Pillow raises SyntaxError for some files whose beginning is that of a PNG file
         return copied
     copied[PICTURE_KEY] = picture
     return copied

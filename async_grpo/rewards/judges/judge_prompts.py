@@ -19,6 +19,7 @@ from string import Formatter
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.pictures import PICTURES_KEY
 
 WRITTEN_BY_THE_POLICY = ("completion", "sample_text")  # columns with text from the policy
 FENCE_NOTE = (
@@ -45,8 +46,26 @@ def harmless(text: str) -> str:
     return _CONTROL_TOKEN.sub(lambda opening: opening.group() + " ", text)
 
 
+def refuse_unseen_picture(sample: Mapping[str, Any]) -> None:
+    """Refuse a sample that is a picture, for a judge that would only see its empty text.
+
+    Raises:
+        ConfigurationError: The policy drew the sample.
+    """
+    if PICTURES_KEY in sample and not sample.get("completion"):
+        raise ConfigurationError(
+            "the sample is a picture, and this judge sees only texts: use a function that reads sample['picture'], or "
+            f"HTTPScorer(images={PICTURES_KEY!r})"
+        )
+
+
 def completion_of(sample: Mapping[str, Any]) -> str:
-    """Return the completion without trailing end tokens and with other control tokens broken (see `harmless`)."""
+    """Return the completion without trailing end tokens and with other control tokens broken (see `harmless`).
+
+    Raises:
+        ConfigurationError: The policy drew the sample, which has no text (see `refuse_unseen_picture`).
+    """
+    refuse_unseen_picture(sample)
     text = str(column(sample, "completion"))
     text_end = len(text.rstrip())
     end = text_end

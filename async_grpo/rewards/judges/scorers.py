@@ -28,7 +28,13 @@ from async_grpo.options.fields import is_number
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, require_all
-from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, conversation
+from async_grpo.rewards.judges.judge_prompts import (
+    Template,
+    as_text,
+    column,
+    conversation,
+    refuse_unseen_picture,
+)
 from async_grpo.rewards.judges.judge_replies import MAX_EXTRAS, MAX_NAME_CHARACTERS, MAX_QUOTE, quote
 from async_grpo.rewards.judges.remote_judge import SCORER_URL, JudgeAddresses, ModelJudge, RemoteJudge, Send
 
@@ -144,6 +150,8 @@ class HTTPScorer(RemoteJudge):
         return score_of(reply)
 
     def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        if self.images is None:
+            refuse_unseen_picture(sample)
         fields = {"prompt": as_text(column(sample, "prompt")), "completion": column(sample, "completion")}
         if "answer" in sample:
             fields["answer"] = sample["answer"]

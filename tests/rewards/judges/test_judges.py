@@ -544,6 +544,23 @@ async def test_images_that_are_none_are_refused(images, reason):
         await scored(HTTPScorer(url=URL, images="pictures"), Scripted(), {**SAMPLE, "pictures": images})
 
 
+@pytest.mark.parametrize(
+    "judge", [LLMJudge(url=URL, model="judge"), RewardModelJudge(url=URL, model="rm"), HTTPScorer(url=URL)]
+)
+async def test_a_judge_of_texts_refuses_a_picture_that_the_policy_drew(judge):
+    # Its text is empty, so every picture would get the same score
+    picture = {**SAMPLE, "completion": "", "drawn_pictures": ["iVBORw0="]}
+    with pytest.raises(ConfigurationError, match="the sample is a picture, and this judge sees only texts"):
+        await scored(judge, Scripted(), picture)
+
+
+async def test_a_scorer_with_a_column_of_images_gets_the_picture_that_the_policy_drew():
+    client = Scripted({"protocol": 1, "scores": [{"reward": 0.5}]})
+    picture = {**SAMPLE, "completion": "", "drawn_pictures": ["iVBORw0="]}
+    assert await scored(HTTPScorer(url=URL, images="drawn_pictures"), client, picture) == {"reward": 0.5}
+    assert client.calls[0]["payload"]["images"] == [["iVBORw0="]]
+
+
 # Settings
 
 IMPOSSIBLE = [
