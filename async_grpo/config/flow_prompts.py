@@ -55,9 +55,11 @@ class LabelPrompts:
             return list(numbers)
         name = row.get("input", row.get("prompt"))
         if not isinstance(name, str) or name.strip() not in self._number_by_name:
+            hint = "; with --prompt-column, set --prompt-as text" if isinstance(name, list) else ""
             label_names = ", ".join(list(self._number_by_name)[:SHOWN_LABELS])
             raise ConfigurationError(
-                f"the prompt of --policy flow must be the name of a label, not {str(name)[:80]!r}; labels: {label_names}"
+                f"the prompt of --policy flow must be the name of a label, not {str(name)[:80]!r}; labels: "
+                f"{label_names}{hint}"
             )
         return [self._number_by_name[name.strip()]]
 

@@ -11,6 +11,10 @@ from async_grpo.launch.process_variables import gpus
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
 
+# Options that only the engine vLLM reads
+OPTIONS_OF_VLLM = """
+    tensor_parallel_size engine_options engine_python enable_prefix_caching engine_stall_s
+""".split()
 # Share of a GPU's memory that two programs on it need for their CUDA contexts and for libraries
 CONTEXTS_SHARE = 0.03
 # Share of a GPU's memory that an engine may keep while it sleeps, such as that of its CUDA graphs
@@ -118,7 +122,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
             yield "policy engine", "do not fit together: --policy flow and --engine drawing need each other"
         if not self.draws:
             return
-        for name in ("tensor_parallel_size", "engine_options", "engine_python"):
+        for name in OPTIONS_OF_VLLM:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
 

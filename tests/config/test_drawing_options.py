@@ -62,6 +62,14 @@ def test_policy_and_engine_that_do_not_fit_are_refused(changes):
         local(**changes)
 
 
-def test_options_of_vllm_are_refused_for_the_engine_that_draws():
-    with pytest.raises(ConfigurationError, match="--engine-options block_size=32 do not go together"):
-        local(**DRAWS, engine="drawing", engine_options="block_size=32")
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("engine_options", "block_size=32", "--engine-options block_size=32"),
+        ("engine_stall_s", 5.0, "--engine-stall-s 5.0"),
+        ("enable_prefix_caching", False, "--enable-prefix-caching False"),
+    ],
+)
+def test_options_of_vllm_are_refused_for_the_engine_that_draws(name, value, shown):
+    with pytest.raises(ConfigurationError, match=f"{shown} do not go together"):
+        local(**DRAWS, engine="drawing", **{name: value})

@@ -119,7 +119,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(copied):
 def test_weights_that_the_configuration_does_not_describe_are_refused(copied):
     # Without the check, diffusers would drop the last block with a warning
     change(copied / "transformer/config.json", num_layers=1)
-    with pytest.raises(ConfigurationError, match=r"weights that config.json does not describe, such as \['transformer_blocks.1"):
+    message = r"weights that config.json does not describe, such as \['transformer_blocks.1"
+    with pytest.raises(ConfigurationError, match=message):
         read_flow_folder(copied).check_weights()
 
 
@@ -174,11 +175,14 @@ def test_a_row_names_the_label_to_draw(model):
     ("row", "message"),
     [
         ({"input": "z"}, "must be the name of a label, not 'z'; labels: a, b, c, d, e"),
-        ({"prompt": [{"role": "user", "content": "a"}]}, "must be the name of a label"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "with --prompt-column, set --prompt-as text"),
         ({"input_token_ids": [1, 2]}, "a list of one number"),
         ({"input_token_ids": [5]}, "label 5 is outside the model's 5 labels"),
         ({"input": "a", "picture": "reference.png"}, "the column 'picture' is where rewards get the picture"),
-        ({"input": "a", "drawn_pictures": []}, "the column 'drawn_pictures' is where rewards get the picture"),
+        (
+            {"input": "a", "drawn_pictures": []},
+            "the column 'drawn_pictures' is where rewards get the picture",
+        ),
     ],
 )
 def test_a_row_without_a_label_of_the_model_is_refused(model, row, message):

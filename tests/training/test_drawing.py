@@ -169,6 +169,7 @@ def test_on_policy_all_ratios_are_one_and_the_reference_is_not_trained(tmp_path)
     batch = replace(batch, behaviour_logprobs=logprobs.detach().numpy())
     ranks = Mock(world_size=1, device=torch.device("cpu"))
     ranks.sum_and_max.side_effect = lambda sums, maxima: (sums, maxima)
+    ranks.gathered.side_effect = lambda own_row: own_row[None]
     objective = FlowObjective(AlgorithmConfig(kl_coef=0.1))
     accumulator, optimizer = recording_accumulator(policy, objective, ranks)
     accumulator.add(batch)

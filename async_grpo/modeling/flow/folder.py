@@ -255,7 +255,9 @@ def _check_model_config(folder: FlowFolder) -> None:
             f"{config_file}: {name} is {value}, not a whole number above 0",
         )
     size = config["sample_size"]
-    refuse(size > MAX_PICTURE_SIZE, f"{config_file}: sample_size is {size}, more than {MAX_PICTURE_SIZE} pixels")
+    refuse(
+        size > MAX_PICTURE_SIZE, f"{config_file}: sample_size is {size}, more than {MAX_PICTURE_SIZE} pixels"
+    )
     refuse(
         size % config["patch_size"] != 0,
         f"{config_file}: sample_size {size} is no multiple of patch_size {config['patch_size']}",
