@@ -1,7 +1,8 @@
 """Prompts with images on a real vLLM engine: its log-probs are the trainer's, and wrong images are refused by name.
 
 vLLM reads the images of Qwen2.5-VL with torchvision, of which the lock for machines without a GPU has none, because the
-builds on PyPI are made for CUDA. Without it, only the tests of whole runs with the fake engine run.
+builds on PyPI are made for CUDA. Without it, only the tests of whole runs with the fake engine run; `scripts/test_images`
+runs all of them.
 """
 
 import dataclasses
