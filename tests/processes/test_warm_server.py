@@ -219,10 +219,12 @@ def sleeping(servers: Servers):
 def has_ended(pid: int) -> bool:
     """Wait until a process has ended, for at most 10 s."""
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
+    # The process may end between two questions about it
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
     return True
 
 

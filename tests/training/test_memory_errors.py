@@ -94,7 +94,8 @@ def test_in_the_optimizer_step(accumulator_of, batch, monkeypatch, update_stats)
 
 
 def test_while_the_model_is_loaded(model, monkeypatch):
-    monkeypatch.setattr(make_trainer_module, "_policy", exhausted)
+    kind = dataclasses.replace(make_trainer_module.POLICY_KINDS["text"], load=exhausted)
+    monkeypatch.setitem(make_trainer_module.POLICY_KINDS, "text", kind)
     config = chain_config(model_name_or_path=str(model))
     with (
         distributed_run("cpu") as ranks,
