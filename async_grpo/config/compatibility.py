@@ -36,12 +36,12 @@ def idle(config: Any, flags: str, reason: str) -> Broken:
         flags: Names of the options, separated by spaces.
         reason: Why the options have no effect, for the message.
     """
-    changed = _changed(config, flags.split())
+    changed = changed_options(config, flags.split())
     if changed:
         yield " ".join(changed), f"does nothing {reason}"
 
 
-def _changed(config: Any, names: Iterable[str]) -> list[str]:
+def changed_options(config: Any, names: Iterable[str]) -> list[str]:
     """Return those of the options whose values differ from their defaults."""
     fields = type(config).__dataclass_fields__
     return [name for name in names if getattr(config, name) != fields[name].default]
@@ -106,7 +106,7 @@ def _broken_drawing(c: RunOptions) -> Broken:
             c, "flow_window flow_window_order flow_window_every", "without --policy flow: leave it out"
         )
         return
-    for name in _changed(c, NOT_WITH_DRAWING):
+    for name in changed_options(c, NOT_WITH_DRAWING):
         yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
     if c.dtype not in ("auto", "float32"):
         yield "policy dtype", "do not go together: a policy that draws computes in float32"
@@ -136,7 +136,7 @@ def _broken_recipe(c: RunOptions) -> Broken:
     preset = RECIPES.get(c.recipe or "", {})
     fields = type(c).__dataclass_fields__
     names_not_default = [name for name in preset if preset[name] != fields[name].default]
-    if preset and not _changed(c, names_not_default):
+    if preset and not changed_options(c, names_not_default):
         yield "recipe", "was named but not applied: use RunConfig.from_options({...}, explicit_names={...})"
 
 

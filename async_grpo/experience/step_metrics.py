@@ -3,7 +3,6 @@
 Fractions are between 0 and 1. The mean of an empty list is None (JSON null) because a missing value is not a zero.
 """
 
-import base64
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.plain_values import data_url
 from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.free_numbers import IGNORED_PREFIX
 from async_grpo.metrics.spans import Interval, union
@@ -21,7 +21,6 @@ from async_grpo.types import Completion, Group, Outcome, RewardStatus, Sample
 # Minimum numbers of rewards and steps after which an adapter can be reported as constant
 ENOUGH_REWARDS = 50
 ENOUGH_STEPS = 3
-PNG_URL = "data:image/png;base64,"  # beginning of the address of a picture in a page
 MAX_KIND_CHARACTERS = 60  # in the name of an error in a metric
 SHOWN_CHARACTERS = 300  # of the first failed trajectory's reason, in an alarm
 
@@ -176,7 +175,7 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
     if group.prompt.images:
         row["images"] = [image.digest for image in group.prompt.images]
     if completion.picture_png:
-        row["picture"] = PNG_URL + base64.b64encode(completion.picture_png).decode()
+        row["picture"] = data_url(completion.picture_png, "image/png")
     if completion.turns:
         row["turns"] = _readable_turns(completion)
     if completion.abandoned:

@@ -81,6 +81,9 @@ MAX_CPU_SEQUENCES = 1024
 # Number of pictures that an engine draws at once, unless --max-num-seqs says otherwise. More pictures make a step of the
 # engine longer, and new weights wait for its end
 MAX_PICTURES = 64
+NO_SLEEP_ON_CPU = (
+    "vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out"
+)
 # Largest ranks of a LoRA adapter for which vLLM can reserve memory
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole

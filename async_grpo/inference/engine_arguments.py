@@ -16,6 +16,7 @@ from async_grpo.inference.adapter import adapter_arguments, served_adapter
 from async_grpo.inference.config import (
     CPU_BLOCK_SIZE,
     MAX_CPU_SEQUENCES,
+    NO_SLEEP_ON_CPU,
     REFUSED_ENGINE_OPTIONS,
     EngineConfig,
     colocated_kv_cache_bytes,
@@ -32,9 +33,6 @@ from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.options.fields import nearest, refuse
 from async_grpo.weights.config import get_transport
 
-NO_SLEEP_ON_CPU = (
-    "vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out"
-)
 # Arguments in `--engine-options` with which the user sets the size of the KV cache
 SETS_CACHE = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 

@@ -1,14 +1,11 @@
 """The memory and the trial of a run whose policy draws."""
 
 import base64
-import io
 from collections.abc import Iterator
 
 from async_grpo.config.drawing_memory import FLOAT32_BYTES, drawing_engine_bytes, drawing_rank_bytes
 from async_grpo.inference.config import MAX_PICTURES
 from async_grpo.launch.local_config import LocalConfig
-
-GRAY = 128
 
 
 def drawing_roles(config: LocalConfig, num_parameters: int) -> Iterator[tuple[str, int, int, float]]:
@@ -22,13 +19,11 @@ def drawing_roles(config: LocalConfig, num_parameters: int) -> Iterator[tuple[st
 
 def gray_picture(config: LocalConfig) -> str:
     """Return a gray picture of the size that the model draws, as base64 of a PNG file, to try rewards with."""
-    from PIL import Image
+    import numpy as np
 
+    from async_grpo.inference.drawing.pictures import png_of
     from async_grpo.modeling.flow.folder import read_flow_folder
 
-    num_channels, height, width = read_flow_folder(config.model_name_or_path).latent_shape
-    is_gray = num_channels == 1
-    picture = Image.new("L" if is_gray else "RGB", (width, height), GRAY if is_gray else (GRAY, GRAY, GRAY))
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    # Pictures have values from -1 to 1, so zeros are gray
+    gray = np.zeros(read_flow_folder(config.model_name_or_path).latent_shape, np.float32)
+    return base64.b64encode(png_of(gray)).decode()

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_grpo.config.compatibility import Broken, refuse_broken
+from async_grpo.config.compatibility import Broken, changed_options, refuse_broken
 from async_grpo.config.run import RunConfig
-from async_grpo.inference.config import EngineOptions
+from async_grpo.inference.config import NO_SLEEP_ON_CPU, EngineOptions
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge
 from async_grpo.launch.process_variables import gpus
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, dashed, option, refuse
@@ -106,10 +106,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         if not self.sleep_level:
             return
         if not visible_gpus:
-            yield (
-                "engine_sleep",
-                "needs a GPU: vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out",
-            )
+            yield "engine_sleep", f"needs a GPU: {NO_SLEEP_ON_CPU}"
         if not self.colocate:
             yield (
                 "engine_sleep colocate",
@@ -122,9 +119,8 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
             yield "policy engine", "do not fit together: --policy flow and --engine drawing need each other"
         if not self.draws:
             return
-        for name in OPTIONS_OF_VLLM:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
+        for name in changed_options(self, OPTIONS_OF_VLLM):
+            yield f"policy {name}", f"do not go together: leave --{dashed(name)} out"
 
     def _broken_colocation(self) -> Broken:
         """Yield the options that cannot be combined with `--colocate`, each with the reason."""

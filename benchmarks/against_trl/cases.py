@@ -1,6 +1,6 @@
 """What is compared: each case with its numbers, and who runs in it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,26 @@ class Case:
         strict = (f"ours S={bound}" for bound in self.staleness)
         return (*strict, *(f"ours S={bound}, {alive} steps alive" for bound, alive in self.any_order), "TRL")
 
+
+SMOLLM2 = Case(
+    "capitals by SmolLM2-135M-Instruct, a real chat model, learning until 0.2 more of the held-out ones are named",
+    model="smollm2",
+    task="capitals",
+    reward="named",
+    prompts=8,
+    max_tokens=12,
+    learning_rate=2e-5,
+    steps=3,
+    warm_up=1,
+    minutes=6.5,
+    tokens_per_call=2048,
+    samples_per_call=64,
+    mask_truncated=False,  # a completion that names the capital may well be cut off
+    checkpoint_every=1,
+    gain=0.2,
+    heldout_completions=8,
+    repetitions=3,
+)
 
 CASES = {
     "short": Case("completions of about 12 tokens, free reward", steps=40, warm_up=5, minutes=2.2),
@@ -146,43 +166,17 @@ CASES = {
         heldout_completions=16,
         repetitions=3,
     ),
-    "smollm2": Case(
-        "capitals by SmolLM2-135M-Instruct, a real chat model, learning until 0.2 more of the held-out ones are named",
-        model="smollm2",
-        task="capitals",
-        reward="named",
-        prompts=8,
-        max_tokens=12,
-        learning_rate=2e-5,
-        steps=3,
-        warm_up=1,
-        minutes=6.5,
-        tokens_per_call=2048,
-        samples_per_call=64,
-        mask_truncated=False,  # a completion that names the capital may well be cut off
-        checkpoint_every=1,
-        gain=0.2,
-        heldout_completions=8,
-        repetitions=3,
-    ),
-    "smollm2-lora": Case(
-        "capitals by SmolLM2-135M-Instruct, a LoRA adapter of rank 16 on all linear layers",
-        model="smollm2",
-        task="capitals",
-        reward="named",
-        prompts=8,
-        max_tokens=12,
+    "smollm2": SMOLLM2,
+    "smollm2-lora": replace(
+        SMOLLM2,
+        what="capitals by SmolLM2-135M-Instruct, a LoRA adapter of rank 16 on all linear layers",
         learning_rate=2e-4,
         steps=8,
         warm_up=2,
         minutes=8.0,
-        tokens_per_call=2048,
-        samples_per_call=64,
-        mask_truncated=False,  # a completion that names the capital may well be cut off
         checkpoint_every=5,
+        gain=None,
         accuracy=0.6,
-        heldout_completions=8,
         lora_rank=16,
-        repetitions=3,
     ),
 }

@@ -56,18 +56,24 @@ def packed(policy, questions, completions):
         np.concatenate([question.token_ids, completion])
         for question, completion in zip(questions, completions, strict=True)
     ]
+    logprobs = packed_forward(policy, sequences, questions)
+    bounds = np.cumsum([0, *map(len, sequences)])
+    return sequences, np.split(logprobs.detach().numpy(), bounds[1:-1])
+
+
+def packed_forward(policy, sequences, questions) -> torch.Tensor:
+    """Return the log-probs of the sequences end to end, with their graph."""
     ids = np.concatenate(sequences)
     bounds = np.cumsum([0, *map(len, sequences)])
-    images = policy.image_inputs([question.images for question in questions], ids, bounds)
     logprobs, *_ = policy(
         torch.tensor(ids, dtype=torch.int64),
         torch.tensor(bounds),
         torch.ones(len(ids), dtype=torch.bool),
         1.0,
         None,
-        images,
+        policy.image_inputs([question.images for question in questions], ids, bounds),
     )
-    return sequences, np.split(logprobs.detach().numpy(), bounds[1:-1])
+    return logprobs
 
 
 @pytest.mark.parametrize("kind", IMAGE_MODEL_TYPES)
@@ -109,16 +115,8 @@ def test_gradients_reach_the_vision_tower_with_and_without_images(folder, made):
     tower = policy.model.base_model.visual
     for seeds, is_used in (((), False), ((0,), True)):
         question_here = made(*seeds)
-        ids = np.concatenate([question_here.token_ids, COMPLETION])
-        bounds = np.array([0, len(ids)])
-        logprobs, *_ = policy(
-            torch.tensor(ids, dtype=torch.int64),
-            torch.tensor(bounds),
-            torch.ones(len(ids), dtype=torch.bool),
-            1.0,
-            None,
-            policy.image_inputs([question_here.images], ids, bounds),
-        )
+        sequence = np.concatenate([question_here.token_ids, COMPLETION])
+        logprobs = packed_forward(policy, [sequence], [question_here])
         policy.zero_grad()
         logprobs.sum().backward()
         # Every rank of a sharded tower must compute a gradient, so that it is zero and not missing without images
