@@ -97,10 +97,13 @@ def _image_url(value: Any) -> str | None:
 def image_type(content: bytes) -> str | None:
     """Return the media type of an encoded image by its first bytes, or None if it is none.
 
-    >>> image_type(b"GIF89a...")
-    'image/gif'
+    >>> image_type(b"GIF89a..."), image_type(b"RIFF....WAVE")
+    ('image/gif', None)
     """
-    return next((kind for begin, kind in IMAGE_TYPES.items() if content.startswith(begin)), None)
+    kind = next((kind for begin, kind in IMAGE_TYPES.items() if content.startswith(begin)), None)
+    # Sounds (WAV) and videos (AVI) begin with RIFF, too
+    is_other_riff = kind == "image/webp" and content[8:12] != b"WEBP"
+    return None if is_other_riff else kind
 
 
 def data_url(content: bytes, media_type: str) -> str:
