@@ -18,11 +18,8 @@ from async_grpo.processes.untrusted_files import read_bytes
 
 IMAGE_COLUMNS = ("images", "image")  # columns with the images of a row; the first that a row has is used
 IMAGE_TEXT = IMAGE_PLACEHOLDER  # text in a message that stands for the next image of IMAGE_COLUMNS
-IMAGE_KINDS = (
-    "image",
-    "image_url",
-    "input_image",
-)  # values of `type` of the parts of a message that hold an image
+# Values of `type` of the parts of a message that hold an image
+IMAGE_KINDS = ("image", "image_url", "input_image")
 # Fields of such a part that may hold its image. Without any of them, the part takes the next image of IMAGE_COLUMNS
 IMAGE_FIELDS = ("image", "image_url", "url", "path", "bytes", "base64", "data")
 IMAGE_PART = {"type": "image"}  # an image in the content of a message, as chat templates expect it

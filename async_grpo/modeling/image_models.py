@@ -51,12 +51,10 @@ class ImageInputs:
     """The images of one packed row, on the policy's device. F is the number of features of all distinct images."""
 
     pixel_values: Float[Tensor, "patches values"]
-    grids: Int64[
-        Tensor, "images 3"
-    ]  # number of patches of each distinct image: in time, vertical, horizontal
-    features: Int64[
-        Tensor, " packed"
-    ]  # index among the F features of each token's feature; NO_FEATURE for text
+    # Number of patches of each distinct image: in time, vertical, horizontal
+    grids: Int64[Tensor, "images 3"]
+    # Index among the F features of each token's feature; NO_FEATURE for text
+    features: Int64[Tensor, " packed"]
     position_ids: Int64[Tensor, "3 packed"]  # position of each token: in time, vertical, horizontal
 
     def keys(self, input_ids: Int64[Tensor, " packed"]) -> Int64[Tensor, " packed"]:

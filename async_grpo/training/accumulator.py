@@ -299,7 +299,6 @@ def _metrics(totals: dict[str, float], histogram: Float64[Tensor, " bins"], coun
     metrics["avg_pg_clip"] = means["clip_frac_low"] + means["clip_frac_high"]
     num_compared = mismatch_totals["mismatch_tokens_sum"]
     metrics["rejected_share"] = 1 - num_tokens / num_compared if num_compared else 0.0
-    # The same number has two names in the metrics file
     metrics["num_non_masked_tokens"] = num_tokens
     # The same number under a second name, which scripts may read
     metrics["total_non_masked_tokens"] = num_tokens

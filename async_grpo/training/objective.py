@@ -60,9 +60,8 @@ class BatchTensors:
     times: Int[Tensor, "1 packed"] | None
     allowed: AllowedTokens | None
     images: tuple[tuple[ImageReference, ...], ...]
-    image_inputs: ImageInputs | None = (
-        None  # the images as the policy reads them, once `Objective.forward` needs them
-    )
+    # The images as the policy reads them, once `Objective.forward` needs them
+    image_inputs: ImageInputs | None = None
     latents: Float[Tensor, "packed 2 channels height width"] | None  # set if the policy draws
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
