@@ -10,6 +10,7 @@ import asyncio
 
 from async_grpo.cluster.registered_workers import GenerationWorkers
 from async_grpo.errors import WorkerLost
+from async_grpo.processes.waits import waiting
 from async_grpo.protocols import WeightPackage
 from async_grpo.weights.package import SELF_TEST
 
@@ -56,7 +57,8 @@ class EngineSleep:
             for worker_id, worker in self._workers.by_id.items():
                 if not worker.is_late and worker_id not in self._asleep:
                     calls[worker_id] = worker.link.call("sleep", self._level)
-            outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
+            with waiting("sleep", "the trainer", ", ".join(calls)):
+                outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
             for worker_id, outcome in zip(calls, outcomes, strict=True):
                 if isinstance(outcome, WorkerLost):
                     continue  # its loss is noticed, and reported, as at any other time

@@ -4,6 +4,7 @@ Kinds of waits:
 
     rank     a rank is busy with an activity or waits
     weights  workers load weights
+    sleep    engines finish their requests, to sleep while the trainer computes
     slot     the rollout loop waits for a slot of the staleness budget
     place    a group waits for a worker with room
     worker   a group waits for completions from a worker
@@ -75,6 +76,8 @@ def _causes(snapshot: Snapshot) -> Iterator[str]:
     # If a rank does not wait for experience, it waits for workers to load weights, or for another rank
     for wait in snapshot.of("weights"):
         yield f"the weights of {wait.who} have been on their way to {wait.whom} for {wait.age_s:.0f} s"
+    for wait in snapshot.of("sleep"):
+        yield f"{wait.who} waits until {wait.whom} sleeps, for {wait.age_s:.0f} s: its last requests have not ended"
     yield from _late_ranks(snapshot)
     groups = snapshot.of("worker", "place", "reward", "step") or snapshot.of("slot")
     if groups:

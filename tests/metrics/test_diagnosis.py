@@ -45,6 +45,10 @@ SLOT = Wait("slot", "the rollout loop", "a slot of the staleness budget", 12.0)
             "The weights of policy version 3 have been on their way to generation-1, generation-2 for 8 s",
         ),
         (
+            seen(Wait("sleep", "the trainer", "generation-1", 9.0), WORKER),
+            "The trainer waits until generation-1 sleeps, for 9 s: its last requests have not ended",
+        ),
+        (
             Snapshot([BUSY], processes=RANKS),
             "Rank 1 (process 7, sleeping, 0% of a core) is in nap (own.py:3), and the other ranks wait for it: "
             "rank 0 has been computing for 12 s",
