@@ -266,7 +266,12 @@ def _print_results(folder: Path, task: str, seconds: float) -> None:
     tasks = f"{before['eval_num_questions']} held-out tasks"
     if before["eval_num_samples"] != before["eval_num_questions"]:
         tasks = f"{before['eval_num_samples']} completions of {tasks}"
-    console.print(f"{tasks}:" if task == DIGITS_TASK else f"{tasks}, temperature 1:")
+    header = f"{tasks}, temperature 1:"
+    if task == DIGITS_TASK:
+        header = (
+            f"{before['eval_num_samples']} pictures of {before['eval_num_questions']} digits, from new noise:"
+        )
+    console.print(header)
     table = Table("", "before", "after")
     for label, key in RESULTS[task].items():
         if before.get(key) is not None and after.get(key) is not None:
