@@ -109,6 +109,9 @@ class WorkerActor(ChannelServer):
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"weights {package.version} came after newer weights {self._version}")
+            if not package.chunks:
+                # The trainer asks whether this worker has the trainer's weights already
+                return {}, await answer_canary(self._engine, package.canary_texts)
             chunks = []
             for chunk in package.chunks:
                 chunks.append(_mapped(chunk) if isinstance(chunk, Path) else (await chunk).data)

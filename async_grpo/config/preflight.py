@@ -114,31 +114,47 @@ def prepare(config: RunConfig) -> Prepared:
     rewards = _checked_rewards(config, all_questions) if config.reward_fns else None
     folder, manifest = find_checkpoint(config) or (None, None)
     settings = SharedRunSettings(
-        run_name=config.run_name,
         model_fingerprint=model.fingerprint,
         vocab_size=model.vocab_size,
         dtype=model.dtype,
-        temperature=config.temperature,
         stop_token_ids=model.stop_token_ids,
-        max_total_tokens=max(max_sample_tokens, max_eval_tokens),
-        max_completion_tokens=config.max_generation_tokens,
-        transport=absolute(config.weight_transport),
-        logprob_roles=config.logprob_roles,
-        seed=config.infinite_sampler_seed,
-        char_ends=config.estimator.process,
-        float32_head=config.float32_head,
-        guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
-        group_size=config.samples_per_question,
-        samples_in_flight=config.samples_in_flight,
         lora=model.lora,
         flow=model.flow,
-        sleep_level=config.sleep_level,
-        has_grammars=config.environment is not None and config.typed_output == ENFORCE,
+        max_total_tokens=max(max_sample_tokens, max_eval_tokens),
+        guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),
+        **_settings_of_options(config),
         **image_settings(config, images, all_questions),
     )
-    return Prepared(config, settings, questions, eval_questions, rewards, model.hidden_size, manifest, images)
+    return Prepared(
+        config=config,
+        settings=settings,
+        questions=questions,
+        eval_questions=eval_questions,
+        rewards=rewards,
+        hidden_size=model.hidden_size,
+        resumed=manifest,
+        images=images,
+    )
+
+
+def _settings_of_options(config: RunConfig) -> dict[str, Any]:
+    """Return those fields of `SharedRunSettings` that depend on the options alone."""
+    return {
+        "run_name": config.run_name,
+        "temperature": config.temperature,
+        "max_completion_tokens": config.max_generation_tokens,
+        "transport": absolute(config.weight_transport),
+        "logprob_roles": config.logprob_roles,
+        "seed": config.infinite_sampler_seed,
+        "char_ends": config.estimator.process,
+        "float32_head": config.float32_head,
+        "group_size": config.samples_per_question,
+        "samples_in_flight": config.samples_in_flight,
+        "sleep_level": config.sleep_level,
+        "has_grammars": config.environment is not None and config.typed_output == ENFORCE,
+    }
 
 
 def _check_sources(config: RunConfig) -> None:

@@ -75,6 +75,8 @@ READ_AT_IMPORT = (
     "MKL_",
     "OPENBLAS_",
 )
+# Variables with one of these prefixes that are read when they are needed, so that each process may have its own value
+READ_WHEN_NEEDED = {"TORCHINDUCTOR_CACHE_DIR"}
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +275,8 @@ class WarmServer:
             # Accept the values that the imports have set, too: a client that was started by a fork of this server has
             # them
             known_values = (self._environment.get(name), os.environ.get(name))
-            if name.startswith(compared) and request.environment.get(name) not in known_values:
+            is_compared = name.startswith(compared) and name not in READ_WHEN_NEEDED
+            if is_compared and request.environment.get(name) not in known_values:
                 return f"{name} differs from that of the warm server"
         preloaded = os.environ.get("LD_PRELOAD", "").split(":")
         missing = set(request.environment.get("LD_PRELOAD", "").split(":")) - {*preloaded, ""}

@@ -54,3 +54,24 @@ def in_thread(
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return wait
+
+
+def sync_in_thread(call: Callable[[], Any], version: int, sync_timeout_s: float) -> Callable[[], Any]:
+    """Finish the sync of policy `version` in a thread, and return a function that waits for its result.
+
+    Args:
+        call: Finishes the sync.
+        version: The policy version, which names the thread.
+        sync_timeout_s: The option `--sync-timeout-s`. The limit is three times this, because the sync waits for three
+            things: its beginning, the engines, and the commit.
+    """
+    limit_s = 3 * sync_timeout_s
+    return in_thread(
+        call,
+        name=f"sync-{version}",
+        limit_s=limit_s,
+        timeout_message=(
+            f"policy version {version} did not reach the engines within {limit_s:.0f} s (3 x --sync-timeout-s): the "
+            "weight transport does not answer"
+        ),
+    )

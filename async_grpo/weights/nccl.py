@@ -161,6 +161,7 @@ class NCCLPublisher(Publisher):
     during the transfer, all engines that wait for the same broadcast are lost as well, and are restarted.
     """
 
+    asks_before_sending = False
     _sender: Any = None  # vLLM's trainer-side transfer engine; None without a group
     _join: concurrent.futures.Future  # the group that is being built
     _members: Mapping[str, int] | None = None  # members of the NCCL group: worker id -> number of processes

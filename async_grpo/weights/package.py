@@ -186,6 +186,14 @@ def prove_landed(
     return difference
 
 
+def canary_differences(package: WeightPackage, receipts: Mapping[str, Receipt]) -> dict[str, np.ndarray]:
+    """Return each worker's canary log-probs (N,) minus the trainer's, by worker id."""
+    differences = {}
+    for worker_id, (_, logprobs) in receipts.items():
+        differences[worker_id] = logprobs - package.canary_logprobs
+    return differences
+
+
 def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
     """Compare the tensors that a worker received with those that were sent.
 

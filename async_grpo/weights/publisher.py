@@ -7,7 +7,6 @@ packing run in a thread, while the ranks may accumulate gradients for the next s
 load. No optimizer step is taken before the weights are proven.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,10 +22,11 @@ from async_grpo.modeling import MergedWeight, full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.canary import Canary
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.in_thread import in_thread
+from async_grpo.weights.in_thread import sync_in_thread
 from async_grpo.weights.observed_rounding import with_observed_rounding
 from async_grpo.weights.package import (
     SELF_TEST,
+    canary_differences,
     canary_miss,
     pack_weights,
     prove_landed,
@@ -38,19 +38,18 @@ from async_grpo.weights.self_test import (
     ORIGINALS_BYTES,
     SENSITIVITIES,
     UNCHANGED_ALLOWED,
-    groups_within,
     measure_sensitivity,
     perturbed,
     round_tolerance,
-    self_test_groups,
+    rounds,
 )
 from async_grpo.weights.sent_chunks import SentChunks
 from async_grpo.weights.traffic import Traffic
+from async_grpo.weights.unread_tensors import UnreadTensors
 
 Differences = dict[str, np.ndarray]  # worker id -> canary log-probs (N,) of the worker minus the trainer's
 # Delivers weights; returns their package, and the workers' receipts by worker id
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -71,6 +70,7 @@ class Publisher:
     # Yields the (name, tensor) pairs that change from step to step. Without a self-test, only these are sent. None if all
     # weights change
     named_updates: Callable[[Any], Iterator[tuple[str, torch.Tensor]]] | None = None
+    asks_before_sending = True  # whether the transport can deliver a package without tensors
     chunk_bytes = 256 << 20
     originals_bytes = ORIGINALS_BYTES
 
@@ -81,8 +81,7 @@ class Publisher:
         self._unchanged_sensitivity = 0.0
         # Log-probs (N,) and sensitivity of the first weights (`prepare`); None if they are not prepared, or were used
         self._prepared: tuple[np.ndarray, float] | None = None
-        self._unread: set[str] = set()  # names of tensors that some worker cannot read back; only on rank 0
-        self._blind: set[str] = set()  # workers that can read back no tensor at all
+        self._unread = UnreadTensors()  # only rank 0 adds names
         self._last_differences: Differences = {}  # each worker's differences at its last proof
         self._traffic = Traffic()
         self._sent_chunks = SentChunks(self.config.weight_sync_deltas, self._traffic)
@@ -146,28 +145,15 @@ class Publisher:
                 **self._traffic.take_metrics(),
             }
 
-        self._proof = self._in_thread(finish, version)
+        self._proof = sync_in_thread(finish, version, self.config.sync_timeout_s)
         return self._proof
-
-    def _in_thread(self, call: Callable[[], Any], version: int) -> Callable[[], Any]:
-        """Finish a sync in a thread, and return a function that waits for its result."""
-        # Three times the option, because the sync waits for three things: its beginning, the engines, and the commit
-        limit_s = 3 * self.config.sync_timeout_s
-        return in_thread(
-            call,
-            name=f"sync-{version}",
-            limit_s=limit_s,
-            timeout_message=(
-                f"policy version {version} did not reach the engines within {limit_s:.0f} s (3 x --sync-timeout-s): the "
-                "weight transport does not answer"
-            ),
-        )
 
     def _run_self_test(self, model: nn.Module) -> Callable[[], Any]:
         """Send the weights in rounds, first unchanged and then changed, and prove that the engines use every tensor.
 
         1. The first round sends the weights unchanged. The difference between engine and trainer in this round is the
-           basis of all later tolerances.
+           basis of all later tolerances. In float32, nothing is sent if the engines already compute with the trainer's
+           weights, because they loaded the same folder.
         2. In bfloat16, each further round changes one layer with a tensor that some engine cannot read back. Only the
            canary can show whether the engine uses this tensor. If many layers changed at once, their rounding would have
            a larger effect on the canary than a lost tensor. In float32 these rounds are not needed, because the effect
@@ -183,13 +169,18 @@ class Publisher:
         """
         weights = dict(self.named_weights(model))
         unchanged = self._draft(model, SELF_TEST)
-        prove_unchanged = self._transact(unchanged, weights)
-        wait_for_proof = self._in_thread(lambda: self._remember(prove_unchanged()), SELF_TEST)
+        wait_for_proof: Callable[[], Any] = dict
+        if not self._engines_have_weights(unchanged):
+            prove_unchanged = self._transact(unchanged, weights)
+            wait_for_proof = self._begin_round(lambda: self._remember(prove_unchanged()))
         if self.wire_dtype is not torch.float32:
             # Wait for the receipts, which say what tensors the engines can read back. The rounds depend on this
             wait_for_proof()
         restored = frozenset[str]()
-        for group in self._rounds(weights):
+        unread = self._unread.names
+        for group in rounds(
+            weights, self.originals_bytes, self.wire_dtype, unread, self.canary.max_over_ranks
+        ):
             # In the order of `weights`, not of the set: the noise depends on the order, and must be equal on every rank
             changed_weights = {name: weight for name, weight in weights.items() if name in group}
             with perturbed(changed_weights):
@@ -200,20 +191,33 @@ class Publisher:
                 # This returns when copies of the changed weights are packed, or sent by NCCL. So the original values can
                 # be restored at the end of the block
                 prove = self._transact(changed, weights_to_send)
-                wait_for_proof = self._in_thread(prove, SELF_TEST)
+                wait_for_proof = self._begin_round(prove)
             restored = group
         return wait_for_proof
 
-    def _rounds(self, weights: Mapping[str, torch.Tensor]) -> list[frozenset[str]]:
-        """Return the names of the tensors to change in each round of the self-test. They are the same on every rank."""
-        joined_layers = groups_within(weights, self.originals_bytes)
-        if self.wire_dtype is torch.float32:
-            return joined_layers
-        layers = self_test_groups(weights)
-        # Only rank 0 knows which tensors are unread. On all other ranks, the flags are 0
-        flags = self.canary.max_over_ranks([float(bool(layer & self._unread)) for layer in layers])
-        unread_layers = [layer for layer, is_unread in zip(layers, flags, strict=True) if is_unread]
-        return [*unread_layers, *joined_layers]
+    def _begin_round(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Finish a round of the self-test in a thread, and return a function that waits for its result."""
+        return sync_in_thread(call, SELF_TEST, self.config.sync_timeout_s)
+
+    def _engines_have_weights(self, unchanged: WeightPackage) -> bool:
+        """Return whether all engines already compute with the trainer's weights. A collective.
+
+        An empty package asks for their log-probs of the canary texts. In bfloat16 nothing is asked: the rounds depend on
+        which of the received tensors an engine can read back. Workers that joined late have older weights.
+        """
+        # An engine cannot compute with an adapter before the first sync
+        has_adapter = self.named_updates is not None
+        cannot_ask = has_adapter or self._for_late or not self.asks_before_sending
+        if cannot_ask or self.wire_dtype is not torch.float32:
+            return False
+        ask = self._transact(unchanged, {}, with_proof=False)
+        differences = self._begin_round(ask)()
+        is_equal = [canary_miss(difference) <= unchanged.tolerance for difference in differences.values()]
+        # Only rank 0 knows the differences
+        (have_weights,) = self.canary.max_over_ranks([float(bool(is_equal) and all(is_equal))])
+        if have_weights:
+            self._remember(differences)
+        return bool(have_weights)
 
     def _draft_of_round(
         self,
@@ -289,13 +293,14 @@ class Publisher:
         self._has_proof = True
 
     def _transact(
-        self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]
+        self, draft: WeightPackage, weights: Mapping[str, torch.Tensor], *, with_proof: bool = True
     ) -> Callable[[], Differences]:
         """Begin a sync: gather the weights on all ranks, and return the function that completes it.
 
         Args:
             draft: The package of the weights, still without tensors.
             weights: Tensors by name.
+            with_proof: If False, no worker fails, whatever it answers.
 
         Returns:
             A function that delivers the weights, proves that they landed, and commits. It returns each worker's canary
@@ -309,7 +314,10 @@ class Publisher:
                 return {}
             try:
                 package, receipts = deliver()
-                differences = self._judge(engines, package, receipts)
+                if with_proof:
+                    differences = self._judge(engines, package, receipts)
+                else:
+                    differences = canary_differences(package, receipts)
                 engines.commit(package, list(differences))
             except BaseException as error:
                 # A failure of `abort` must not replace `error`, which is raised below
@@ -338,16 +346,7 @@ class Publisher:
         for worker_id, receipt in receipts.items():
             if is_self_test:
                 received, _ = receipt
-                unread = {name for name, tensor in received.items() if not tensor.is_read_back}
-                if unread and len(unread) == len(received) and worker_id not in self._blind:
-                    self._blind.add(worker_id)
-                    log.warning(
-                        "worker %s can read back none of its %d weights: only the canary shows whether it computes with "
-                        "those that it receives (docs/operations.md, Refused: what now)",
-                        worker_id,
-                        len(unread),
-                    )
-                self._unread |= unread
+                self._unread.add(worker_id, received)
             try:
                 last = last_differences.get(worker_id, 0.0)
                 package_to_prove = package

@@ -73,6 +73,32 @@ def groups_within(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list
     return joined
 
 
+def rounds(
+    weights: Mapping[str, torch.Tensor],
+    limit_bytes: int,
+    wire_dtype: torch.dtype,
+    unread: Collection[str],
+    max_over_ranks: Callable[[list[float]], list[float]],
+) -> list[frozenset[str]]:
+    """Return the names of the tensors to change in each round of the self-test. They are the same on every rank.
+
+    Args:
+        weights: All weights by name.
+        limit_bytes: Main memory for the original values of a round's tensors; see `groups_within`.
+        wire_dtype: The dtype of the engines. In float32 no layer needs a round of its own.
+        unread: Names of the tensors that an engine cannot read back. Only rank 0 knows them.
+        max_over_ranks: See `Canary`. In bfloat16, this function is a collective.
+    """
+    joined_layers = groups_within(weights, limit_bytes)
+    if wire_dtype is torch.float32:
+        return joined_layers
+    layers = self_test_groups(weights)
+    # On all ranks but rank 0, the flags are 0
+    flags = max_over_ranks([float(not layer.isdisjoint(unread)) for layer in layers])
+    unread_layers = [layer for layer, is_unread in zip(layers, flags, strict=True) if is_unread]
+    return [*unread_layers, *joined_layers]
+
+
 def _bytes_on_all_ranks(weight: torch.Tensor) -> int:
     """Return how many bytes all ranks together use for a weight."""
     return weight.numel() * weight.element_size() * copies(weight)

@@ -85,7 +85,8 @@ async def test_at_the_start_of_an_engine_that_writes_the_cause_to_the_log_alone(
         await GenerationActor().start(config(), settings)
 
 
-async def test_in_a_weight_update_and_in_each_step_of_one(monkeypatch, settings):
+async def test_in_a_weight_update_and_in_each_step_of_one(monkeypatch, settings, tmp_path):
+    (tmp_path / "weights").write_bytes(b"a chunk")
     actor = GenerationActor()
     await actor.start(config(), settings)
     try:
@@ -93,7 +94,7 @@ async def test_in_a_weight_update_and_in_each_step_of_one(monkeypatch, settings)
         package = WeightPackage(
             version=3,
             manifest={},
-            chunks=[],
+            chunks=[tmp_path / "weights"],
             canary_texts=[],
             canary_logprobs=None,
             tolerance=1.0,

@@ -340,6 +340,14 @@ def test_another_value_of_a_variable_that_imports_read_starts_python_as_usual(se
     assert f"{name} differs from that of the warm server" in servers.log.read_text()
 
 
+def test_a_process_may_have_a_folder_of_its_own_for_compiled_code(servers):
+    """Torch reads this variable when it compiles."""
+    code = f"{IS_WARM}; import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    done = servers.run("-c", code, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": "/a/folder"})
+    is_warm, _, folder = done.stdout.split()
+    assert (is_warm, folder) == ("True", "/a/folder")
+
+
 def test_a_library_that_is_not_preloaded_in_the_server_starts_python_as_usual(servers):
     done = servers.run("-c", IS_WARM, env=os.environ | {"LD_PRELOAD": "/nowhere/libx.so"})
     assert done.stdout.split() == ["False", "False"]

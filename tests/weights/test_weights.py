@@ -1,6 +1,7 @@
 """The transaction of a weight sync and its proof, with a scripted engine in place of vLLM."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import FakeLink, TwoLayers, publisher
+from scripted_engine import CANARY, FakeLink, TwoLayers, publisher
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
@@ -84,10 +85,48 @@ def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
     link, model = FakeLink(), TwoLayers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     publisher(link).publish(model, 0, self_test=True)()
-    a_test = [("deliver", SELF_TEST, 1), ("commit", SELF_TEST, ["g0"])]
-    # The weights as they are, and every tensor changed; both are kept for workers that join late
-    assert link.log == [*a_test, *a_test, ("deliver", 0, 1), ("commit", 0, ["g0"])]
+    # The engine's weights are the trainer's, so that it is only asked; then every tensor is changed
+    asked, changed = (("deliver", SELF_TEST, num_chunks) for num_chunks in (0, 1))
+    end = ("commit", SELF_TEST, ["g0"])
+    assert link.log == [asked, end, changed, end, ("deliver", 0, 1), ("commit", 0, ["g0"])]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_engine_that_starts_with_other_weights_gets_the_trainers_before_they_are_changed():
+    link, model = FakeLink(), TwoLayers()
+    with torch.no_grad():
+        link.engine.second.weight[0] += 0.01
+    sender = publisher(link)
+    sender.publish(model, 0, self_test=True)()
+    delivered = [entry[1:] for entry in link.log if entry[0] == "deliver"]
+    # Asked; the weights as they are; every tensor changed; the first version
+    assert delivered == [(SELF_TEST, 0), (SELF_TEST, 1), (SELF_TEST, 1), (0, 1)]
+    assert sender._rounding < 1e-6  # of the weights that were sent, not of those that the engine started with
+
+
+def test_all_ranks_send_unchanged_weights_or_none_does():
+    """Rank 0 alone knows what the engines answer; a rank that went another way would wait for ever in a collective."""
+    for engine_shift, rounds in ((0.0, 1), (0.01, 2)):
+        flags = []
+
+        def share(values, flags=flags):
+            flags.append(values)
+            return values
+
+        link, model = FakeLink(), TwoLayers()
+        with torch.no_grad():
+            link.engine.second.weight[0] += engine_shift
+        first, other = publisher(link), publisher(None)
+        first.canary = replace(CANARY, max_over_ranks=share)
+        first.publish(model, 0, self_test=True)()
+        other.canary = replace(CANARY, max_over_ranks=lambda values, flags=flags: flags.pop(0))
+        sends = []
+        send = other._send
+        other._send = lambda draft, weights, send=send, sends=sends: (
+            sends.append(len(weights)) or send(draft, weights)
+        )
+        other.publish(model, 0, self_test=True)()
+        assert [count for count in sends if count] == [4] * (rounds + 1)  # the rounds, and the first version
 
 
 def test_a_worker_whose_weights_do_not_land_is_fenced_unless_all_fail_alike():
