@@ -40,7 +40,7 @@ from async_grpo.rewards.adapter.decorators import (
 from async_grpo.rewards.builtin import countdown as countdown_rules
 from async_grpo.rewards.builtin import environment as played
 from async_grpo.rewards.builtin import mathd as mathd_rules
-from async_grpo.rewards.builtin import row_checks, text
+from async_grpo.rewards.builtin import row_checks, text, unscored
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge
 
 
@@ -61,6 +61,7 @@ class RewardType(str, Enum):
     JSON_SCHEMA = "json_schema"
     ENVIRONMENT = "environment"
     ENVIRONMENT_TURNS = "environment_turns"
+    UNSCORED = "unscored"
     LLM_JUDGE = "llm_judge"
     GENERATIVE_RM = "generative_rm"
     REWARD_MODEL = "reward_model"
@@ -185,6 +186,7 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.JSON_SCHEMA: json_schema,
     RewardType.ENVIRONMENT: played.environment,  # the reward that the run's environment itself gives
     RewardType.ENVIRONMENT_TURNS: played.environment_turns,
+    RewardType.UNSCORED: unscored.unscored,
     # Remote judges are settings and not functions. Without a `url`, the run's options name the servers. For the first
     # three these are --judge-urls, or the servers of --judge-model. The last one has another protocol and uses
     # --http-scorer-urls.

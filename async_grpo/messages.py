@@ -3,7 +3,8 @@
 In the comments, a packed micro-batch has S sequences and N tokens (N = sum of the sequence lengths, without padding).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ class SharedRunSettings:
     max_total_tokens: int  # maximum length of prompt and completion together
     max_completion_tokens: int
     transport: str  # how weights are transferred to engines, see `weights.config`
-    logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
+    logprob_roles: tuple[str, ...]  # kinds of logprob worker that the run needs, such as "reference"
     seed: int
     char_ends: bool = False  # whether workers set `Completion.char_ends`, which process rewards need
     float32_head: bool = False  # whether engines compute logits in float32
@@ -153,6 +154,8 @@ class SharedRunSettings:
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
     # Level at which engines sleep while the trainer computes (`--engine-sleep`); 0 if they stay awake
     sleep_level: int = 0
+    # Whether log-probs must not depend on which requests arrive at the same time (`--deterministic`)
+    deterministic: bool = False
     has_grammars: bool = False  # whether requests may have a grammar (`Sampling.grammar`)
     library: str = ""  # version of this library that the trainer runs
     image_token_id: int = -1  # the placeholder of images in prompts; -1 if the model reads no images
@@ -160,6 +163,8 @@ class SharedRunSettings:
     unsampled_token_ids: tuple[int, ...] = ()
     most_images: int = 0  # highest number of images in one prompt
     image_processor: str = ""  # class of the trainer's image processor; "" if the model reads no images
+    # Fingerprint of each teacher that a logprob worker holds, by kind of worker
+    teacher_fingerprints: Mapping[str, str] = field(default_factory=dict)
     flow: FlowSettings | None = None  # set if the policy draws; `temperature` is then its noise level
 
 
@@ -168,7 +173,7 @@ class WorkerInfo:
     """Description of a worker, sent when it registers."""
 
     worker_id: str
-    kind: str  # "generation", "reference" or "proximal"
+    kind: str  # "generation", or a kind of logprob worker: "reference", "proximal", "self_teacher", "teacher:NAME"
     # Number of sequences that the worker accepts at once: `EngineOptions.max_sequences` for a generation worker, and
     # `inference.config.UNLIMITED` for a logprob worker
     max_sequences: int

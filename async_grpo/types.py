@@ -68,6 +68,7 @@ class Prompt:
     row: dict[str, Any]  # row of the JSONL file: `input`, `answer` and any other column
     question: int = -1  # index of the question in the data set; negative for held-out questions
     images: tuple[ImageReference, ...] = ()  # images of the prompt, in the order of their tokens
+    teacher_token_ids: np.ndarray | None = None  # (L',) int32, the teacher's prompt; None if it is the same
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,13 @@ class Tokens:
 class Turn:
     """One turn of a trajectory: the tokens that the policy read since its last turn, and how many it then sampled."""
 
-    # (E,) int32, the environment's tokens since the last turn. If the turn begins a sequence: all tokens that the
-    # engine read, including the prompt
+    # (E,) int32, the environment's tokens since the last turn; for a fresh turn, all tokens that the engine read
     before: np.ndarray
     num_tokens: int  # number of sampled tokens
-    # Whether the turn begins a new sequence: the first turn, or a turn whose history was rewritten
-    fresh: bool = False
+    fresh: bool = False  # whether the turn begins a sequence: the first, or one whose history was rewritten
     before_text: str = ""  # `before` as text
     text: str = ""  # the sampled tokens as text
-    # Sort key for the order of the turns in time; turns with equal numbers keep the order of the list. A completion
-    # lists its turns sequence by sequence. That is not their order in time if the turns of several sequences alternated
+    # Sort key of the turns in time: the list has them sequence by sequence, and sequences may have alternated
     number: int = 0
 
 
@@ -274,8 +272,8 @@ class Sample:
     loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are trained on; set with `advantages`
     group_tokens: int = 0  # number of trained tokens in the whole group
     ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference policy; None without one
-    # (T,) float32, log-probs of the policy at the time when the group was complete; None if the loss needs none
-    proximal_logprobs: np.ndarray | None = None
+    proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
+    teacher_logprobs: np.ndarray | None = None  # (T,) float32, NaN where it gave none; None without a teacher
     # (T,) int32, rank in time of each token; set if there is a critic and the sample has several sequences
     times: np.ndarray | None = None
 
@@ -359,7 +357,7 @@ class Sample:
 
 # Arrays (T, ...) of a completion and a sample. `Sample.sequences` cuts them, and `Completion.allowed`, which is no array
 COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends", "latents")
-SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "times")
+SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "teacher_logprobs", "times")
 
 
 def _with_tokens_cut(item: Any, array_names: Sequence[str], tokens: slice) -> Any:

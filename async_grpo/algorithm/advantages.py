@@ -78,6 +78,8 @@ class Estimator:
         compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
         needs_all_rewards: A sample counts only if every adapter gave it a reward. If `rewards` is TOTAL, this applies
             only to runs with process rewards. In other runs, the status of the combined verdict decides.
+        ignores_rewards: No reward changes the result. Samples then count without a reward, and groups without a second
+            sample.
         inputs: Additional inputs, name -> function of a `Sample` that returns a number, or one number per completion
             token. For example, `lambda sample: sample.prompt.row["difficulty"]` reads a column of the data row.
         critic_returns: (rewards, values, mask, *, options) -> (advantages, returns). Set for an estimator that compares
@@ -94,6 +96,7 @@ class Estimator:
     rewards: str = TOTAL
     compares_with_batch: bool = False
     needs_all_rewards: bool = False
+    ignores_rewards: bool = False
     inputs: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     critic_returns: (
         Callable[..., tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]] | None
@@ -353,6 +356,10 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
         group_local=True,
         process=True,
         inputs={"turns": processes.turn_numbers, "states": processes.turn_states},
+    ),
+    # The name is TEACHER_ALONE of `teacher_config`
+    "teacher": Estimator(
+        outcomes.no_advantage, group_local=True, process=True, sums=True, ignores_rewards=True
     ),
 }
 

@@ -57,6 +57,19 @@ def dr_grpo(
     return groups.centred(sample_scores(rewards), groups.participates)
 
 
+def no_advantage(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
+    """Return 0 for each sample, so that only a teacher trains the policy (see `teacher_advantages`).
+
+    Lu and Thinking Machines Lab 2025, "On-Policy Distillation".
+
+    >>> ADVANTAGE_ESTIMATORS["teacher"](torch.tensor([[1.], [0.]]), torch.ones(2, 1), torch.zeros(2, dtype=int)).flatten()
+    tensor([0., 0.])
+    """
+    return sample_scores(rewards).new_zeros(len(rewards), 1)
+
+
 def rloo(
     rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
 ) -> Float64[Tensor, "batch 1"]:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.algorithm.teacher_config import worker_flags
 from async_grpo.cluster.engine_sleep import EngineSleep
 from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
+from async_grpo.cluster.teacher_servers import TeacherServers
 from async_grpo.environments.played import Played
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
@@ -33,7 +35,7 @@ from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.processes.loop_watch import LoopWatch
 from async_grpo.processes.waits import situation
-from async_grpo.protocols import Connect, Generation, Verification, WeightPackage
+from async_grpo.protocols import Connect, Generation, Logprobs, Verification, WeightPackage
 from async_grpo.types import GENERATION
 from async_grpo.weights.package import SELF_TEST
 
@@ -172,7 +174,7 @@ class RunController:
         missing = []
         for kind, workers in self._workers_by_kind.items():
             if not workers.registry.members():
-                mode = kind if kind == GENERATION else f"logprob --role {kind}"
+                mode = kind if kind == GENERATION else " ".join(["logprob", *worker_flags(kind)])
                 missing.append(f"no {kind} worker (python worker_dispatcher.py --mode {mode} ...)")
         named_rewards = {info.rewards for info in self._generation.registry.members() if info.rewards}
         if len(named_rewards) > 1:
@@ -189,6 +191,7 @@ class RunController:
         make_verification: Callable[[], Verification],
         checkpoint: Path | None = None,
         make_played: Callable[[Generation], Played] | None = None,
+        make_servers: Callable[[], TeacherServers] | None = None,
     ) -> None:
         """Start the verifiers and the environment, and create the batcher.
 
@@ -200,6 +203,7 @@ class RunController:
             make_verification: Creates the verifiers in this process.
             checkpoint: Folder of the saved experience from which a resumed run continues; None for a new run.
             make_played: Connects the engines to the run's environment; None if the run has no environment.
+            make_servers: Connects to the teachers on servers; None if the run has none.
         """
         verification = make_verification()
         self._resources.push_async_callback(verification.close)
@@ -217,6 +221,7 @@ class RunController:
             verification,
             self._logprobs.get("reference"),
             self._logprobs.get("proximal"),
+            teachers=await self._teachers(config, make_servers),
             num_ranks=num_ranks,
             facts=facts,
             more_stats=self._loop_stats,
@@ -226,6 +231,19 @@ class RunController:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)
             self._batcher.restore(state)
         self._resources.push_async_callback(self._batcher.close)
+
+    async def _teachers(
+        self, config: BatchConfig, make_servers: Callable[[], TeacherServers] | None
+    ) -> dict[str, Logprobs]:
+        """Return the source of each teacher's log-probs, by name: logprob workers, or servers."""
+        teachers: dict[str, Logprobs] = {}
+        for name, kind in config.teacher_kinds.items():
+            teachers[name] = self._logprobs[kind]
+        if make_servers is not None:
+            servers = make_servers()
+            self._resources.push_async_callback(servers.close)
+            teachers |= await servers.start()
+        return teachers
 
     async def start(self) -> None:
         """Start generating. The engines must hold the policy of the next training step."""

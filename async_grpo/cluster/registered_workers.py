@@ -18,6 +18,7 @@ from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.cluster.unfinished_completions import UnfinishedCompletions
 from async_grpo.errors import PromptSetAside, WorkerLost
 from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
+from async_grpo.inference.logprob_config import FROZEN_ROLES
 from async_grpo.messages import WorkerInfo
 from async_grpo.metrics.spans import MOST, Span, condensed
 from async_grpo.processes.waits import waiting
@@ -54,7 +55,7 @@ class RegisteredWorkers:
     """The workers of one kind.
 
     Args:
-        kind: "generation", "reference" or "proximal".
+        kind: "generation", "reference", "proximal", "self_teacher", "teacher" or "teacher:NAME".
         grace_s: Seconds that work waits for a worker while none is registered.
         connect: Makes the link to a worker from the worker's handle.
         policy: Chooses the worker that gets the next work.
@@ -64,7 +65,7 @@ class RegisteredWorkers:
         self.kind = kind
         self._connect = connect
         # whether workers of this kind keep the weights that they start with
-        self.is_frozen = kind == "reference"
+        self.is_frozen = kind.partition(":")[0] in FROZEN_ROLES
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
         # Whether a sync has succeeded. A worker that joins later is "late": it gets the weights in an extra sync

@@ -15,6 +15,7 @@ import ray
 
 from async_grpo.cluster.ray_session import CONTROL_TIMEOUT_S, answer
 from async_grpo.cluster.reward_actors import RunVerification
+from async_grpo.cluster.teacher_servers import TeacherServers, compared_tokens
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.make import make_played, source_of
@@ -25,6 +26,7 @@ from async_grpo.messages import Message, MicroBatch, SharedRunSettings
 from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
+from async_grpo.modeling.load import load_tokenizer
 from async_grpo.processes.untrusted_files import read_bytes
 from async_grpo.protocols import Generation
 
@@ -255,6 +257,22 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
         make_verification,
         checkpoint=checkpoint,
         make_played=_environment_maker(config, prepared.settings, environment),
+        make_servers=_teacher_maker(config, prepared.settings),
+    )
+
+
+def _teacher_maker(config: RunConfig, settings: SharedRunSettings) -> Callable[[], TeacherServers] | None:
+    """Return a function that connects to the teachers on servers, or None if the run trains without any."""
+    if not config.teacher_servers or not settings.trains:
+        return None
+    variable = config.teacher_api_key_env
+    return partial(
+        TeacherServers,
+        config,
+        settings.max_total_tokens,
+        compared_tokens(load_tokenizer(config.model_name_or_path), settings.max_total_tokens - 2),
+        {variable: os.environ[variable]} if variable else {},
+        config.verdict_cache,
     )
 
 

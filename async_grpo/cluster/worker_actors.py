@@ -71,8 +71,12 @@ class WorkerActor(ChannelServer):
         # Before the engine's class imports torch; see `warm_up`
         os.environ.update(compile_cache())
         worker_class = _worker_class(config)
-        getattr(worker_class, "check_model", check_model)(config.model_path, settings)
         is_generation = config.mode == GENERATION
+        fingerprint = None if is_generation else settings.teacher_fingerprints.get(config.logprob_kind)
+        if fingerprint is not None:
+            check_model(config.model_path, replace(settings, model_fingerprint=fingerprint), "--teacher")
+        else:
+            getattr(worker_class, "check_model", check_model)(config.model_path, settings)
         if is_generation:
             config = config.with_sequences(settings)
         self._settings = settings
@@ -219,14 +223,22 @@ def check_library(settings: SharedRunSettings) -> None:
         )
 
 
-def check_model(model_path: str, settings: SharedRunSettings) -> None:
-    """Refuse a model that differs from the trainer's, because log-probs and token ids would be wrong silently."""
+def check_model(
+    model_path: str, settings: SharedRunSettings, option_name: str = "--model-name-or-path"
+) -> None:
+    """Refuse a model that differs from the trainer's, because log-probs and token ids would be wrong silently.
+
+    Args:
+        model_path: Folder of the model.
+        settings: The settings of the run, with the fingerprint that the model must have.
+        option_name: The trainer's option that names the model.
+    """
     from async_grpo.modeling.load import context_length, model_fingerprint
 
     if model_fingerprint(model_path) != settings.model_fingerprint:
         raise ConfigurationError(
-            f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
-            f"{settings.run_name!r} trains: start the worker with the trainer's --model-name-or-path"
+            f"--model_path {model_path} has another architecture or vocabulary than the model of {option_name} of the "
+            f"trainer of run {settings.run_name!r}: start the worker with the folder in the trainer's {option_name}"
         )
     model_tokens = context_length(model_path)
     if model_tokens < settings.max_total_tokens:

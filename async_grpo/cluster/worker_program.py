@@ -96,12 +96,12 @@ class RunHandle:
             ConfigurationError: The run needs no worker of this kind.
             DeadlineExceeded: No trainer opened the run within `patience_s`.
         """
-        kind = GENERATION if config.mode == GENERATION else config.role
+        kind = GENERATION if config.mode == GENERATION else config.logprob_kind
         run = cls(find_controller(config.run_name, patience_s), kind)
         if kind not in (GENERATION, *run.settings.logprob_roles):
             raise ConfigurationError(
                 f"the loss of run {config.run_name!r} uses no {kind} log-probs (a reference is used with --kl-coef above "
-                "0, a proximal one with --old-policy proximal)"
+                "0, a proximal one with --old-policy proximal, a teacher with --teacher)"
             )
         return run
 

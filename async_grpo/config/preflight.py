@@ -16,6 +16,7 @@ from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.row_checks import check_rows
 from async_grpo.config.run import RunConfig
+from async_grpo.config.teachers import check_teachers, checked_teachers
 from async_grpo.environments.config import ENFORCE, ROWS
 from async_grpo.environments.make import refuse_wrong_options, rows_of
 from async_grpo.errors import ConfigurationError
@@ -90,6 +91,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigurationError: An input is wrong. The message names the first problem and a way out.
     """
     check_methods(config)
+    check_teachers(config)
     _check_sources(config)
     model = MODEL_KINDS[config.policy].read(config)  # before the data is read, which may take long
     context_tokens = model.context_tokens
@@ -107,6 +109,7 @@ def prepare(config: RunConfig) -> Prepared:
     all_questions = [*questions, *chain.from_iterable(eval_questions.values())]
     _check_tokenizer(model.tokenizer, config.model_name_or_path, model.vocab_size, all_questions)
     make_curriculum(config, [question.row for question in questions])
+    taught = checked_teachers(config, model, questions)
     longest_prompt = max(len(question.token_ids) for question in all_questions)
     max_sample_tokens = min(context_tokens, longest_prompt + config.max_generation_tokens)
     max_eval_tokens = min(context_tokens, longest_prompt + (config.eval_max_tokens or 0))
@@ -119,8 +122,9 @@ def prepare(config: RunConfig) -> Prepared:
         dtype=model.dtype,
         stop_token_ids=model.stop_token_ids,
         lora=model.lora,
+        teacher_fingerprints=taught.fingerprints,
         flow=model.flow,
-        max_total_tokens=max(max_sample_tokens, max_eval_tokens),
+        max_total_tokens=max(max_sample_tokens, max_eval_tokens, taught.longest_sequence),
         guaranteed_completion_tokens=max_sample_tokens - longest_prompt,
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),
@@ -130,7 +134,7 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(
         config=config,
         settings=settings,
-        questions=questions,
+        questions=taught.questions,
         eval_questions=eval_questions,
         rewards=rewards,
         hidden_size=model.hidden_size,
@@ -153,6 +157,7 @@ def _settings_of_options(config: RunConfig) -> dict[str, Any]:
         "group_size": config.samples_per_question,
         "samples_in_flight": config.samples_in_flight,
         "sleep_level": config.sleep_level,
+        "deterministic": config.deterministic,
         "has_grammars": config.environment is not None and config.typed_output == ENFORCE,
     }
 

@@ -47,6 +47,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     # Shao et al. 2024, "DeepSeekMath", 4.1.3: process supervision, with the objective of the recipe `grpo`
     "process": {**_GRPO, "advantage_estimator": "grpo_process", **_MEAN_OF_SEQUENCES, **_KL},
+    # Lu and Thinking Machines Lab 2025, "On-Policy Distillation": the advantage of a token is log pi_teacher - log pi, and
+    # the loss has importance weights instead of a clip
+    "opd": {
+        "advantage_estimator": "teacher",
+        **_CISPO,
+        "loss_aggregation": "token_mean",
+        "mask_truncated": False,
+        **_NO_KL,
+    },
 }
 
 
@@ -73,7 +82,7 @@ def apply_recipe(options: Mapping[str, Any], explicit_names: Collection[str]) ->
     if "policy_loss" in explicit_names and options["policy_loss"] != preset["policy_loss"]:
         # The recipe's clipping bounds fit only the recipe's own loss
         preset.pop("clip_low", None)
-        del preset["clip_high"]
+        preset.pop("clip_high", None)
     user_values = {
         key: options[key] for key in preset if key in explicit_names and options[key] != preset[key]
     }

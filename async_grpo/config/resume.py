@@ -49,12 +49,15 @@ FIXED = {
     **dict.fromkeys(("lora_alpha", "lora_rslora"), "the checkpoint has an adapter for the earlier scale"),
     "advantage_estimator": "the optimizer and the finished groups have what the earlier estimator needs",
     "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",
+    "teacher_names": "the finished groups have the log-probs of the earlier teachers",
+    "teacher_column": "the finished groups have the log-probs of the teachers in the earlier column",
 }
 # Values that are computed from several options, with the names of these options for messages
 DERIVED = {
     "groups_per_step": "--batch-size / --train-minibatch-size",
     "samples_in_flight": "--groups-alive",
-    "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy and --policy-loss",
+    "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy, --policy-loss and --teacher",
+    "teacher_names": "--teacher",
 }
 # Options that often differ between starts of one run, so their changes are not logged
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
@@ -184,6 +187,7 @@ def as_options(config: RunConfig) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(RunConfig)]
     options = {name: getattr(config, name) for name in (*names, *DERIVED)}
     options["logprob_roles"] = list(config.logprob_roles)
+    options["teacher_names"] = list(config.teacher_names)
     options["reward_fns"] = list(parse_names(config.reward_fns))
     return options
 

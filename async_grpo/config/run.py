@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from async_grpo.algorithm.teacher_config import UNSCORED
 from async_grpo.config.compatibility import broken_values, refuse_broken
 from async_grpo.config.recipes import apply_recipe
 from async_grpo.config.run_options import MemberConfig, RunOptions
@@ -70,6 +71,8 @@ class RunConfig(RunOptions):
         if self.environment and not self.reward_fns:
             # Without other rewards, the environment's own reward is used
             object.__setattr__(self, "reward_fns", ENVIRONMENT)
+        if self.is_taught_alone and not self.reward_fns:
+            object.__setattr__(self, "reward_fns", UNSCORED)
         super().__post_init__()
         refuse(not self.output_dir.strip(), "--output-dir is empty: name a folder, such as runs/first")
         parse_trackers(self.track)

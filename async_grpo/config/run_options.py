@@ -136,7 +136,7 @@ class RunOptions(
 
     @property
     def logprob_roles(self) -> tuple[str, ...]:
-        """Return the roles of logprob workers that the run needs: often none, else "reference", "proximal" or both."""
+        """Return the kinds of logprob workers that the run needs, such as "reference" and "proximal"; often none."""
         roles = []
         # With LoRA the trainer itself computes the reference, by its model without the adapter, and with a policy that
         # draws, by a copy of the initial model. Only a KL penalty in the rewards is needed before the trainer sees the
@@ -146,7 +146,7 @@ class RunOptions(
             roles.append("reference")
         if self.needs_proximal:
             roles.append("proximal")
-        return tuple(roles)
+        return (*roles, *dict.fromkeys(self.teacher_kinds.values()))
 
     @property
     def samples_between_models(self) -> int:

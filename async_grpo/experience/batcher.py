@@ -50,6 +50,7 @@ class ExperienceBatcher:
         reference: Source of the reference policy's log-probs; None if the loss needs none.
         proximal: Source of the proximal policy's log-probs; None if the loss needs none.
         num_ranks: Number of trainer ranks; each calls `next_message` for its own messages.
+        teachers: Source of each teacher's log-probs, by name; None without a teacher.
         facts: Facts about the run's rewards and model, from `ResolvedRewards.facts`.
         more_stats: Returns additional numbers for each step's statistics.
     """
@@ -63,6 +64,7 @@ class ExperienceBatcher:
         reference: Logprobs | None = None,
         proximal: Logprobs | None = None,
         *,
+        teachers: Mapping[str, Logprobs] | None = None,
         num_ranks: int = 1,
         facts: RunFacts = NO_FACTS,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
@@ -83,6 +85,7 @@ class ExperienceBatcher:
             reference,
             proximal,
             on_change=self._count_sequences,
+            teachers=teachers,
         )
         self.evaluate = self.rollouts.evaluate
         curriculum = make_curriculum(config, [question.row for question in questions])
@@ -291,7 +294,9 @@ class ExperienceBatcher:
 
     def _end_step(self, complete: StepComplete) -> None:
         """Put the end of a step into every queue. A task computes its statistics later."""
-        refuse_unscored(complete.step, complete.groups)
+        if not self.advantages.estimator.ignores_rewards:
+            refuse_unscored(complete.step, complete.groups)
+        self.rollouts.refuse_untaught(complete.step, complete.groups)
         self._trained_groups[complete.step] = [group.sequence_number for group in complete.groups]
         step_end = self._supervise(self._step_end(complete), f"the end of step {complete.step}")
         self._put([step_end] * len(self._queues))
@@ -324,6 +329,7 @@ class ExperienceBatcher:
         stats["groups_without_signal"] = sum(
             not self.advantages.has_signal(group) for group in complete.groups
         )
+        stats |= self.rollouts.teacher_stats(complete.groups)
         stats["questions_retired"] = len(self.cursor.retired)
         if self.cursor.curriculum is not None:
             stats |= self.cursor.curriculum.metrics()

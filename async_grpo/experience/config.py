@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from async_grpo.algorithm.config import AlgorithmConfig, off_policy, on_groups
+from async_grpo.algorithm.teacher_config import TEACHER_ALONE, TeacherConfig
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.options.fields import (
     COMMAS,
@@ -31,7 +32,7 @@ _batches = partial(option, panel="Batches", everyday=True, portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig(AlgorithmConfig):
+class BatchConfig(AlgorithmConfig, TeacherConfig):
     """Options of the batcher. They include the algorithm's options because the batcher computes the advantages."""
 
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
@@ -171,6 +172,19 @@ class BatchConfig(AlgorithmConfig):
     failure_alarm: float = option(
         0.1, "Warn if more than this share of a reward's calls fails.", "Rewards", range=SHARE
     )
+
+    @property
+    def is_taught_alone(self) -> bool:
+        """Return whether only a teacher trains the policy, so that the run needs no reward."""
+        return self.advantage_estimator == TEACHER_ALONE
+
+    def refuse_missing_teacher(self) -> None:
+        """Raise ConfigurationError if rewards are ignored and there is no teacher, so that nothing would be learned."""
+        refuse(
+            self.is_taught_alone and not self.teachers,
+            f"--advantage-estimator {TEACHER_ALONE} learns from a teacher alone: name it with --teacher, or choose another "
+            "estimator",
+        )
 
     @property
     def samples_filename(self) -> str | None:

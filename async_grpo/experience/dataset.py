@@ -29,6 +29,7 @@ class Question:
     row: dict[str, Any]
     where: str = ""  # file and line of the row
     images: tuple[ImageReference, ...] = ()  # images of the prompt, in the order of their tokens
+    teacher_token_ids: np.ndarray | None = None  # (L',) int32, see `Prompt`
 
 
 def questions_of(
@@ -160,7 +161,14 @@ class PromptCursor:
             place: Index of the question in the data set.
         """
         question = self.questions[place]
-        return Prompt(ordinal, question.token_ids, question.row, place, question.images)
+        return Prompt(
+            ordinal,
+            question.token_ids,
+            question.row,
+            place,
+            question.images,
+            teacher_token_ids=question.teacher_token_ids,
+        )
 
     def retire(self, prompt: Prompt) -> None:
         """Skip the prompt's question from now on."""

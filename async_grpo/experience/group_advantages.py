@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
+from async_grpo.algorithm.teacher_advantages import teacher_advantages
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.reward_tensors import REWARD_TENSOR_INPUTS, RewardTensors, repeated, token_times
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
@@ -76,6 +77,8 @@ class GroupAdvantages:
 
     def has_signal(self, group: Group) -> bool:
         """Return whether rewards differ within the group, or from the greedy completion if the estimator uses one."""
+        if self.estimator.ignores_rewards:
+            return True
         # The estimators ignore completions without tokens
         verdicts = [
             sample.verdict for sample in group.samples if len(sample.completion) and self._is_readable(sample)
@@ -119,6 +122,8 @@ class GroupAdvantages:
             samples, valid.tolist(), batch.per_token(advantages), strict=True
         ):
             loss_mask = self._loss_mask(sample, is_valid, step)
+            if loss_mask is not None and sample.teacher_logprobs is not None:
+                token_advantages, loss_mask = self._with_teacher(sample, loss_mask, token_advantages)
             trained_samples.append(self._with_advantages(sample, loss_mask, token_advantages))
 
         trained_groups = []
@@ -152,7 +157,10 @@ class GroupAdvantages:
         """
         is_kept_group = []
         for group in groups:
-            has_enough_rewards = len(group.rewards) >= self.config.min_valid_samples
+            num_rewards = len(group.rewards)
+            has_enough_rewards = (
+                num_rewards >= self.config.min_valid_samples or self.estimator.ignores_rewards
+            )
             is_filtered = self.config.zero_variance == "filter" and not self.has_signal(group)
             is_kept_group.append(has_enough_rewards and not is_filtered)
         is_readable = [self._is_readable(sample) for group in groups for sample in group.samples]
@@ -184,6 +192,9 @@ class GroupAdvantages:
     def _is_readable(self, sample: Sample) -> bool:
         """Return whether the sample has every reward that the estimator reads."""
         verdict = sample.verdict
+        if self.estimator.ignores_rewards:
+            # A failed trajectory may have ended anywhere, so it is not trained on either
+            return not sample.completion.failure
         if verdict.status is not RewardStatus.OK:
             return False
         reads_rewards_separately = self.estimator.rewards != TOTAL or bool(self.facts.process_rewards)
@@ -207,6 +218,24 @@ class GroupAdvantages:
             # A view of a single value, which takes no memory
             return repeated(np.array(True), len(completion))
         return step - completion.versions <= self.config.max_token_staleness
+
+    def _with_teacher(
+        self, sample: Sample, loss_mask: np.ndarray, advantages: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Add the teacher's advantages (see `teacher_advantages`) to those of the rewards.
+
+        A token for which the teacher gave no log-prob is left out of the loss: 0 would mean that the teacher agrees.
+
+        Returns:
+            The advantages (T,) float32, and the mask (T,) without these tokens, or None if no token is left.
+        """
+        assert sample.teacher_logprobs is not None
+        further_advantages, is_covered = teacher_advantages(
+            sample.teacher_logprobs, sample.completion.logprobs, self.config.teacher_coef
+        )
+        loss_mask = loss_mask & is_covered
+        summed = (advantages + further_advantages).astype(np.float32)
+        return summed, loss_mask if loss_mask.any() else None
 
     def _with_advantages(
         self, sample: Sample, loss_mask: np.ndarray | None, advantages: np.ndarray

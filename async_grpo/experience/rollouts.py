@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -15,8 +15,9 @@ from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
 from async_grpo.experience.first_trajectories import FirstTrajectories
-from async_grpo.experience.packing import allowed_tokens_of
+from async_grpo.experience.logprob_requests import logprobs_of_samples
 from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.experience.teachers.distillation import Teachers
 from async_grpo.metrics.free_numbers import FreeNumbers
 from async_grpo.metrics.spans import Spans
 from async_grpo.protocols import Generation, Logprobs, Verification
@@ -98,6 +99,7 @@ class Rollouts:
         reference: Source of the reference policy's log-probs; None if the loss needs none.
         proximal: Source of the proximal policy's log-probs; None if the loss needs none.
         on_change: Called with each change in the number of sequences that are being generated.
+        teachers: Source of each teacher's log-probs, by name; None without a teacher.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Rollouts:
         proximal: Logprobs | None,
         *,
         on_change: Callable[[int], None],
+        teachers: Mapping[str, Logprobs] | None = None,
     ) -> None:
         self.config = config
         self.facts = facts
@@ -119,6 +122,7 @@ class Rollouts:
         self._on_change = on_change
         self._free_numbers = FreeNumbers()
         self._first_trajectories = FirstTrajectories(config.groups_per_step)
+        self._teachers = Teachers(config, teachers) if teachers else None
         self._recomputed: list[RecomputedLogprobs] = []
         if reference is not None:
             self._recomputed.append(RecomputedLogprobs("reference", reference, "ref_logprobs"))
@@ -253,32 +257,30 @@ class Rollouts:
         return Sample(prompt, completion, verdict)
 
     async def add_logprobs(self, group: Group) -> Group:
-        """Return the group with the log-probs of those other policies (reference, proximal) that the loss needs."""
-        sequences = [sequence for sample in group.samples for sequence in sample.sequences]
-        if not sequences:
+        """Return the group with the log-probs of the other policies that training needs: reference, proximal, teacher."""
+        if not group.samples:
             return group
-        token_ids = [sequence.token_ids for sequence in sequences]
-        # The prompt of a sequence: the tokens before its first turn
-        prompts = [sequence.pieces[0][0] for sequence in sequences]
-        prompt_lengths = [len(prompt) for prompt in prompts]
-        arguments: list[Any] = [token_ids, prompt_lengths]
-        allowed = [allowed_tokens_of(sequence) for sequence in sequences]
-        has_masks = any(masks is not None for masks in allowed)
-        images = [sequence.prompt.images for sequence in sequences]
-        if has_masks or any(images):
-            arguments.append(allowed if has_masks else None)
-        if any(images):
-            arguments.append(images)
         for recomputed in self._recomputed:
             with self.spans.measure(recomputed.role, "logprobs"):
-                logprobs_by_sequence = await recomputed.source.logprobs(*arguments)
-            logprobs_by_sample = _sampled_logprobs(group.samples, logprobs_by_sequence, prompt_lengths)
+                logprobs_by_sample = await logprobs_of_samples(recomputed.source, group.samples)
             samples = []
             for sample, logprobs in zip(group.samples, logprobs_by_sample, strict=True):
                 changed_field: dict[str, Any] = {recomputed.field_name: logprobs}
                 samples.append(replace(sample, **changed_field))
             group = replace(group, samples=tuple(samples))
+        if self._teachers is not None:
+            with self.spans.measure("teacher", "logprobs"):
+                group = await self._teachers.add_logprobs(group)
         return group
+
+    def refuse_untaught(self, step: int, groups: Sequence[Group]) -> None:
+        """Raise RunFailed if the run has a teacher that gave no log-prob for any token of a step."""
+        if self._teachers is not None:
+            self._teachers.refuse_untaught(step, groups)
+
+    def teacher_stats(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """Return the metrics of the teachers of a step, or {} without a teacher."""
+        return {} if self._teachers is None else self._teachers.stats(groups)
 
     async def evaluate(self, questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Any]:
         """Answer held-out questions, without using slots of the staleness budget.
@@ -322,30 +324,3 @@ class Rollouts:
             )
         stats = evaluation_stats(groups, config.eval_pass_reward)
         return {"seconds": time.monotonic() - begin, **stats, "samples": readable_samples(groups)}
-
-
-def _sampled_logprobs(
-    samples: Sequence[Sample],
-    logprobs_by_sequence: Sequence[np.ndarray],
-    prompt_lengths: Sequence[int],
-) -> list[np.ndarray]:
-    """Return the log-probs (T,) of each sample's sampled tokens, with its sequences concatenated.
-
-    Args:
-        samples: The samples of a group; a sample may consist of several sequences.
-        logprobs_by_sequence: For each sequence, the log-probs of all tokens after its prompt.
-        prompt_lengths: Number of tokens in each sequence's prompt.
-    """
-    rows = zip(logprobs_by_sequence, prompt_lengths, strict=True)
-    logprobs_by_sample = []
-    for sample in samples:
-        parts = []
-        for sequence in sample.sequences:
-            logprobs, prompt_length = next(rows)
-            parts.append(sequence.sampled(logprobs, prompt_length))
-        logprobs_by_sample.append(np.concatenate(parts))
-    if next(rows, None) is not None:
-        raise ValueError(
-            f"{len(logprobs_by_sequence)} rows of log-probs are more than the samples' sequences"
-        )
-    return logprobs_by_sample

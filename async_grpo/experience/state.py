@@ -40,7 +40,7 @@ GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_MASKS = "allowed."  # beginning of the keys of the arrays of allowed tokens
-SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
+SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs", "teacher_logprobs")
 # Keys in the saved files that differ from the names of the fields. They stay, because older checkpoints have them
 SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key

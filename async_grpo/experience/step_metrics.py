@@ -155,6 +155,12 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
     }
 
 
+def lacks_teacher(sample: Sample) -> bool:
+    """Return whether the sample has tokens, and its teacher gave a log-prob for none of them."""
+    logprobs = sample.teacher_logprobs
+    return logprobs is not None and len(logprobs) > 0 and not np.isfinite(logprobs).any()
+
+
 def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return one JSON row per sample with its prompt, completion, reward and the reasons of the reward."""
     return [_readable_sample(group, sample) for group in groups for sample in group.samples]
@@ -240,6 +246,9 @@ class StepAlarms:
             alarms.append(
                 f"environment: {len(failures)} of {len(samples)} trajectories failed ({first_line[:SHOWN_CHARACTERS]})"
             )
+        num_untaught = sum(map(lacks_teacher, samples))
+        if samples and num_untaught / len(samples) > self._limits.failure_alarm:
+            alarms.append(f"the teacher gave no log-probs for {num_untaught} of {len(samples)} samples")
         rewards = {sample.verdict.reward for sample in samples} - {None}
         if len(rewards) == 1:
             alarms.append(f"every reward of the step is {rewards.pop():g}: there is nothing to learn from")

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
+from async_grpo.algorithm.teacher_config import SELF_TEACHER_ROLE, TEACHER_ROLE, teacher_kind
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, refuse
+
+# Roles of workers that keep the weights that they start with
+FROZEN_ROLES = ("reference", TEACHER_ROLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,26 @@ class LogprobConfig(Section):
     )
     role: str = option(
         "reference",
-        "Policy that computes the log-probs: reference (frozen) or proximal (follows the trained policy).",
+        "Policy that computes the log-probs: reference (frozen), proximal (follows the trained policy), teacher (the model "
+        "in --model-path, frozen) or self_teacher (follows the trained policy).",
         "Logprob mode",
-        choices=("reference", "proximal"),
+        choices=("reference", "proximal", TEACHER_ROLE, SELF_TEACHER_ROLE),
     )
+    teacher_name: str = option(
+        "",
+        "Name of the teacher in the run's --teacher that this worker holds, if the run has several.",
+        "Logprob mode",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            bool(self.teacher_name) and self.role != TEACHER_ROLE,
+            f"--teacher-name {self.teacher_name} --role {self.role} do not fit: only a worker of the role "
+            f"{TEACHER_ROLE} holds a teacher",
+        )
+
+    @property
+    def logprob_kind(self) -> str:
+        """Return the kind of the worker, by which the run knows what it computes."""
+        return teacher_kind(self.teacher_name) if self.role == TEACHER_ROLE else self.role

@@ -21,7 +21,7 @@ import torch
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference.copied_weights import copy_weights
-from async_grpo.inference.logprob_config import LogprobConfig
+from async_grpo.inference.logprob_config import FROZEN_ROLES, LogprobConfig
 from async_grpo.inference.memory_cures import forward_cure
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.forward_check import check_forward
@@ -44,7 +44,9 @@ class _Request:
         prompt_length: int,
         allowed: AllowedTokens | None = None,
         images: Sequence[ImageReference] = (),
+        call_number: int = 0,
     ) -> None:
+        self.call_number = call_number  # number of the call of `logprobs` that asked for the sequence
         self.token_ids = token_ids
         self.allowed = allowed  # the tokens that a grammar allowed at each of the L tokens
         self.images = images  # the images of the prompt
@@ -62,14 +64,25 @@ class LogprobWorker:
         policy: The model that computes the log-probs.
         config: The worker's options.
         temperature: Divisor of the logits. It must be the temperature at which the completions were sampled.
+        joins_calls: Whether sequences of different calls may share a forward pass. This is faster, but the last bits of
+            the log-probs then depend on which calls arrive at the same time.
     """
 
-    def __init__(self, policy: PolicyModel, config: LogprobConfig, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        config: LogprobConfig,
+        temperature: float = 1.0,
+        *,
+        joins_calls: bool = True,
+    ) -> None:
         self._policy = policy.eval().requires_grad_(False)
         self._max_tokens = config.max_tokens_per_gpu
         self.kv_cache_tokens = self._max_tokens
         self._max_wait_s = config.max_wait_s
         self._temperature = temperature
+        self._joins_calls = joins_calls
+        self._num_calls = 0
         self._queue: list[_Request] = []
         self._batch: list[_Request] = []  # requests of the current forward pass, no longer in the queue
         self._arrival = asyncio.Event()
@@ -92,7 +105,7 @@ class LogprobWorker:
         if policy.reads_images:
             policy.image_reader = ImageReader.load(config.model_path, policy.model.config)
         check_forward(policy, torch_dtype(settings.dtype))
-        return cls(policy, config, settings.temperature)
+        return cls(policy, config, settings.temperature, joins_calls=not settings.deterministic)
 
     async def logprobs(
         self,
@@ -128,8 +141,10 @@ class LogprobWorker:
         masks_of_sequences = allowed or [None] * len(sequences)
         images_of_sequences = images or [()] * len(sequences)
         rows = zip(sequences, prompt_lengths, masks_of_sequences, images_of_sequences, strict=True)
+        self._num_calls += 1
         for token_ids, prompt_length, masks, sequence_images in rows:
-            requests.append(_Request(token_ids, prompt_length, masks, sequence_images))
+            request = _Request(token_ids, prompt_length, masks, sequence_images, self._num_calls)
+            requests.append(request)
         self._queue += requests
         self._arrival.set()
         if self._serving is None:
@@ -207,6 +222,9 @@ class LogprobWorker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrival.wait(), wait_s)
         count = int(np.searchsorted(queued_tokens, self._max_tokens, side="right"))
+        if not self._joins_calls:
+            calls = [request.call_number for request in self._queue]
+            count = min(count, calls.count(calls[0]))
         self._batch = self._queue[:count]
         self._queue = self._queue[count:]
 
@@ -249,13 +267,14 @@ class LogprobWorker:
 def _load_policy(config: Any, settings: SharedRunSettings) -> PolicyModel:
     """Load the model. If the trainer sends the run's LoRA adapter separately from the weights, add the adapter.
 
-    A reference worker has no adapter, because the reference of an adapter is the model without it.
+    A reference worker has no adapter, because the reference of an adapter is the model without it. A frozen teacher has
+    none either.
     """
     model = load_causal_lm(config.model_path, settings.dtype)
     lora = settings.lora
     if lora is None or lora.sync == "merged":
         return PolicyModel(model)
-    if config.mode != GENERATION and config.role == "reference":
+    if config.mode != GENERATION and config.role in FROZEN_ROLES:
         return PolicyModel(model)
     # The first sync brings the adapter's values. The folder of an initial adapter may not exist on this node
     lora = dataclasses.replace(lora, initial_folder="")

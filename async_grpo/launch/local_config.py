@@ -65,6 +65,8 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
             "CUDA_VISIBLE_DEVICES= for the CPU",
         )
         refuse(not self.reward_fns, "name the rewards of the run: --reward-fns countdown,format")
+        if self.nproc_per_node:
+            self.refuse_missing_teacher()
 
     @property
     def num_worker_gpus(self) -> int:

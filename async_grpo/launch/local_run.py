@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from async_grpo.algorithm.teacher_config import worker_flags
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import write_params
 from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
@@ -50,6 +51,7 @@ def run_locally(config: LocalConfig) -> None:
         KeyboardInterrupt: The run was interrupted, and no checkpoint was saved.
     """
     config = replace(config, model_name_or_path=local_model(config.model_name_or_path))
+    config = replace(config, teacher=config.with_folders(local_model))
     if config.dry_run:
         prepared = read_inputs(config)
         plan.show([*plan.plan(config, prepared), *plan.resources(config, prepared)])
@@ -192,7 +194,11 @@ def worker_arguments(config: LocalConfig) -> list[list[str]]:
         node = "gpu" if gpus() else "any"
     worker = ["-m", "async_grpo.launch.worker", parameters(config), f"--node={node}"]
     generation_workers = [[*worker, "--mode=generation"]] * config.generation_workers
-    logprob_workers = [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
+    logprob_workers = []
+    for kind in config.logprob_roles:
+        folder = config.teacher_folders.get(kind)
+        model = [f"--model-path={folder}"] if folder else []
+        logprob_workers.append([*worker, *model, *worker_flags(kind), "--mode=logprob"])
     return generation_workers + logprob_workers
 
 

@@ -26,6 +26,7 @@ from async_grpo.config.memory_plan import (
     trainer_state_bytes,
 )
 from async_grpo.inference.config import GIB
+from async_grpo.inference.logprob_config import FROZEN_ROLES
 from async_grpo.launch.drawing_plan import drawing_roles
 from async_grpo.launch.local_config import CONTEXTS_SHARE, LocalConfig
 from async_grpo.launch.process_variables import gpus
@@ -37,6 +38,7 @@ from async_grpo.weights.config import get_transport
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
+    from async_grpo.messages import SharedRunSettings
 
 OK = "ok"
 WARNING = "warning"
@@ -222,11 +224,8 @@ def roles(
 
     yield TRAINER, num_ranks, 1, rank_bytes
     yield "engine", config.generation_workers, config.tensor_parallel_size, worker_bytes
-    logprob_bytes = logprob_worker_bytes(
-        settings, model, num_parameters=num_parameters, num_chunk_tokens=chunk_tokens(config)
-    )
-    for name in config.logprob_roles:
-        yield f"{name} worker", 1, 1, logprob_bytes
+    for kind in config.logprob_roles:
+        yield f"{kind} worker", 1, 1, _logprob_bytes(config, settings, kind, num_parameters)
     # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
     checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * (num_parameters if num_trained is None else num_trained)
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
@@ -236,13 +235,28 @@ def roles(
     yield "rank 0's machine", 1, 0, main_memory_bytes
 
 
+def _logprob_bytes(config: LocalConfig, settings: "SharedRunSettings", kind: str, num_parameters: int) -> int:
+    """Return the estimated memory of a logprob worker of a kind, in bytes. A teacher has its own model."""
+    from async_grpo.modeling.load import load_config
+
+    folder = config.teacher_folders.get(kind)
+    path = folder or config.model_name_or_path
+    model = load_config(path).get_text_config()
+    if folder is not None:
+        num_parameters = parameters_of(Path(folder))
+    return logprob_worker_bytes(
+        settings, model, num_parameters=num_parameters, num_chunk_tokens=chunk_tokens(config)
+    )
+
+
 def _num_kept_copies(config: LocalConfig) -> int:
     """Return how many copies of the weights workers keep with `--weight-sync-deltas`.
 
     With packages, each worker keeps one copy; with NCCL, each process of an engine does.
     """
     if get_transport(config.weight_transport).sends_packages:
-        return config.generation_workers + config.logprob_roles.count("proximal")
+        num_followers = sum(kind.partition(":")[0] not in FROZEN_ROLES for kind in config.logprob_roles)
+        return config.generation_workers + num_followers
     return config.generation_workers * config.tensor_parallel_size
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from async_grpo.algorithm.teacher_config import TeacherConfig
 from async_grpo.config.base_weights import refuse_other_base
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
@@ -40,7 +41,7 @@ def _option_names(*config_classes: type) -> set[str]:
 # Options that have no effect, because a replay has no engines, rewards or questions. They are not copied from the run,
 # and not compared with it
 UNUSED_OPTIONS = {
-    *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig),
+    *_option_names(RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig, TeacherConfig),
     "data_path",
     "dump_samples_filename",
     "keep_sample_groups",

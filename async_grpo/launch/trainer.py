@@ -66,6 +66,7 @@ def _train(config: RunConfig, rank: int) -> None:
 
     prepared = None
     if rank == 0:  # data and registry file need to exist on rank 0's node only
+        config.refuse_missing_teacher()
         prepared = prepare(config)
         claim(config.output_path, may_hold_run=goes_on(config))
         prepared = prepared.store_images()

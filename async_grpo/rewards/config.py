@@ -41,6 +41,7 @@ SHIPPED_REWARDS = (
     "json_schema",
     "environment",
     "environment_turns",
+    "unscored",
 )
 # Options of the shipped rewards that another run's folder may set. A number is the largest value that the folder may
 # set. It is the reward's default, so that the folder can only lower this limit. None means that any value is safe,

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from async_grpo.rewards.builtin import countdown, environment, text
+from async_grpo.rewards.builtin import countdown, environment, text, unscored
 from async_grpo.rewards.isolation.child import Reward
 from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult
 
-BOUNDED = (countdown.score, text.format, environment.environment)
+BOUNDED = (countdown.score, text.format, environment.environment, unscored.unscored)
 
 
 class InlineReward:

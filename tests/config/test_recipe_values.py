@@ -36,6 +36,9 @@ PAPERS = {
     "scalerl": {"advantage_estimator": "grpo_batch_std", "policy_loss": "cispo", "clip_high": 4.0, **NO_KL,
                 "loss_aggregation": "prompt_mean", "zero_variance": "filter", "retire_solved_above": 0.9,
                 "float32_head": True, "max_staleness": 8},
+    # Lu and Thinking Machines Lab 2025: the teacher alone, importance sampling; here the weight is bounded at 5
+    "opd": {"advantage_estimator": "teacher", "policy_loss": "cispo", "clip_high": 4.0, **NO_KL,
+            "loss_aggregation": "token_mean", "mask_truncated": False},
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
 from async_grpo.inference.config import engine_class
+from async_grpo.inference.logprob_worker import LogprobWorker
 from async_grpo.messages import WorkerInfo
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker
@@ -64,6 +65,7 @@ class Chain:
         config: RunConfig | None = None,
         transport: str = SETTINGS.transport,
         num_ranks: int = 1,
+        teacher: Path | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.folder, self.lines = save_tiny_model(folder / "model"), []
@@ -72,11 +74,21 @@ class Chain:
         found = newest(self.config.output_path)  # of a run that was there before
         checkpoint = str(found[0]) if found else ""
         self.settings = replace(SETTINGS, transport=transport, checkpoint=checkpoint)
-        self.controller = RunController(SETTINGS, 20.0, InProcessWorker.connect, self.config.scheduling)
+        roles = self.config.logprob_roles if teacher else ()
+        shared = replace(SETTINGS, logprob_roles=roles, deterministic=self.config.deterministic)
+        self.controller = RunController(shared, 20.0, InProcessWorker.connect, self.config.scheduling)
         self.digests_read: dict[str, str] = {}  # digests of the run's input files, for its checkpoints
         self.link = InProcessRun(self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
         self.workers = [self.join(f"g{number}", kind) for number in range(engines)]
+        if teacher:
+            self.link.run(self._join_teacher(teacher, shared))
+
+    async def _join_teacher(self, folder: Path, shared: Any) -> None:
+        config = SimpleNamespace(model_path=folder, max_tokens_per_gpu=256, max_wait_s=0.0)
+        worker = InProcessWorker(LogprobWorker.start(config, shared))
+        info = WorkerInfo("t0", "teacher", 1000, worker.engine.kv_cache_tokens)
+        await self.controller.register(info, worker)
 
     def join(self, worker_id: str, kind: Any) -> InProcessWorker:
         async def start() -> InProcessWorker:

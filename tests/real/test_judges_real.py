@@ -2,17 +2,24 @@
 
 import asyncio
 import contextlib
+import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
-from async_grpo.errors import WorkerLost
+from async_grpo.algorithm.teacher_config import TeacherConfig
+from async_grpo.cluster.teacher_servers import compared_tokens
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.experience.teachers.server import TeacherServer
 from async_grpo.rewards.http.endpoint import BadReply, JudgeError, JudgeRefused, JudgeUnavailable, Limits
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import Limiter
@@ -123,6 +130,53 @@ async def test_a_prompt_that_is_too_long_is_refused_by_name(chat):
     async with client_of(judge) as client:
         with pytest.raises(JudgeRefused, match="maximum context length"):
             await score(judge, client, sample(3, "x" * 2000))
+
+
+async def test_a_teacher_s_log_probs_are_those_of_transformers_and_its_tokens_are_compared(chat):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    config = TeacherConfig(teacher=f"judge@{chat.urls[0]}/v1", teacher_attempts=1)
+    server = TeacherServer("", config.teacher_servers[""], config, Limiter(), 1024)
+    texts = compared_tokens(tokenizer, 200)
+    await server.start(texts)
+    some_id = next(iter(texts))
+    with pytest.raises(ConfigurationError, match=f"token {some_id} is"):
+        await server.start(texts | {some_id: "another text"})
+    sequences = [np.array(tokenizer.encode(f"{n}+4? It is {n + 4}."), np.int32) for n in range(6)]
+    too_long = np.resize(sequences[0], 2000)
+    *found, refused = await server.logprobs([*sequences, too_long], [4] * 7)
+    await server.close()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for ids, logprobs in zip(sequences, found, strict=True):
+        tokens = torch.tensor(ids).long()
+        expected = model(tokens[None]).logits[0, 3:-1].log_softmax(-1).gather(1, tokens[4:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected.detach(), rtol=0, atol=1e-5)
+    assert np.isnan(refused).all() and "maximum context length" in server.first_failure
+
+
+def test_a_run_learns_from_a_teacher_on_a_server(chat, tmp_path):
+    """With real Ray; the engine draws tokens at random, so that no further model is loaded."""
+    options = {
+        "output-dir": tmp_path / "run",
+        "run-name": "taught",
+        "model-name-or-path": MODEL,
+        "data-path": MODEL.parent / "countdown_train.jsonl",
+        "recipe": "opd",
+        "teacher": f"judge@{chat.urls[0]}",
+        "verdict-cache": tmp_path / "cache.sqlite",
+        "batch-size": 4,
+        "samples-per-question": 2,
+        "num-training-batches": 2,
+        "max-generation-tokens": 16,
+        "max-tokens-per-gpu": 1024,
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "async_grpo", "run", "--engine=fake", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    written = (tmp_path / "run" / "training_metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert len(lines) == 2 and all(line["grad_norm"] > 0 and line["teacher_kl"] > 0 for line in lines)
+    assert all(line["teacher_covered"] == 1.0 and line["num_reward_abstained"] == 8 for line in lines)
 
 
 async def test_the_probability_of_yes_is_the_models(chat):

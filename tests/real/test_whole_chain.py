@@ -25,6 +25,8 @@ def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     held_out.write_text("".join(questions[:16]))
     options = OPTIONS | {"output-dir": folder, "run-name": folder.name, "eval-data-path": held_out}
     options["num-training-batches"] = STEPS
+    # A teacher that is the initial policy, in a worker of its own
+    options |= {"teacher": DATA / "tiny-model", "teacher-coef": 0.01}
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = {**os.environ, "SECRET_TOKEN": "must-not-appear-anywhere", "RUN_MARK": str(folder)}
@@ -64,6 +66,13 @@ def test_training_is_one_step_off_policy_never_more_and_fresh_samples_are_on_pol
     assert all(0 < line["staleness_mean"] <= 1 and line["staleness_max"] == 1 for line in lines[1:])
     assert lines[0]["mismatch_kl"] < 1e-8 and abs(lines[0]["ratio_max"] - 1) < 1e-4
     assert all(line["canary_error"] < 1e-4 for line in lines)
+
+
+def test_the_teacher_agrees_with_the_policy_at_the_start_and_covers_every_token(lines):
+    """In step 1 the policy is the teacher: engine and logprob worker differ by rounding."""
+    assert abs(lines[0]["teacher_kl"]) < 1e-5 and lines[0]["teacher_kl_k3"] < 1e-8
+    assert lines[-1]["teacher_kl_k3"] > 1e-6
+    assert all(line["teacher_covered"] == 1.0 and line["teacher_failures"] == 0 for line in lines)
 
 
 def test_the_policy_moved_and_the_reference_did_not(lines):

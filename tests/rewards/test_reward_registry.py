@@ -44,7 +44,7 @@ def test_what_every_process_of_a_reward_imports_is_cheap(statement, unwanted):
 
 NAMES = (
     "math_verify mathd sympy countdown countdown_steps format code regex exact length majority json_schema environment "
-    "environment_turns "
+    "environment_turns unscored "
     "llm_judge generative_rm reward_model http_scorer"
 ).split()
 

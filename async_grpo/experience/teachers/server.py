@@ -1,0 +1,218 @@
+"""`TeacherServer`: a teacher on a server with OpenAI's API that returns the log-probs of a prompt's tokens, such as vLLM's.
+
+Each sequence is sent to `/completions` as token ids, with `prompt_logprobs`. Requests keep to the limits, retries and
+cache of judges. A sequence whose request failed gets NaN, so that it is left out of the loss.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from async_grpo.algorithm.teacher_config import Server, TeacherConfig
+from async_grpo.allowed_tokens import AllowedTokens
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import is_number
+from async_grpo.rewards.cache.verdicts import VerdictCache, key_of, version_of
+from async_grpo.rewards.http.endpoint import (
+    BadReply,
+    Deadline,
+    Endpoint,
+    JudgeError,
+    Limits,
+    call_beside,
+)
+from async_grpo.rewards.http.http_client import EndpointClient
+from async_grpo.rewards.http.rate_limiter import RateLimiter
+from async_grpo.types import ImageReference
+
+REPLY_BYTES_PER_TOKEN = 1024  # largest accepted reply for each token; vLLM writes about 100 bytes
+REPLY_BYTES = 2**16  # largest accepted reply besides its tokens
+LARGE_SEQUENCE_TOKENS = 2048  # the reply for a longer sequence is read in a thread
+LOWEST_LOGPROB = -9999.0  # vLLM writes this number for a probability of 0
+MAX_SHOWN_CHARACTERS = 60
+log = logging.getLogger(__name__)
+
+
+class TeacherServer:
+    """`Logprobs` of one teacher on a server. Use it from one event loop, and call `start` first.
+
+    Args:
+        name: Name of the teacher; "" if it is the only one.
+        server: Address of the server, and name of the model.
+        config: The options of teachers.
+        rate_limiter: Enforces the limits of the requests.
+        max_tokens: Maximum number of tokens of a sequence.
+        cache: Cache of the log-probs; None without one.
+
+    Attributes:
+        first_failure: Why the first sequence got no log-probs; "" if all got some.
+
+    Raises:
+        ConfigurationError: The address is invalid, or the API key is not in the environment.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        server: Server,
+        config: TeacherConfig,
+        rate_limiter: RateLimiter,
+        max_tokens: int,
+        cache: VerdictCache | None = None,
+    ) -> None:
+        self._label = f"teacher {name}".rstrip()
+        self._server = server
+        self._cache = cache
+        self._deadline_s = config.teacher_timeout_s * config.teacher_attempts
+        endpoint = Endpoint(
+            urls=(server.url,),
+            limits=Limits(
+                concurrency=config.teacher_concurrency,
+                requests_per_minute=config.teacher_requests_per_minute,
+            ),
+            api_key_env=config.teacher_api_key_env,
+            attempts=config.teacher_attempts,
+            timeout_s=config.teacher_timeout_s,
+            max_body_bytes=REPLY_BYTES + REPLY_BYTES_PER_TOKEN * max_tokens,
+        )
+        self._path = "/completions" if endpoint.urls[0].endswith("/v1") else "/v1/completions"
+        self._client = EndpointClient(self._label, endpoint, rate_limiter)
+        self.close = self._client.close
+        self.first_failure = ""
+
+    async def start(self, token_texts: Mapping[int, str]) -> None:
+        """Check that the server answers with log-probs, and that its tokens have the same texts.
+
+        Args:
+            token_texts: Texts of some tokens of the policy's vocabulary, by id.
+
+        Raises:
+            ConfigurationError: The server does not answer, or its tokenizer differs.
+        """
+        compared_ids = list(token_texts)
+        # The server says nothing of the first token, which no token predicts
+        token_ids = [compared_ids[0], *compared_ids]
+        try:
+            entries = _entries_of(await self._post(token_ids), token_ids)
+        except JudgeError as error:
+            raise ConfigurationError(
+                f"--teacher {self._server.url}: {error}; a teacher's server must return prompt_logprobs for token ids, as "
+                "vLLM's does"
+            ) from error
+        for token_id, entry in zip(compared_ids, entries, strict=True):
+            text = entry.get("decoded_token")
+            if text != token_texts[token_id]:
+                raise ConfigurationError(
+                    f"--teacher {self._server.url}: its tokenizer differs from the policy's: token {token_id} is "
+                    f"{text!r:.{MAX_SHOWN_CHARACTERS}} there and {token_texts[token_id]!r:.{MAX_SHOWN_CHARACTERS}} here; a "
+                    "teacher must have the policy's vocabulary"
+                )
+
+    async def logprobs(
+        self,
+        sequences: Sequence[np.ndarray],
+        prompt_lengths: Sequence[int],
+        allowed: Sequence[AllowedTokens | None] | None = None,
+        images: Sequence[tuple[ImageReference, ...]] | None = None,
+    ) -> list[np.ndarray]:
+        """Return the log-probs (T,) of each completion, NaN where the server gave none; see `Logprobs`.
+
+        A server knows neither a grammar's tokens nor images; runs that have them are refused at the start.
+        """
+        assert allowed is None and images is None, "`config.teachers` refuses grammars and images"
+        requests = map(self._completion_logprobs, sequences, prompt_lengths)
+        return list(await asyncio.gather(*requests))
+
+    async def _completion_logprobs(self, token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
+        """Return the log-probs (T,) of the tokens after the prompt, all NaN if the server failed."""
+        num_tokens = len(token_ids) - prompt_length
+        if not num_tokens:
+            return np.zeros(0, np.float32)
+        call = partial(self._answer, token_ids.tolist(), prompt_length)
+        try:
+            if self._cache is None:
+                answer = await call()
+            else:
+                version = version_of(self._server.model, self._server.url)
+                content = {"token_ids": token_ids.tolist(), "prompt_length": prompt_length}
+                answer = await self._cache.get_or_call(key_of(self._label, version, content), call)
+        except JudgeError as error:
+            if not self.first_failure:
+                self.first_failure = str(error)
+                log.warning(
+                    "%s gave no log-probs; the sequence is left out of the loss: %s", self._label, error
+                )
+            return np.full(num_tokens, np.nan, np.float32)
+        # A missing log-prob is None, which becomes NaN
+        return np.array(answer["logprobs"], np.float32)
+
+    async def _answer(self, token_ids: list[int], prompt_length: int) -> dict[str, Any]:
+        """Return the log-probs of a completion in the form of the cache's answers.
+
+        Raises:
+            JudgeError: The server gave no usable reply.
+        """
+        reply = await self._post(token_ids)
+        read = partial(_logprobs_of, reply, token_ids, prompt_length)
+        logprobs = await call_beside(read, size=len(token_ids), large=LARGE_SEQUENCE_TOKENS)
+        return {"status": "ok", "logprobs": logprobs}
+
+    async def _post(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Ask for the log-probs of a sequence's tokens.
+
+        Raises:
+            JudgeError: The server gave no reply.
+        """
+        body: dict[str, Any] = {
+            "prompt": list(token_ids),
+            "prompt_logprobs": 0,  # the log-prob of each token itself, and of no further token
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        if self._server.model:
+            body["model"] = self._server.model
+        return await self._client.post(
+            self._path, body, tokens=float(len(token_ids) + 1), deadline=Deadline(self._deadline_s)
+        )
+
+
+def _logprobs_of(
+    reply: Mapping[str, Any], token_ids: Sequence[int], prompt_length: int
+) -> list[float | None]:
+    """Return the log-prob of each token after the prompt, None where the reply has none.
+
+    Raises:
+        BadReply: The reply has another form, or other tokens.
+    """
+    logprobs: list[float | None] = []
+    for entry in _entries_of(reply, token_ids)[prompt_length - 1 :]:
+        value: Any = entry.get("logprob")
+        is_usable = is_number(value) and LOWEST_LOGPROB < value <= 0
+        logprobs.append(float(value) if is_usable else None)
+    return logprobs
+
+
+def _entries_of(reply: Mapping[str, Any], token_ids: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Return what the reply says of each token but the first, which no token predicts.
+
+    Raises:
+        BadReply: The reply has another form, or other tokens.
+    """
+    try:
+        (choice,) = reply["choices"]
+        positions = choice["prompt_logprobs"]
+        entries = [
+            position[str(token_id)] for position, token_id in zip(positions[1:], token_ids[1:], strict=True)
+        ]
+    except (LookupError, TypeError, ValueError) as error:
+        raise BadReply(
+            f"the reply has no prompt_logprobs for the {len(token_ids)} tokens that were sent "
+            f"({type(error).__name__})"
+        ) from error
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise BadReply("an entry of prompt_logprobs is no object")
+    return entries

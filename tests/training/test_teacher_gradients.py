@@ -1,0 +1,114 @@
+"""The gradient of a step with a teacher, packed and on two ranks, equals a plain pass over each sample."""
+
+import numpy as np
+import torch
+from tiny_policy import VOCAB, tiny_model
+from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_error
+
+from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.group_advantages import GroupAdvantages
+from async_grpo.experience.packing import Packer
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.objective import Objective
+from async_grpo.training.sharding import shard_policy
+from async_grpo.types import (
+    AdapterResult,
+    Completion,
+    FinishReason,
+    Group,
+    Prompt,
+    RewardStatus,
+    Sample,
+    Verdict,
+)
+
+COEF = 0.7
+CASES = {
+    "alone": {"advantage_estimator": "teacher"},
+    "with rewards": {"advantage_estimator": "dr_grpo"},
+}
+
+
+def config(case) -> BatchConfig:
+    return BatchConfig(**CASES[case], teacher="x", teacher_coef=COEF, policy_loss="cispo", clip_high=4.0)
+
+
+def groups() -> list[Group]:
+    """Three groups of four; a teacher gave no log-prob for some tokens, and for one sample none at all."""
+    rng = np.random.default_rng(0)
+    made = []
+    for ordinal in range(3):
+        prompt = Prompt(ordinal, rng.integers(0, VOCAB, rng.integers(1, 9)).astype(np.int32), {})
+        samples = []
+        for member in range(4):
+            length = int(rng.integers(1, 20))
+            completion = Completion(
+                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                logprobs=rng.normal(-3.0, 0.5, length).astype(np.float32),
+                versions=np.zeros(length, np.int32),
+                finish_reason=FinishReason.STOP,
+                text="",
+                member=member,
+            )
+            teacher = rng.normal(-3.0, 1.0, length).astype(np.float32)
+            is_missing = rng.random(length) < (1.0 if ordinal == member == 1 else 0.2)
+            teacher[is_missing] = np.nan
+            reward = float(rng.normal())
+            verdict = Verdict(RewardStatus.OK, reward, (AdapterResult("r", RewardStatus.OK, reward),))
+            samples.append(Sample(prompt, completion, verdict, teacher_logprobs=teacher))
+        made.append(Group(prompt, tuple(samples), 0, ordinal))
+    return made
+
+
+def gradients_of_ranks(ranks, folder):
+    results = {}
+    for case in CASES:
+        rule = GroupAdvantages(config(case))
+        packer = Packer(WORLD_SIZE, 60)
+        for group in rule(groups(), step=0):
+            for sample in group.samples:
+                if sample.advantages is not None:
+                    packer.add(sample)
+        policy = PolicyModel(tiny_model(), chunk_tokens=17)
+        shard_policy(policy, ranks, OptimizerConfig(), "float32")
+        accumulator, optimizer = recording_accumulator(policy, Objective(config(case)), ranks)
+        rounds = packer.flush()
+        assert len(rounds) > 1
+        for micro_batches in rounds:
+            accumulator.add(micro_batches[ranks.rank])
+        accumulator.finish()
+        results[case] = optimizer.gradients
+    return results
+
+
+def plain_gradients(case):
+    """Arithmetic over single samples: the mean over all trained tokens of -A sg(min(ratio, 5)) log pi."""
+    model = tiny_model()
+    losses = []
+    for group in groups():
+        rewards = [sample.verdict.reward for sample in group.samples]
+        for sample in group.samples:
+            reward_advantage = sample.verdict.reward - sum(rewards) / 4 if case == "with rewards" else 0.0
+            completion = sample.completion
+            ids = torch.tensor([*sample.prompt.token_ids, *completion.token_ids])
+            logits = model(ids[None].long()).logits[0].log_softmax(dim=-1)
+            for t in range(len(completion)):
+                if np.isnan(sample.teacher_logprobs[t]):
+                    continue
+                place = len(sample.prompt.token_ids) + t
+                logprob = logits[place - 1, ids[place]]
+                engine = float(completion.logprobs[t])
+                advantage = reward_advantage + COEF * (float(sample.teacher_logprobs[t]) - engine)
+                weight = (logprob.detach() - engine).exp().clamp(max=5.0)
+                losses.append(-advantage * weight * logprob)
+    (sum(losses) / len(losses)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_two_ranks_and_any_packing_make_the_gradient_of_one_plain_pass(tmp_path):
+    results = on_two_ranks(gradients_of_ranks, tmp_path)
+    for case, gradients in results.items():
+        expected = {f"model.{name}": gradient for name, gradient in plain_gradients(case).items()}
+        error, worst = relative_error(gradients, expected)
+        assert error < 1e-5 and worst < 1e-5, (case, error, worst)
