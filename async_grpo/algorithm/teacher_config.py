@@ -32,7 +32,7 @@ TEMPLATE = (
 _teacher = partial(option, panel="Teacher")
 
 
-class Server(NamedTuple):
+class TeacherAddress(NamedTuple):
     """A teacher on a server with OpenAI's API."""
 
     url: str
@@ -144,18 +144,18 @@ class TeacherConfig(Section):
         return sorted(self.teachers)
 
     @property
-    def teacher_servers(self) -> dict[str, Server]:
+    def teacher_servers(self) -> dict[str, TeacherAddress]:
         """Return the teachers that servers hold, by name.
 
         >>> TeacherConfig(teacher="qwen@http://127.0.0.1:8000/v1").teacher_servers
-        {'': Server(url='http://127.0.0.1:8000/v1', model='qwen')}
+        {'': TeacherAddress(url='http://127.0.0.1:8000/v1', model='qwen')}
         """
         servers = {}
         for name, value in self.teachers.items():
             for scheme in SCHEMES:
                 model, is_server, address = value.partition(scheme)
                 if is_server:
-                    servers[name] = Server(scheme + address, model.removesuffix("@"))
+                    servers[name] = TeacherAddress(scheme + address, model.removesuffix("@"))
         return servers
 
     @property

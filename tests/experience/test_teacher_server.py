@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hostile_server import HostileServer, behaviour, message, reply, status
 
-from async_grpo.algorithm.teacher_config import Server, TeacherConfig
+from async_grpo.algorithm.teacher_config import TeacherAddress, TeacherConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.teachers.server import TeacherServer
 from async_grpo.rewards.cache.verdicts import VerdictCache
@@ -38,7 +38,7 @@ async def honest(request, connection, delay_s=0.0, **changed):
 
 def teacher(server, cache=None, model="big", **options) -> TeacherServer:
     config = TeacherConfig(teacher="x", **{"teacher_attempts": 2, "teacher_timeout_s": 5.0} | options)
-    return TeacherServer("", Server(server.url, model), config, Limiter(), 100, cache)
+    return TeacherServer("", TeacherAddress(server.url, model), config, Limiter(), 100, cache)
 
 
 async def asked(source):

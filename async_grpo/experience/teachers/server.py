@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.algorithm.teacher_config import Server, TeacherConfig
+from async_grpo.algorithm.teacher_config import TeacherAddress, TeacherConfig
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import is_number
@@ -58,7 +58,7 @@ class TeacherServer:
     def __init__(
         self,
         name: str,
-        server: Server,
+        server: TeacherAddress,
         config: TeacherConfig,
         rate_limiter: RateLimiter,
         max_tokens: int,
