@@ -117,6 +117,20 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """The rule by which tokens are sampled among the most probable tokens only.
+
+    The rules apply in the engine's order, to the distribution at the sampling temperature: first `min_p`, then `top_k`,
+    then `top_p` over what is left. The remaining tokens, the support, share the whole probability.
+    """
+
+    # Smallest number of most probable tokens whose probabilities reach this sum; 1 for all tokens
+    top_p: float = 1.0
+    top_k: int = 0  # number of most probable tokens; 0 for all tokens
+    min_p: float = 0.0  # lowest probability, as a share of the highest one
+
+
+@dataclass(frozen=True)
 class FlowSettings:
     """How a policy draws: the denoising steps of a training sample, and which of them are stochastic."""
 
@@ -165,6 +179,7 @@ class SharedRunSettings:
     image_processor: str = ""  # class of the trainer's image processor; "" if the model reads no images
     # Fingerprint of each teacher that a logprob worker holds, by kind of worker
     teacher_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    truncation: Truncation | None = None  # None if tokens are sampled among all tokens
     flow: FlowSettings | None = None  # set if the policy draws; `temperature` is then its noise level
 
 

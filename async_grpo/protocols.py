@@ -270,7 +270,8 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield one completion for each member of a group, as soon as it is finished.
 
-        Closing the generator aborts the unfinished ones. Each token carries the policy version that produced it.
+        Closing the generator aborts the unfinished ones. Each token carries the policy version that produced it, and its
+        log-prob at the temperature of the settings and over the tokens that `SharedRunSettings.truncation` keeps.
 
         Before the last completion is finished, an engine may also yield the new tokens of unfinished members, by
         member. If the engine is lost, another engine gets these tokens as `begun`.

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.messages import Truncation
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
+    POSITIVE_SHARE,
     SHARE,
     TABLE,
+    Range,
     Section,
     dashed,
     is_number,
@@ -36,6 +39,8 @@ RANGES = {
     },
 }
 
+TOP_K = Range("must be 0 (all tokens) or a number of tokens", lambda value: value >= -1)
+
 # The library's losses with `PolicyLoss.needs_proximal`. Their names are repeated here, because the launcher must know
 # them without importing torch, which takes seconds
 PROXIMAL_LOSSES = frozenset({"decoupled"})
@@ -45,6 +50,7 @@ _registered = partial(_algorithm, takes_file=True, everyday=True)
 off_policy = partial(option, panel="Off-policy correction", portable=True)
 on_groups = partial(option, panel="Groups", portable=True)
 _critic = partial(option, panel="Critic", portable=True)
+_truncation = partial(option, panel="Generation", portable=True)
 _generation = partial(option, panel="Generation", range=POSITIVE, everyday=True, portable=True)
 
 
@@ -153,12 +159,6 @@ class AlgorithmConfig(Section):
     float32_head: bool = off_policy(
         False, "Have the engines compute logits in float32, as the trainer always does."
     )
-    top_p: float = off_policy(
-        1.0, "Must be 1. With nucleus sampling, the engine's log-probs would be those of another policy."
-    )
-    top_k: int = off_policy(
-        0, "Must be 0. With top-k sampling, the engine's log-probs would be those of another policy."
-    )
 
     overlong_buffer: float = on_groups(
         0.0,
@@ -182,6 +182,24 @@ class AlgorithmConfig(Section):
 
     temperature: float = _generation(
         1.0, "Sampling temperature. The trainer also divides the policy's logits by it."
+    )
+    top_p: float = _truncation(
+        1.0,
+        "Sample among the smallest number of most probable tokens whose probabilities reach this sum. The trainer computes "
+        "log-probs over the same tokens. 1 samples among all tokens.",
+        range=POSITIVE_SHARE,
+    )
+    top_k: int = _truncation(
+        0,
+        "Sample among this number of most probable tokens. The trainer computes log-probs over the same tokens. 0 (or -1) "
+        "samples among all tokens.",
+        range=TOP_K,
+    )
+    min_p: float = _truncation(
+        0.0,
+        "Sample among the tokens with at least this share of the highest probability. The trainer computes log-probs over "
+        "the same tokens. 0 samples among all tokens.",
+        range=SHARE,
     )
     max_generation_tokens: int = _generation(8192, "Maximum length of a completion, in tokens.")
 
@@ -251,6 +269,12 @@ class AlgorithmConfig(Section):
         if is_file(self.policy_loss):
             return self.loss.needs_proximal
         return self.policy_loss in PROXIMAL_LOSSES
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """Return the rule that restricts sampling to probable tokens; None if tokens are sampled among all tokens."""
+        rule = Truncation(top_p=self.top_p, top_k=max(0, self.top_k), min_p=self.min_p)
+        return None if rule == Truncation() else rule
 
     @property
     def loss_kl_coef(self) -> float:

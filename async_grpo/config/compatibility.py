@@ -64,12 +64,7 @@ def broken_values(c: RunOptions) -> Broken:
     """Find combinations that are wrong for every model, data set and reward registry."""
     yield from _broken_recipe(c)
     yield from _broken_drawing(c)
-    if c.top_p != 1.0 or c.top_k not in (0, -1):
-        yield (
-            "top_p top_k",
-            "would make the engine report log-probs of the truncated policy, the trainer those of the whole one: use "
-            "--top-p 1 --top-k 0, and shape the policy by --temperature",
-        )
+    yield from _broken_truncation(c)
     yield from _broken_sizes(c)
     if c.importance_low is not None and c.importance_low > c.importance_high:
         yield "importance_low importance_high", "leave no weight at all: give low <= high"
@@ -95,7 +90,7 @@ def broken_values(c: RunOptions) -> Broken:
 NOT_WITH_DRAWING = """
     environment lora_rank init_adapter kl_in_reward kl_kind kl_clamp entropy_coef float32_head overlong_buffer record
     chat_template chat_template_kwargs system_prompt cpu_offload gradient_checkpointing torch_compile freeze_vision
-    logprob_chunk_size
+    logprob_chunk_size top_p top_k min_p
 """.split()
 
 
@@ -129,6 +124,14 @@ def _broken_drawing(c: RunOptions) -> Broken:
             "flow_window max_generation_tokens",
             "do not fit: the window is longer than the denoising of a picture",
         )
+
+
+def _broken_truncation(c: RunOptions) -> Broken:
+    """Find truncations that leave a single token, whose probability is always 1, so that nothing can be learned."""
+    if c.top_k == 1:
+        yield "top_k", "leaves a single token, so that nothing can be learned: give at least 2, or 0"
+    if c.min_p == 1:
+        yield "min_p", "leaves a single token, so that nothing can be learned: give less, such as 0.05, or 0"
 
 
 def _broken_recipe(c: RunOptions) -> Broken:

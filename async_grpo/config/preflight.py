@@ -148,6 +148,7 @@ def _settings_of_options(config: RunConfig) -> dict[str, Any]:
     return {
         "run_name": config.run_name,
         "temperature": config.temperature,
+        "truncation": config.truncation,
         "max_completion_tokens": config.max_generation_tokens,
         "transport": absolute(config.weight_transport),
         "logprob_roles": config.logprob_roles,

@@ -39,6 +39,10 @@ FIXED = {
     "max_staleness": _BOUND,
     "samples_in_flight": _BOUND,
     "temperature": "the finished groups have log-probs at the earlier temperature",
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p"),
+        "the finished groups have log-probs over the tokens that the earlier rule keeps",
+    ),
     "max_generation_tokens": "the finished groups were generated under the earlier limit",
     "reward_fns": "the finished groups were scored by the earlier rewards",
     "optimizer": "the checkpoint has the moments of the earlier optimizer",

@@ -158,6 +158,12 @@ def _broken_servers(c: RunConfig) -> Broken:
             "teacher temperature",
             "do not fit: a server returns log-probs at temperature 1; use --temperature 1, or a teacher in a folder",
         )
+    if c.truncation is not None:
+        yield (
+            "teacher top_p top_k min_p",
+            "do not fit: a server returns log-probs over all tokens; use --top-p 1 --top-k 0 --min-p 0, or a teacher in a "
+            "folder",
+        )
 
 
 @dataclass(frozen=True)

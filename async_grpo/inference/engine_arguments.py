@@ -26,7 +26,7 @@ from async_grpo.inference.config import (
 )
 from async_grpo.inference.image_requests import image_arguments
 from async_grpo.inference.vllm_edges.continued_draws import model_runner
-from async_grpo.inference.vllm_edges.cpu_drafts import problem_with_drafts
+from async_grpo.inference.vllm_edges.cpu_drafts import DRAFT_ARGUMENTS, problem_with_drafts
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_config, torch_dtype
 from async_grpo.modeling.model_files import weight_shapes
@@ -130,4 +130,9 @@ def _problem_with(name: str, arguments: Mapping[str, Any], settings: SharedRunSe
         return f"the run sets {name} itself, from its other options; leave it out"
     if name not in engine_names:
         return f"vLLM's engine has no such argument{nearest(name, engine_names)}"
+    if name in DRAFT_ARGUMENTS and settings.truncation is not None:
+        return (
+            "log-probs of drafted tokens over the tokens that --top-p, --top-k and --min-p keep have not been proven; "
+            "leave one of them out"
+        )
     return problem_with_drafts(name, settings.temperature)

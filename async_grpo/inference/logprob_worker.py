@@ -23,7 +23,7 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference.copied_weights import copy_weights
 from async_grpo.inference.logprob_config import FROZEN_ROLES, LogprobConfig
 from async_grpo.inference.memory_cures import forward_cure
-from async_grpo.messages import SharedRunSettings
+from async_grpo.messages import SharedRunSettings, Truncation
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
@@ -64,6 +64,8 @@ class LogprobWorker:
         policy: The model that computes the log-probs.
         config: The worker's options.
         temperature: Divisor of the logits. It must be the temperature at which the completions were sampled.
+        truncation: The rule by which the engines keep only probable tokens; None if they keep all of them. The worker
+            applies it to its own policy, so that the log-probs are those of the truncated policy.
         joins_calls: Whether sequences of different calls may share a forward pass. This is faster, but the last bits of
             the log-probs then depend on which calls arrive at the same time.
     """
@@ -73,6 +75,7 @@ class LogprobWorker:
         policy: PolicyModel,
         config: LogprobConfig,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         *,
         joins_calls: bool = True,
     ) -> None:
@@ -81,6 +84,7 @@ class LogprobWorker:
         self.kv_cache_tokens = self._max_tokens
         self._max_wait_s = config.max_wait_s
         self._temperature = temperature
+        self._truncation = truncation
         self._joins_calls = joins_calls
         self._num_calls = 0
         self._queue: list[_Request] = []
@@ -105,7 +109,13 @@ class LogprobWorker:
         if policy.reads_images:
             policy.image_reader = ImageReader.load(config.model_path, policy.model.config)
         check_forward(policy, torch_dtype(settings.dtype))
-        return cls(policy, config, settings.temperature, joins_calls=not settings.deterministic)
+        return cls(
+            policy,
+            config,
+            settings.temperature,
+            settings.truncation,
+            joins_calls=not settings.deterministic,
+        )
 
     async def logprobs(
         self,
@@ -194,7 +204,9 @@ class LogprobWorker:
             while True:
                 await self._fill_batch()
                 try:
-                    forward = self._thread.submit(self._forward, self._batch, self._temperature)
+                    forward = self._thread.submit(
+                        self._forward, self._batch, self._temperature, self._truncation
+                    )
                     answers = await asyncio.wrap_future(forward)
                 except Exception as error:
                     # Only the requests of this batch fail; the worker continues with the next batch
@@ -228,7 +240,9 @@ class LogprobWorker:
         self._batch = self._queue[:count]
         self._queue = self._queue[count:]
 
-    def _forward(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
+    def _forward(
+        self, batch: list[_Request], temperature: float, truncation: Truncation | None = None
+    ) -> list[np.ndarray]:
         """Compute the log-probs (T,) of each request's completion in one packed forward pass. Runs in a thread.
 
         Raises:
@@ -237,10 +251,12 @@ class LogprobWorker:
         num_tokens = sum(len(request.token_ids) for request in batch)
         activity = f"in a logprob worker's forward pass of {num_tokens:,} tokens in {len(batch):,} sequences"
         with naming_out_of_memory(activity, forward_cure(self._max_tokens)):
-            return self._packed_logprobs(batch, temperature)
+            return self._packed_logprobs(batch, temperature, truncation)
 
     @torch.no_grad()
-    def _packed_logprobs(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
+    def _packed_logprobs(
+        self, batch: list[_Request], temperature: float, truncation: Truncation | None
+    ) -> list[np.ndarray]:
         lengths = [len(request.token_ids) for request in batch]
         bounds = np.cumsum([0, *lengths])
         input_ids = np.concatenate([request.token_ids for request in batch])
@@ -253,12 +269,14 @@ class LogprobWorker:
         further_arguments: tuple[Any, ...] = () if masks is None else (masks,)
         if any(images):
             further_arguments = (masks, self._policy.image_inputs(images, input_ids, bounds))
+        further_options: dict[str, Any] = {} if truncation is None else {"truncation": truncation}
         logprobs, *_ = self._policy(
             torch.tensor(input_ids, dtype=torch.int64, device=self._policy.device),
             torch.tensor(bounds),
             torch.tensor(is_completion, device=self._policy.device),
             temperature,
             *further_arguments,
+            **further_options,
         )
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]

@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.vllm_edges.continued_draws import DRAWN
 from async_grpo.inference.vllm_edges.unfinished_tokens import unfinished_output
-from async_grpo.messages import SharedRunSettings
+from async_grpo.messages import SharedRunSettings, Truncation
 from async_grpo.types import Sampling, Tokens
 
 UNSYNCED = -1  # policy version of an engine that still holds the weights of its model folder
@@ -125,8 +125,12 @@ class EngineRequest:
             )
         temperature = settings.temperature if sampling.temperature is None else sampling.temperature
         max_tokens = min(sampling.max_tokens or settings.max_completion_tokens, room)
+        truncation = settings.truncation or Truncation()
         params = SamplingParams(
             temperature=temperature,
+            top_p=truncation.top_p,
+            top_k=truncation.top_k,
+            min_p=truncation.min_p,
             seed=seed,
             max_tokens=max_tokens - len(first_tokens),
             # Replays the random draws of the known tokens, so that the seed continues where the lost engine stopped

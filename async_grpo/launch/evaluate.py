@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.algorithm.config import TOP_K
 from async_grpo.config.run import RunConfig
 from async_grpo.config.run_options import MemberConfig
 from async_grpo.environments.config import EnvironmentConfig
@@ -30,7 +31,10 @@ from async_grpo.metrics.console import means_of, show_waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.fields import (
     POSITIVE,
+    POSITIVE_SHARE,
+    SHARE,
     TABLE,
+    Range,
     choices_of,
     dashed,
     names_in,
@@ -57,6 +61,8 @@ OPTIONS_OF_THE_RUN = (
     "float32_head",
     "advantage_estimator",
 )
+# Options whose value None stands for that of the checkpoint's run, or for the default of `async-grpo run`
+OPTIONS_WITH_A_DEFAULT_OF_RUN = ("max_generation_tokens", "temperature", "top_p", "top_k", "min_p")
 # Options that concern only this machine or this command. Their values in the checkpoint's run are ignored
 OPTIONS_OF_THIS_COMMAND = (
     "path",
@@ -73,6 +79,17 @@ ADDRESS_OPTIONS = {"judge_urls", "http_scorer_urls"}
 # Keyword options and the option that names their receiver. They are taken over only if all named rewards, or the
 # environment, ship with the library: an untrusted folder must not pass arguments to the user's code
 OWNER_OF_KEYWORDS = {"reward_options": "reward_fns", "environment_options": "environment"}
+
+
+def _truncation(name: str, allowed: Range) -> Any:
+    """Return an option that restricts sampling to probable tokens, as the training does."""
+    return option(
+        None,
+        f"As --{name} of `async-grpo run`. The default is the run's, or that of `async-grpo run`.",
+        "Evaluation",
+        range=allowed,
+        portable=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +125,9 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         range=POSITIVE,
         portable=True,
     )
+    top_p: float | None = _truncation("top-p", POSITIVE_SHARE)
+    top_k: int | None = _truncation("top-k", TOP_K)
+    min_p: float | None = _truncation("min-p", SHARE)
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
     generation_workers: int = option(1, "Number of generation workers.", "Local", range=POSITIVE)
 
@@ -166,7 +186,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         options = _options_without_a_flag(Path(self.path))
         for field in fields(self):
             value = getattr(self, field.name)
-            is_default = value is None and field.name in ("max_generation_tokens", "temperature")
+            is_default = value is None and field.name in OPTIONS_WITH_A_DEFAULT_OF_RUN
             if field.name != "path" and not is_default:
                 options[field.name] = value
         if options.get("dtype", "auto") == "auto":

@@ -11,7 +11,9 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from async_grpo.messages import Truncation
 from async_grpo.modeling.token_masks import TokenMasks, forbid
+from async_grpo.modeling.truncated import forbid_below, lowest_logits
 
 PRODUCT_ROWS = 1 << 14  # rows of the head whose gradient is computed at once on a GPU
 
@@ -24,11 +26,16 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
     masks: TokenMasks | None = None,
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    truncation: Truncation | None = None,
+) -> tuple[Float[Tensor, " tokens"], ...]:
     """Return log softmax((hidden @ weight.T + bias) / temperature)[targets], and the softmax's entropy.
 
     If the loss does not use the entropy, the backward skips its gradient. The logits are float32, or float64 for
     float64 input.
+
+    With a truncation, each softmax is taken over the tokens that the truncation keeps, and the target. The gradient is
+    that of a fixed set of tokens, which is the gradient of the truncated policy wherever that has one: the set changes
+    only at single values of the weights.
 
     Args:
         hidden: The hidden state from which each target token is predicted.
@@ -39,6 +46,11 @@ def chunked_logprobs(
         chunk_tokens: Number of tokens whose logits are in memory at once.
         masks: The tokens over which each softmax is taken; None if it is always over all tokens. A target must be among
             them.
+        truncation: The rule by which the sampler keeps only probable tokens; None if it keeps all of them.
+
+    Returns:
+        (log-probs, entropies), and with a truncation also 1 for each target that the truncation alone would not keep, and
+        0 for all others.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
@@ -47,14 +59,19 @@ def chunked_logprobs(
     """
     indices = None if masks is None else masks.indices
     bits = None if masks is None else masks.bits
-    return _ChunkedHead.apply(hidden, weight, bias, targets, temperature, chunk_tokens, indices, bits)
+    logprobs, entropies, is_outside = _ChunkedHead.apply(
+        hidden, weight, bias, targets, temperature, chunk_tokens, indices, bits, truncation
+    )
+    return (logprobs, entropies) if truncation is None else (logprobs, entropies, is_outside)
 
 
 class _ChunkedHead(torch.autograd.Function):
     """Log-probs and entropies, with a backward that computes the logits again.
 
     With logits z / T, their softmax p and its entropy H, the gradients are d logprob / dz = (onehot - p) / T and
-    dH / dz = -p (log p + H) / T. A masked token has p = 0, so that both of its gradients are 0.
+    dH / dz = -p (log p + H) / T. A token outside of the mask or the truncation has p = 0, so that both of its gradients
+    are 0. The backward does not apply the rule of the truncation again, but compares the logits with the lowest logit
+    that it kept.
     """
 
     @staticmethod
@@ -68,26 +85,43 @@ class _ChunkedHead(torch.autograd.Function):
         chunk_tokens: int,
         mask_indices: Int64[Tensor, " tokens"] | None,
         mask_bits: UInt8[Tensor, "masks bytes"] | None,
-    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+        truncation: Truncation | None,
+    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
         result_dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(hidden), dtype=result_dtype)
         entropies = torch.empty_like(logprobs)
         normalisers = torch.empty_like(logprobs)
+        lowest = torch.empty_like(logprobs)
+        is_outside = torch.zeros_like(logprobs)
         for rows in _chunks(len(hidden), chunk_tokens):
             logits = _logits(hidden[rows], weight, bias, temperature)
             if mask_indices is not None and mask_bits is not None:
                 forbid(logits, mask_indices[rows], mask_bits)
+            if truncation is not None:
+                lowest[rows] = lowest_logits(logits, truncation)
+                is_outside[rows] = forbid_below(logits, lowest[rows], targets[rows]).to(result_dtype)
             normalisers[rows] = logits.logsumexp(dim=1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
             entropies[rows] = normalisers[rows] - torch.linalg.vecdot(probs, logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies, mask_indices, mask_bits)
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            targets,
+            normalisers,
+            entropies,
+            mask_indices,
+            mask_bits,
+            None if truncation is None else lowest,
+        )
+        ctx.mark_non_differentiable(is_outside)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         # Make autograd pass None instead of zeros as the gradient of an unused entropy. Zeros would cost as much as a
         # real gradient
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return logprobs, entropies, is_outside
 
     @staticmethod
     @once_differentiable
@@ -95,8 +129,11 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any,
         grad_logprobs: Float[Tensor, " tokens"] | None,
         grad_entropies: Float[Tensor, " tokens"] | None,
+        _grad_is_outside: None,
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalisers, entropies, mask_indices, mask_bits = ctx.saved_tensors
+        hidden, weight, bias, targets, normalisers, entropies, mask_indices, mask_bits, lowest = (
+            ctx.saved_tensors
+        )
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
@@ -108,6 +145,8 @@ class _ChunkedHead(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, bias, ctx.temperature)
             if mask_indices is not None:
                 forbid(logits, mask_indices[rows], mask_bits)
+            if lowest is not None:
+                forbid_below(logits, lowest[rows], targets[rows])
             log_probs = logits.sub_(normalisers[rows, None])
             if grad_entropies is not None:
                 entropy_scale = grad_entropies[rows, None] / ctx.temperature
@@ -125,7 +164,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 6
 
 
 def _chunks(total: int, size: int) -> list[slice]:

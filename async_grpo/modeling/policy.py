@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from async_grpo.allowed_tokens import AllowedTokens
+from async_grpo.messages import Truncation
 from async_grpo.modeling import MergedWeight, Weight, compute_device, full_tensor, stored_tensor
 from async_grpo.modeling.auto_classes import reads_images
 from async_grpo.modeling.image_models import ImageInputs, ImageReader, attention_by_part, hidden_states
@@ -93,6 +94,7 @@ class PolicyModel(nn.Module):
         temperature: float,
         masks: TokenMasks | None = None,
         images: ImageInputs | None = None,
+        truncation: Truncation | None = None,
     ) -> tuple[Float[Tensor, " packed"], ...]:
         """Compute the log-probs and entropies of the tokens that the mask selects.
 
@@ -103,9 +105,11 @@ class PolicyModel(nn.Module):
             temperature: Divisor of the logits.
             masks: The tokens among which each token was sampled; None if it was always among all tokens.
             images: The images of the sequences (`image_inputs`); None if they have none.
+            truncation: The rule by which the sampler keeps only probable tokens; None if it keeps all of them.
 
         Returns:
-            (log-probs, entropies), and with a value head also the values; 0 where the mask is False.
+            (log-probs, entropies), with a value head also the values, and with a truncation also, as the last result, 1 at
+            the tokens that the truncation alone would not keep; 0 where the mask is False.
             Entry i describes token i given the tokens before it in its own sequence, so the first token of a sequence
             has 0. The value of a token is the critic's value of the state from which the token is predicted. With an
             empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
@@ -125,7 +129,7 @@ class PolicyModel(nn.Module):
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
         # A token is predicted from the hidden state of the token before it
         states = hidden.index_select(0, packing.rows_of_tokens[positions - 1])
-        results: tuple[Tensor, ...] = chunked_logprobs(
+        logprobs, entropies, *outside_flags = chunked_logprobs(
             states,
             head.weight,
             head.bias,
@@ -133,10 +137,13 @@ class PolicyModel(nn.Module):
             temperature,
             self.chunk_tokens,
             None if masks is None else masks[positions],
+            truncation,
         )
+        results = [logprobs, entropies]
         if self.value_head is not None:
             value_states = states if self.value_trunk_gradient else states.detach()
-            results = (*results, self.value_head(value_states))
+            results.append(self.value_head(value_states))
+        results.extend(outside_flags)
         return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
 
     def token_masks(self, allowed: AllowedTokens) -> TokenMasks:

@@ -98,7 +98,8 @@ class BatchTensors:
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
-    The policy's log-probs are computed at the sampling temperature, as the engine's were. The denominator of the policy
+    The policy's log-probs are computed at the sampling temperature, and over the tokens that the sampler keeps, as the
+    engine's were. The denominator of the policy
     ratio is the policy that `config.old_policy` names. "current" means the trained policy itself: each step trains on
     its minibatch once, so the value of the ratio is 1, and only its gradient matters.
 
@@ -117,6 +118,7 @@ class Objective:
         self, config: AlgorithmConfig, max_completion_tokens: int = 0, *, reference_is_base: bool = False
     ) -> None:
         self.config = config
+        self.truncation = config.truncation
         self.needs_base_logprobs = reference_is_base and config.loss_kl_coef > 0
         self.loss = config.loss
         self.loss_settings = config.loss_settings
@@ -176,13 +178,17 @@ class Objective:
             )
 
     def forward(self, policy: PolicyModel, batch: BatchTensors) -> tuple[Float[Tensor, "1 packed"], ...]:
-        """Return (log-probs, entropies) of the trained tokens, and with a critic also the values."""
+        """Return (log-probs, entropies) of the trained tokens, and with a critic also the values.
+
+        With a truncation, the last result is 1 at the tokens that the truncation alone would not keep, and 0 at all others.
+        """
         masks = None if batch.allowed is None else policy.token_masks(batch.allowed)
         if batch.images and batch.image_inputs is None:
             batch.image_inputs = policy.image_inputs(
                 batch.images, batch.input_ids.cpu().numpy(), batch.cu_seqlens.numpy()
             )
         images = () if batch.image_inputs is None else (batch.image_inputs,)
+        options: dict[str, Any] = {} if self.truncation is None else {"truncation": self.truncation}
         outputs = policy(
             batch.input_ids,
             batch.cu_seqlens,
@@ -190,6 +196,7 @@ class Objective:
             self.config.temperature,
             masks,
             *images,
+            **options,
         )
         return tuple(output[None] for output in outputs)
 
@@ -203,7 +210,7 @@ class Objective:
             also contain the counts by which the caller divides these sums: `tokens`, `sequences` and `groups`. A total
             whose name ends in `_max` is a maximum instead of a sum.
         """
-        logprobs, entropy, *values = self.forward(policy, batch)
+        logprobs, entropy, *further_outputs = self.forward(policy, batch)
         batch.logprobs = logprobs.detach()
         mask = self.kept_tokens(logprobs, batch)
         entropy_of_trained = torch.where(mask, entropy, 0)
@@ -217,12 +224,14 @@ class Objective:
             # Skipped if the coefficient is 0, because the gradient of the entropy costs time in the backward pass
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
         if self.has_critic:
-            value_losses, value_metrics = self._value_loss(values[0], batch, mask)
+            value_losses, value_metrics = self._value_loss(further_outputs[0], batch, mask)
             token_losses = token_losses + self.config.critic_coef * value_losses
             metrics |= value_metrics
             metrics["value_loss"] = value_losses
         loss = self._aggregate(token_losses, batch, mask)
 
+        if self.truncation is not None:
+            metrics["outside_support_share"] = torch.where(mask, further_outputs[-1], 0)
         metrics["entropy"] = entropy_of_trained
         metrics["avg_kl_div"] = kl
         totals = _totals(metrics)

@@ -44,9 +44,9 @@ def add_step_terms(
     """
     with torch.no_grad():
         for row in rows:
-            row.logprobs, _, *values = objective.forward(policy, row)
+            row.logprobs, _, *further_outputs = objective.forward(policy, row)
             release_gathered(policy)
-            row.old_values = values[0] if values else None
+            row.old_values = further_outputs[0] if objective.has_critic else None
             row.kept = objective.kept_tokens(row.logprobs, row)
     if objective.has_critic:
         _estimate_advantages(rows, objective, ranks)

@@ -25,6 +25,7 @@ def test_a_run_that_draws_needs_no_worker_for_its_reference():
         ({"kl_coef": 0.1, "kl_in_reward": True}, "--kl-in-reward True do not go together"),
         ({"system_prompt": "draw"}, "--system-prompt draw do not go together"),
         ({"cpu_offload": True}, "--cpu-offload True do not go together"),
+        ({"top_p": 0.9}, "--policy flow --top-p 0.9 do not go together: leave --top-p out"),
         ({"dtype": "bfloat16"}, "computes in float32"),
         ({"old_policy": "proximal"}, "logprob workers cannot recompute denoising steps"),
         ({"weight_transport": "nccl"}, "use object_store or shared_files"),

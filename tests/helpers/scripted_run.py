@@ -86,7 +86,8 @@ def main(
     torch.set_num_threads(1)
     if world_size > 1:  # MASTER_ADDR and MASTER_PORT are given
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    config = scripted_config(staleness, steps, lora_rank=lora_rank)
+    top_p = 0.9 if staleness == 2 else 1.0  # some of the runs compute log-probs over the most probable tokens
+    config = scripted_config(staleness, steps, lora_rank=lora_rank, top_p=top_p)
     messages = folder / "messages"
     if rank == 0:
         messages.unlink(missing_ok=True)

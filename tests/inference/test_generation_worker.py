@@ -30,6 +30,8 @@ from async_grpo.inference.engine_arguments import engine_arguments
 from async_grpo.inference.generation_worker import GenerationWorker
 from async_grpo.inference.requests import EngineRequest, TokenTimeline
 from async_grpo.inference.vllm_edges.cpu_drafts import DRAFT_ARGUMENTS
+from async_grpo.messages import Truncation
+from async_grpo.types import GREEDY, Sampling
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
@@ -271,6 +273,13 @@ def test_drafts_are_refused_on_the_cpu_alone(name, monkeypatch):
     assert arguments("spec_tokens=4").spec_tokens == 4
 
 
+@pytest.mark.parametrize("name", DRAFT_ARGUMENTS)
+def test_drafts_are_refused_with_a_rule_that_keeps_only_probable_tokens(name, monkeypatch):
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ConfigurationError, match=rf"{name}=4: log-probs of drafted tokens .*--top-p"):
+        arguments(f"{name}=4", truncation=Truncation(top_p=0.9))
+
+
 def test_the_sampling_defaults_of_a_model_folder_change_no_request():
     """Those of its generation_config.json: vLLM takes the end tokens from it, which the run knows."""
     defaults = {"temperature": 0.1, "top_k": 1, "top_p": 0.2, "min_p": 0.5, "repetition_penalty": 3.0}
@@ -280,6 +289,15 @@ def test_the_sampling_defaults_of_a_model_folder_change_no_request():
     assert {name: getattr(params, name) for name in before} == before
     assert before["temperature"] == SETTINGS.temperature and before["top_k"] in (0, -1)
     assert (before["top_p"], before["min_p"], before["repetition_penalty"]) == (1.0, 0.0, 1.0)
+
+
+def test_the_rule_of_the_run_keeps_probable_tokens_in_every_request_but_greedy_ones():
+    settings = replace(SETTINGS, truncation=Truncation(top_p=0.9, top_k=20, min_p=0.05))
+    for sampling in (None, Sampling(temperature=0.3)):
+        params = EngineRequest.of(settings, np.arange(4), 0, 0, sampling).params
+        assert (params.top_p, params.top_k, params.min_p) == (0.9, 20, 0.05)
+    greedy = EngineRequest.of(settings, np.arange(4), 0, 0, GREEDY).params
+    assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
 
 
 def test_the_engine_side_of_every_transport_is_known_to_vllm():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from grammar_masks import masks_of, random_table
 from safetensors.torch import save
+from supports import in_support
 from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 from vision_model import save_vision_model, vision_model
 from vision_prompts import logprobs_alone, picture_row, question, seeded_picture
@@ -20,7 +21,7 @@ from vision_prompts import logprobs_alone, picture_row, question, seeded_picture
 from async_grpo.errors import ConfigurationError, OutOfMemory, WeightsDidNotLand, WorkerLost
 from async_grpo.inference.logprob_config import LogprobConfig
 from async_grpo.inference.logprob_worker import LogprobWorker
-from async_grpo.messages import LoraSettings
+from async_grpo.messages import LoraSettings, Truncation
 from async_grpo.modeling.image_models import ImageReader
 from async_grpo.modeling.load import load_causal_lm, load_config
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
@@ -50,10 +51,10 @@ class FakePolicy(torch.nn.Module):
 
 
 @asynccontextmanager
-async def serving(policy, temperature=1.0, **options):
+async def serving(policy, temperature=1.0, truncation=None, **options):
     """With a deadline: a server that forgets an answer must fail, not hang, the test."""
     config = LogprobConfig(**{"max_tokens_per_gpu": 100, "max_wait_s": 0.01} | options)
-    server = LogprobWorker(policy, config, temperature)
+    server = LogprobWorker(policy, config, temperature, truncation)
     async with asyncio.timeout(DEADLINE_S):
         yield server
         server.close()
@@ -112,6 +113,23 @@ async def test_log_probs_of_a_completion_with_a_grammar_are_those_over_the_allow
         logits[~torch.tensor(table[1:])] = -torch.inf
         expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:, None], dtype=torch.int64))[:, 0]
         np.testing.assert_allclose(row, expected.numpy()[begin - 1 :], atol=1e-5)
+
+
+async def test_log_probs_are_those_over_the_tokens_that_a_truncation_keeps_but_for_the_canary():
+    model = tiny_model()
+    ids = np.random.default_rng(2).integers(0, VOCAB, 30).astype(np.int32)
+    async with serving(PolicyModel(copy.deepcopy(model)), 0.7, truncation=Truncation(top_k=40)) as server:
+        (row,) = await server.logprobs([ids], [5])
+        canary = await server.canary(ids)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(torch.tensor(ids[None], dtype=torch.int64)).logits[0, :-1].double()
+    targets = torch.tensor(ids[1:, None], dtype=torch.int64)
+    is_kept = in_support(logits, targets[:, 0], top_k=40)
+    assert 5 < (is_kept.sum(-1) == 41).sum() < 25, "some tokens are outside of the support"
+    expected = (logits / 0.7).masked_fill(~is_kept, -torch.inf).log_softmax(-1).gather(1, targets)[:, 0]
+    np.testing.assert_allclose(row, expected.numpy()[4:], atol=1e-5)
+    np.testing.assert_allclose(canary[1:], logits.log_softmax(-1).gather(1, targets)[:, 0], atol=1e-5)
 
 
 async def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the_budget():

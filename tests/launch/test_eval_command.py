@@ -23,6 +23,7 @@ OF_THE_RUN = {
     "eval_every": 10,
     "keep_best": "held",
     "temperature": 0.75,
+    "top_p": 0.9,
     "max_generation_tokens": 24,
     "infinite_sampler_seed": 5,
     "kl_coef": 0.1,
@@ -53,7 +54,7 @@ def test_what_is_not_given_is_as_in_the_run_of_the_checkpoint(checkpoint):
     for path in (checkpoint, checkpoint.parents[1]):  # the checkpoint's folder, and the run's
         run = given(path, output_dir="here").as_run("exported")
         taken = ("reward_fns", "reward_options", "eval_data_path", "eval_samples", "temperature")
-        for name in (*taken, "max_generation_tokens", "infinite_sampler_seed"):
+        for name in (*taken, "top_p", "max_generation_tokens", "infinite_sampler_seed"):
             assert getattr(run, name) == OF_THE_RUN[name], name
         assert (run.model_name_or_path, run.data_path, run.output_dir) == ("exported", "held.jsonl", "here")
         assert run.logprob_roles == () and run.nproc_per_node == 0 and run.resume == "never"
@@ -100,6 +101,19 @@ def test_the_temperature_is_given_as_in_training(checkpoint, options, temperatur
     assert (run.temperature, run.eval_temperature) == temperatures
 
 
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        ({}, (0.9, 0, 0.0)),
+        ({"top_p": 1.0}, (1.0, 0, 0.0)),
+        ({"top_k": 20, "min_p": 0.05}, (0.9, 20, 0.05)),
+    ],
+)
+def test_sampling_is_truncated_as_in_training_unless_the_options_say_otherwise(checkpoint, options, rules):
+    run = given(checkpoint, **options).as_run("exported")
+    assert (run.top_p, run.top_k, run.min_p) == rules
+
+
 def test_a_judge_that_the_evaluation_serves_itself_is_not_looked_for_where_the_run_had_it(tmp_path):
     url = "http://127.0.0.1:1"
     checkpoint = checkpoint_with(tmp_path, judge_urls=url)
@@ -115,6 +129,7 @@ def test_a_model_s_folder_has_the_defaults_of_a_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     run = given(tmp_path, eval_data_path="x.jsonl", reward_fns="format").as_run(tmp_path)
     assert (run.temperature, run.eval_samples, run.eval_files) == (1.0, 1, {"": "x.jsonl"})
+    assert run.truncation is None
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from async_grpo.environments.trajectory_client import TrajectoryClient
 from async_grpo.environments.typed_output import TypedOutput
 from async_grpo.errors import RequestRefused
 from async_grpo.experience.packing import pack
+from async_grpo.messages import Truncation
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.objective import BatchTensors, Objective
@@ -158,8 +159,13 @@ SCHEMA = {
 }
 
 
-def test_under_a_json_schema_the_trainer_s_log_probs_are_the_engine_s(engine, model):
-    """Typed turns, with a free one and one that ends too early between them, and a weight sync, at a temperature of 0.7."""
+def test_under_a_json_schema_the_trainer_s_log_probs_are_the_engine_s(engine, model, monkeypatch):
+    """Typed turns, with a free one and one that ends too early between them, and a weight sync, at a temperature of 0.7.
+
+    All are sampled among the ten most probable of the allowed tokens.
+    """
+    truncation = Truncation(top_k=10)
+    monkeypatch.setattr(engine.worker, "settings", replace(engine.worker.settings, truncation=truncation))
     send(engine, weights(model), 50)
     chat = Chat(load_tokenizer(MODEL), make_reader=partial(CallReader, model_path=str(MODEL)))
     typed = TypedOutput(schema=json.dumps(SCHEMA))
@@ -203,16 +209,16 @@ def test_under_a_json_schema_the_trainer_s_log_probs_are_the_engine_s(engine, mo
     )
     batch = pack(sample.sequences)
     policy = PolicyModel(model, chunk_tokens=50)
-    objective = Objective(AlgorithmConfig(temperature=SETTINGS.temperature))
+    objective = Objective(AlgorithmConfig(temperature=SETTINGS.temperature, top_k=10))
     rows = BatchTensors(batch, torch.device("cpu"))
     with torch.no_grad():
-        logprobs, entropies = objective.forward(policy, rows)
-        free_logprobs, _ = objective.forward(
+        logprobs, entropies, is_outside = objective.forward(policy, rows)
+        free_logprobs, *_ = objective.forward(
             policy, BatchTensors(replace(batch, allowed=None), policy.device)
         )
     differences = (logprobs - rows.behaviour_logprobs)[rows.mask].abs()
     assert len(differences) == len(completion) and differences.max() < 1e-4
-    assert entropies.isfinite().all()
+    assert entropies.isfinite().all() and entropies.max() <= np.log(10) + 1e-5 and not is_outside.any()
     assert (free_logprobs - rows.behaviour_logprobs)[rows.mask].abs().max() > 1, "the masks make a difference"
 
 

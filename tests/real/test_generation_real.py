@@ -21,6 +21,7 @@ from warm_servers import starting_as_usual
 from watched_link import WatchedLink
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.messages import Truncation
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, answer_canary
@@ -96,6 +97,40 @@ def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_aft
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.05)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Truncation(top_p=0.9), Truncation(top_k=20), Truncation(min_p=0.05), Truncation(0.95, 50, 0.01)],
+    ids=str,
+)
+def test_log_probs_over_the_most_probable_tokens_equal_those_of_the_trainer(engine, model, monkeypatch, rule):
+    monkeypatch.setattr(engine.worker, "settings", replace(SETTINGS, truncation=rule))
+    prompt = CANARY[:12]
+
+    async def sample() -> list[Completion]:
+        seeds = {member: next(SEEDS) for member in range(32)}
+        results = [result async for result in engine.worker.complete(prompt, seeds)]
+        return [result for result in results if isinstance(result, Completion)]
+
+    send(engine, weights(model), 0)
+    completions = engine.run(sample())
+    ids = [np.concatenate([prompt, completion.token_ids]) for completion in completions]
+    bounds = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    arguments = (torch.tensor(np.concatenate(ids)).long(), bounds, torch.ones(int(bounds[-1])).bool(), 0.7)
+    policy = PolicyModel(model)
+    with torch.no_grad():
+        logprobs, _, is_outside = policy(*arguments, truncation=rule)
+        plain_logprobs, _ = policy(*arguments)
+    is_sampled = torch.cat([torch.arange(len(sequence)) >= len(prompt) for sequence in ids])
+    engine_logprobs = torch.tensor(np.concatenate([completion.logprobs for completion in completions]))
+    differences = (logprobs[is_sampled] - engine_logprobs).abs()
+    assert len(differences) > 250 and not is_outside[is_sampled].any()
+    # A sum of probabilities may reach top-p within rounding, and the two sides then keep one token more or less
+    assert differences.sort().values[-2] < 1e-4 and differences.mean() < 1e-5
+    assert abs(differences.exp().mean() - 1) < 1e-4
+    distance_to_plain = (engine_logprobs - plain_logprobs[is_sampled]).mean()
+    assert distance_to_plain > 100 * differences.mean(), "the engine samples among all tokens"
 
 
 def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_loses_is_seen(engine, model):

@@ -27,6 +27,7 @@ def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     options["num-training-batches"] = STEPS
     # A teacher that is the initial policy, in a worker of its own
     options |= {"teacher": DATA / "tiny-model", "teacher-coef": 0.01}
+    options["top-k"] = 40  # on policy, the log-probs over these tokens are equal on both sides
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = {**os.environ, "SECRET_TOKEN": "must-not-appear-anywhere", "RUN_MARK": str(folder)}

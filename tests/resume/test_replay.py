@@ -121,8 +121,10 @@ def test_the_record_has_the_trainers_log_probs_too_under_the_weights_that_a_step
 
 @pytest.fixture(scope="module")
 def run_with_adapter(tmp_path_factory):
-    """A recorded run of three steps that trains a LoRA adapter."""
-    config = chain_config(record=True, lora_rank=4, checkpoint_every_s=0.15, keep_checkpoints=100)
+    """A recorded run of three steps that trains a LoRA adapter on log-probs over the most probable tokens."""
+    config = chain_config(
+        record=True, lora_rank=4, top_p=0.9, top_k=50, checkpoint_every_s=0.15, keep_checkpoints=100
+    )
     chain = Chain(tmp_path_factory.mktemp("adapter"), config=config)
     chain.digests_read = {"model_name_or_path": base_digest(str(chain.folder))}
     chain.settings = replace(chain.settings, lora=lora_settings(chain.config, str(chain.folder)))
@@ -150,6 +152,12 @@ def test_a_replay_trains_the_recorded_adapter_bit_for_bit_or_the_one_that_the_op
     adapter, changes = replayed_adapter(run_with_adapter, tmp_path / "smaller", lora_rank=2)
     assert changes == ["--lora-rank 2"]
     assert {min(tensor.shape) for tensor in adapter.values()} == {2}
+
+
+def test_a_replay_over_other_tokens_makes_another_adapter(run_with_adapter, tmp_path):
+    (model,) = (run_with_adapter[0] / "hf_format").glob("samples_*")
+    adapter, changes = replayed_adapter(run_with_adapter, tmp_path / "all tokens", top_p=1.0)
+    assert not same(adapter, load_file(model / "adapter_model.safetensors")) and changes == ["--top-p 1.0"]
 
 
 def test_an_adapter_is_neither_replayed_nor_exported_on_another_base(run_with_adapter, tmp_path):

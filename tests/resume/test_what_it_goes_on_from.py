@@ -41,6 +41,7 @@ CHANGES = {
     "advantage_estimator": {"advantage_estimator": "rloo"},
     "logprob_roles": {"kl_coef": 0.1},
     "max_staleness": {"max_staleness": 5},
+    "min_p": {"min_p": 0.1},
     "samples_per_question": {"samples_per_question": 2, "batch_size": 4},
     "model_name_or_path": {"model_name_or_path": "elsewhere"},
 }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dealt_micro_batches import deal
+from supports import in_support
 from tiny_policy import VOCAB, pack, random_sequence, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_error
@@ -30,6 +31,7 @@ from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.publisher import Publisher
 
 NUM_BATCHES = 16
+TRUNCATIONS = ({}, {}, {"top_p": 0.9}, {"top_p": 0.95, "top_k": 20, "min_p": 0.01})
 CANARY = np.arange(1, 40, dtype=np.int32)
 
 
@@ -48,6 +50,7 @@ def random_batch(seed):
         "kl_coef": (0.0, 0.3)[seed // 4 % 2],
         "kl_clamp": 10.0,
         "temperature": (1.0, 0.7)[seed % 3 == 0],
+        **TRUNCATIONS[seed % 4],
     }
     sequences = [random_sequence(rng, with_ref=objective["kl_coef"] > 0) for _ in range(rng.integers(3, 20))]
     for sequence in sequences[:: 1 + seed % 2]:  # of one prompt
@@ -60,6 +63,7 @@ def reference_gradients(sequences, objective, tied):
     """Plain transformers and arithmetic: loss of the whole minibatch, one backward."""
     model = tiny_model(tie_word_embeddings=tied)
     model.set_attn_implementation("eager")
+    truncation = {name: objective[name] for name in ("top_p", "top_k", "min_p") if name in objective}
     sequence_losses, token_losses = [], []
     for sequence in sequences:
         ids = torch.tensor(sequence["ids"])
@@ -68,7 +72,8 @@ def reference_gradients(sequences, objective, tied):
         for t in range(1, len(ids)):
             if not sequence["mask"][t]:
                 continue
-            logprob = torch.log_softmax(logits[t - 1], dim=0)[ids[t]]
+            is_kept = in_support(logits[t - 1 : t], ids[t : t + 1], **truncation)[0]
+            logprob = logits[t - 1, ids[t]] - logits[t - 1, is_kept].logsumexp(0)
             advantage = float(np.float32(sequence["advantages"][t]))
             if objective["policy_loss"] == "grpo":
                 loss = -advantage * logprob

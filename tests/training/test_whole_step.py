@@ -4,10 +4,13 @@ The reference shares neither packing, nor sharding, nor the split into micro-bat
 padded batch, and the functions of `algorithm` called once, on all of it.
 """
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
 from dealt_micro_batches import deal
+from supports import in_support
 from tiny_policy import critic_policy, pack, random_sequence, tiny_model
 from two_ranks import on_two_ranks, recording_accumulator, relative_error
 
@@ -60,6 +63,8 @@ CASES = {
     "critic and covariance": dict(
         GAE, estimator_options="lam=0.5", policy_loss="kl_cov", loss_options="ratio=0.1"
     ),
+    "critic and probable tokens": dict(GAE, critic_coef=0.7, top_p=0.9),
+    "probable tokens": dict(top_k=30, min_p=0.001, entropy_coef=0.3, policy_loss="cispo"),
 }
 
 
@@ -157,7 +162,11 @@ def reference_gradients(case, sequences):
     mask = padded(sequences, "mask").bool()
     mask[:, 0] = False
     output = model(ids, output_hidden_states=True)  # causal: what fills up a row is never looked at
-    log_softmax = output.logits[:, :-1].log_softmax(-1)
+    logits = output.logits[:, :-1]
+    if objective.truncation is not None:
+        is_kept = in_support(logits.flatten(0, 1), ids[:, 1:].flatten(), **asdict(objective.truncation))
+        logits = logits.masked_fill(~is_kept.view_as(logits), -1e4)
+    log_softmax = logits.log_softmax(-1)
     logprobs = torch.nn.functional.pad(log_softmax.gather(2, ids[:, 1:, None])[..., 0], (1, 0))
     entropy = torch.nn.functional.pad(-(log_softmax.exp() * log_softmax).sum(-1), (1, 0))
     behaviour, advantages = (padded(sequences, c) for c in ("behaviour", "advantages"))
