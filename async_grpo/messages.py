@@ -17,6 +17,17 @@ NO_TIME = np.int32(-1)
 
 
 @dataclass(frozen=True)
+class FirstPass:
+    """What the first pass over a batch computed for a micro-batch, which later passes use (`--passes-per-batch`)."""
+
+    logprobs: np.ndarray  # (N,) float32, the trainer's log-probs under the weights before the step
+    # With a critic, (N,) float32 each: the estimated advantages, the targets of the critic, and its values
+    advantages: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    values: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Whole sequences packed end to end for one rank, without padding and with at most `max_tokens_per_gpu` tokens.
 
@@ -48,6 +59,7 @@ class MicroBatch:
     # (N, 2, channels, height, width) float32, if the policy draws: the states of a picture before and after each denoising
     # step, which is its token
     latents: np.ndarray | None = None
+    first_pass: FirstPass | None = None  # set from the second pass over a batch on
     # True for a micro-batch without trained tokens, which an idle rank runs so that all ranks run the same collectives
     is_dummy: bool = False
 
@@ -79,9 +91,12 @@ def dummy_micro_batch(token_id: int) -> MicroBatch:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The end of one optimizer step. Every rank gets it after the last micro-batch of the step."""
+    """The end of one optimizer step. Every rank gets it after the last micro-batch of the step.
 
-    step: int  # number of the step, from 0
+    In later passes over a batch, the numbers of groups and samples are 0, because the first pass has counted them.
+    """
+
+    step: int  # number of the minibatch, from 0. With one pass over each batch, it is the number of the step
     num_groups: int  # number of groups trained in the step
     num_samples: int  # number of samples trained in the step
     stats: dict[str, Any]  # metrics of generation and rewards, for the metrics line of the step
@@ -168,6 +183,7 @@ class SharedRunSettings:
     trains: bool = True  # False if no training takes place, so that engines keep their initial weights
     # Level at which engines sleep while the trainer computes (`--engine-sleep`); 0 if they stay awake
     sleep_level: int = 0
+    moves_reference: bool = False  # whether reference workers get new weights (`--ref-update-steps`)
     # Whether log-probs must not depend on which requests arrive at the same time (`--deterministic`)
     deterministic: bool = False
     has_grammars: bool = False  # whether requests may have a grammar (`Sampling.grammar`)

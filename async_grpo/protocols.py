@@ -182,6 +182,9 @@ class Engines(Protocol):
 
     address: str  # address at which engines reach this node
 
+    def reference_workers(self) -> "Engines":
+        """Return a connection to the reference workers, whose weights are those of a moving reference."""
+
     @property
     def members(self) -> Mapping[str, int]:
         """Return the workers of the current sync: worker id -> number of processes that hold its weights.

@@ -26,6 +26,7 @@ from async_grpo.allowed_tokens import AllowedTokens
 
 PROMPT_TOKEN = -1  # entry of `versions` for a token that no policy generated
 GENERATION = "generation"  # the kind of worker that every run needs
+REFERENCE = "reference"  # the kind of logprob worker with the reference policy of the KL penalty
 ENVIRONMENT = "environment"  # name of the reward that comes from an environment
 
 

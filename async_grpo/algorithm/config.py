@@ -114,6 +114,22 @@ class AlgorithmConfig(Section):
         "Clamp the KL estimate of each token to plus or minus this number, in nats. By default it is not clamped.",
         range=POSITIVE,
     )
+    ref_update_steps: int = _algorithm(
+        0,
+        "Number of optimizer steps between two updates of the reference policy, which mix the trained policy into it. 0 "
+        "keeps the initial model. The trainer keeps one more copy of the weights.",
+        range=NOT_NEGATIVE,
+        aliases=("ref_model_sync_steps",),
+    )
+    ref_mix: float = _algorithm(
+        0.6,
+        "Share of the trained policy in the reference at each of its updates; 1 resets the reference to the policy.",
+        range=POSITIVE_SHARE,
+        aliases=("ref_model_mixup_alpha",),
+    )
+    ref_reset_optimizer: bool = _algorithm(
+        False, "Set the optimizer's moments to zero at each update of the reference."
+    )
     kl_in_reward: bool = _algorithm(
         False, "Subtract the KL divergence from the reward instead of adding it to the loss."
     )
@@ -121,8 +137,15 @@ class AlgorithmConfig(Section):
     old_policy: str = off_policy(
         "behaviour",
         "Denominator of the policy ratio: behaviour (log-probs of the engine), proximal (log-probs of a logprob "
-        "worker) or current (the ratio is 1).",
+        "worker) or current (the trained policy before the first pass over the batch, so that the ratio is 1 in this "
+        "pass).",
         choices=("behaviour", "proximal", "current"),
+    )
+    passes_max_kl: float | None = off_policy(
+        None,
+        "With --passes-per-batch, leave out the rest of a batch, without a further update, if the KL divergence of the "
+        "policy from that of the batch's first pass exceeds this number of nats per token. By default there is no limit.",
+        range=POSITIVE,
     )
     importance_level: str = off_policy(
         "none",
@@ -280,6 +303,11 @@ class AlgorithmConfig(Section):
     def loss_kl_coef(self) -> float:
         """Return the weight of the KL penalty in the loss."""
         return 0.0 if self.kl_in_reward else self.kl_coef
+
+    @property
+    def moves_reference(self) -> bool:
+        """Return whether the reference policy changes during the run."""
+        return self.ref_update_steps > 0
 
     @property
     def reward_kl_coef(self) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from async_grpo.options.fields import refuse
@@ -42,6 +42,22 @@ KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {  # functions of logprobs - r
     "k3+": _k3,
     "abs+": torch.abs,
 }
+
+
+def kl_since(
+    earlier_logprobs: Float[Tensor, "*shape"], logprobs: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return an estimate of KL(earlier policy || policy) at each token, in nats; 0 where the mask is False.
+
+    It is r - 1 - log r, with r the policy's probability divided by the earlier policy's. It is unbiased for tokens that
+    the earlier policy has sampled.
+
+    >>> earlier = torch.tensor([0.0, 0.0])
+    >>> kl_since(earlier, torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).numpy().round(4).tolist()
+    [0.7183, 0.0]
+    """
+    difference = torch.where(mask, earlier_logprobs, 0) - torch.where(mask, logprobs, 0)
+    return _k3(difference)
 
 
 def kl_penalty(

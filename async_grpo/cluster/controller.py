@@ -22,7 +22,7 @@ from typing import Any
 
 from async_grpo.algorithm.teacher_config import worker_flags
 from async_grpo.cluster.engine_sleep import EngineSleep
-from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
+from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers, RegisteredWorkers
 from async_grpo.cluster.teacher_servers import TeacherServers
 from async_grpo.environments.played import Played
 from async_grpo.errors import ConfigurationError
@@ -36,7 +36,7 @@ from async_grpo.options.log_setup import log_to_own_file
 from async_grpo.processes.loop_watch import LoopWatch
 from async_grpo.processes.waits import situation
 from async_grpo.protocols import Connect, Generation, Logprobs, Verification, WeightPackage
-from async_grpo.types import GENERATION
+from async_grpo.types import GENERATION, REFERENCE
 from async_grpo.weights.package import SELF_TEST
 
 
@@ -72,6 +72,8 @@ class RunController:
         self._logprobs = {
             role: LogprobWorkers(role, worker_grace_s, connect, policy) for role in settings.logprob_roles
         }
+        if settings.moves_reference:
+            self._logprobs[REFERENCE].is_frozen = False
         self._workers_by_kind = {GENERATION: self._generation, **self._logprobs}
         self._refusals: list[str] = []
         self._batcher: ExperienceBatcher | None = None
@@ -125,11 +127,15 @@ class RunController:
         await self._is_over.wait()
         return self._end_reason
 
-    async def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
-        """Begin a weight sync, during which no worker joins.
+    async def begin_sync(
+        self, for_late: bool = False, of_reference: bool = False
+    ) -> list[tuple[WorkerInfo, Any]]:
+        """Begin a weight sync, during which no worker of its kinds joins.
 
         Args:
             for_late: Whether the sync is only for workers that joined during the run and wait for their first weights.
+            of_reference: Whether the reference workers get the weights of a moving reference; else all other workers get
+                those of the policy.
 
         Returns:
             The workers that get the weights, with their handles.
@@ -137,11 +143,21 @@ class RunController:
         if for_late:
             self._is_late_sync_requested = False
         members = []
-        for workers in self._workers_by_kind.values():
+        for workers in self._receivers(of_reference):
             members += workers.begin_sync(for_late)
         return members
 
-    async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
+    def _receivers(self, of_reference: bool) -> list[RegisteredWorkers]:
+        """Return the kinds of workers that get the weights of the reference, or those of the policy."""
+        receivers: list[RegisteredWorkers] = []
+        for kind, workers in self._workers_by_kind.items():
+            if (kind == REFERENCE) == of_reference:
+                receivers.append(workers)
+        return receivers
+
+    async def end_sync(
+        self, package: WeightPackage, landed: Sequence[str], of_reference: bool = False
+    ) -> None:
         """End a weight sync.
 
         If the sync sent a new policy, the workers generate with it from now on, and new groups may be admitted.
@@ -149,9 +165,12 @@ class RunController:
         Args:
             package: The weights that were sent.
             landed: Ids of the workers that have proven that they use these weights.
+            of_reference: Whether the weights are those of a moving reference.
         """
-        for workers in self._workers_by_kind.values():
+        for workers in self._receivers(of_reference):
             workers.end_sync(package, landed)
+        if of_reference:
+            return
         if self._sleep is not None:
             await self._sleep.after_sync(package)
         is_new_policy = package.version != SELF_TEST and not package.for_late
@@ -219,7 +238,7 @@ class RunController:
             questions,
             generation,
             verification,
-            self._logprobs.get("reference"),
+            self._logprobs.get(REFERENCE),
             self._logprobs.get("proximal"),
             teachers=await self._teachers(config, make_servers),
             num_ranks=num_ranks,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from async_grpo.algorithm.flow.config import FLOW, TEXT
+from async_grpo.cluster.make_publisher import make_publisher, make_reference_publisher
+from async_grpo.cluster.record_and_passes import with_record_and_passes
 from async_grpo.config.drawing_memory import drawing_rank_bytes
 from async_grpo.config.memory_plan import CHECKPOINT_PARAMETER_BYTES, trainer_rank_bytes
 from async_grpo.config.resume import as_options
@@ -20,12 +22,7 @@ from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader, freeze_vision
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
-from async_grpo.modeling.policy import (
-    PolicyModel,
-    named_adapters,
-    named_weights,
-    named_weights_and_adapters,
-)
+from async_grpo.modeling.policy import PolicyModel
 from async_grpo.options.source_file import digests
 from async_grpo.processes.memory_use import resident_bytes
 from async_grpo.processes.out_of_memory import naming_out_of_memory
@@ -41,10 +38,10 @@ from async_grpo.training.drawing.policy import load_flow_policy, trainer_canary_
 from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.largest_trial import try_largest
 from async_grpo.training.memory_cures import start_cure
+from async_grpo.training.moving_reference import make_reference
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.rank_memory import RankMemory
-from async_grpo.training.record import Recorder
 from async_grpo.training.sharding import (
     canary_logprobs,
     load_shards,
@@ -54,8 +51,6 @@ from async_grpo.training.sharding import (
 )
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.weights.canary import Canary
-from async_grpo.weights.config import get_transport
-from async_grpo.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -90,22 +85,22 @@ def make_trainer(
     kind = POLICY_KINDS[config.policy]
     accumulator = _load(config, settings, ranks)
     policy = accumulator.policy
+    reference = make_reference(policy, accumulator.optimizer, config, publisher)
     checkpointer = _checkpointer(config, settings, ranks, policy, accumulator, save_experience, digests_read)
+    checkpointer.reference = reference.named_weights
     step, samples = _restore(checkpointer, settings)
     accumulator.steps = step
     if is_trial_cheap(config, ranks.device):
         try_largest(accumulator, settings.vocab_size, config, settings.max_total_tokens)
     if publisher is None:
-        publisher = _publisher(config, settings, ranks, engines, kind)
+        canary = kind.make_canary(settings, ranks)
+        publisher = make_publisher(config, settings, ranks.rank, engines, canary)
         publisher.prepare(policy)  # while the workers load
-    if config.record:
-        recorder = Recorder(source, config.output_path, ranks.world_size, as_options(config))
-        accumulator.on_logprobs = recorder.keep_logprobs
-        source = recorder
+        reference.publisher = make_reference_publisher(config, settings, ranks.rank, engines, canary)
     return Trainer(
         policy=policy,
         accumulator=accumulator,
-        source=source,
+        source=with_record_and_passes(config, ranks, source, accumulator),
         publisher=publisher,
         checkpointer=checkpointer,
         version=step,
@@ -116,6 +111,8 @@ def make_trainer(
         after_step=after_step,
         overlaps=partial(_may_overlap, config),
         saves_after=partial(_may_become_best, config),
+        plan=config.pass_plan,
+        reference=reference,
         release_memory=partial(_release_memory, config, ranks.device),
     )
 
@@ -199,7 +196,7 @@ def _restore(checkpointer: Checkpointer, settings: SharedRunSettings) -> tuple[i
 def _may_overlap(config: RunConfig, steps_done: int) -> bool:
     """Return whether the next step may start accumulating gradients while the weights of this step are sent."""
     waits_for_evaluation = config.eval_pinned and _is_evaluated(config, steps_done)
-    return config.max_staleness > 0 and steps_done < config.num_steps and not waits_for_evaluation
+    return config.generates_ahead and steps_done < config.num_steps and not waits_for_evaluation
 
 
 def _may_become_best(config: RunConfig, steps_done: int) -> bool:
@@ -237,20 +234,6 @@ def _checkpointer(
         stay=kept_names,
         lora=settings.lora,
     )
-
-
-def _publisher(
-    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, engines: Engines | None, kind: "PolicyKind"
-) -> Publisher:
-    canary = kind.make_canary(settings, ranks)
-    make_publisher: Any = get_transport(settings.transport).make_publisher
-    dtype = torch_dtype(settings.dtype)
-    if settings.lora is None or settings.lora.sync == "merged":
-        publisher: Publisher = make_publisher(engines, named_weights, canary, dtype, ranks.rank, config)
-        return publisher
-    publisher = make_publisher(engines, named_weights_and_adapters, canary, dtype, ranks.rank, config)
-    publisher.named_updates = named_adapters
-    return publisher
 
 
 def _exporter(

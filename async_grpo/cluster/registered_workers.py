@@ -64,7 +64,7 @@ class RegisteredWorkers:
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind = kind
         self._connect = connect
-        # whether workers of this kind keep the weights that they start with
+        # Whether workers of this kind keep the weights that they start with. A moving reference changes this
         self.is_frozen = kind.partition(":")[0] in FROZEN_ROLES
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}

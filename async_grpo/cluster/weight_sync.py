@@ -18,7 +18,7 @@ from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.types import GENERATION
+from async_grpo.types import GENERATION, REFERENCE
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
@@ -58,15 +58,21 @@ class RayEngines:
 
     controller: Any  # the run's controller, which knows the workers
     timeout_s: float  # maximum time that a worker may take to load one package or to do one step
+    # Whether the workers are the reference workers, which get the weights of a moving reference
+    of_reference: bool = False
 
     def __post_init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
         # Workers of the current sync with their handles, by worker id
         self._members: dict[str, tuple[WorkerInfo, Any]] = {}
 
+    def reference_workers(self) -> "RayEngines":
+        """Return a connection to the reference workers; see `Engines`."""
+        return RayEngines(self.controller, self.timeout_s, of_reference=True)
+
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         """Tell the controller which workers have proven that they use the package's weights; see `Engines`."""
-        answer(self.controller.end_sync.remote(package, landed), self.timeout_s)
+        answer(self.controller.end_sync.remote(package, landed, self.of_reference), self.timeout_s)
 
     def abort(self, error: BaseException) -> None:
         """End the run because a sync failed; see `Engines`."""
@@ -104,7 +110,7 @@ class RayEngines:
                 losses.append(f"{worker_id}: {cause_of(error)}")
                 self.fence(worker_id, error)
             else:
-                has_engine = has_engine or info.kind == GENERATION
+                has_engine = has_engine or info.kind == (REFERENCE if self.of_reference else GENERATION)
         # The first weights have version 0, and a self-test has a negative version
         is_first = package.version <= 0
         if is_first and not has_engine and not package.for_late:
@@ -121,7 +127,7 @@ class RayEngines:
 
     def begin(self, for_late: bool) -> None:
         """Begin a sync, during which no worker joins; see `Engines`."""
-        members = answer(self.controller.begin_sync.remote(for_late), self.timeout_s)
+        members = answer(self.controller.begin_sync.remote(for_late, self.of_reference), self.timeout_s)
         self._members = {info.worker_id: (info, handle) for info, handle in members}
 
     @property

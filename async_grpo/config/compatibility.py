@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from async_grpo.algorithm.flow.windows import MAX_DENOISING_STEPS
+from async_grpo.config.pass_rules import broken_loss_of_passes, broken_passes, waits_for_passes
 from async_grpo.config.recipes import RECIPES
+from async_grpo.config.reference_rules import broken_reference, broken_reference_transport
 from async_grpo.config.run_options import RunOptions
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import dashed
@@ -81,6 +83,14 @@ def broken_values(c: RunOptions) -> Broken:
         yield "curriculum retire_solved_above", "do not fit: all rows of a level may be retired"
     if not c.curriculum_down_at < c.curriculum_up_at:
         yield "curriculum_down_at curriculum_up_at", "do not fit: the first must be lower than the second"
+    if c.moves_reference:
+        yield from broken_reference(c)
+    if c.optimizer == "muon" and (c.has_lora or c.draws):
+        yield (
+            "optimizer lora_rank policy",
+            "do not go together: Muon trains the matrices of a language model's layers, not adapters or policies that "
+            "draw. Use --optimizer adamw",
+        )
     yield from _broken_sleep(c)
     yield from _broken_rejection(c)
     yield from _idle_values(c)
@@ -162,7 +172,9 @@ def _broken_sizes(c: RunOptions) -> Broken:
             "batch_size train_minibatch_size samples_per_question",
             f"do not fit: the batch is not a whole number of steps of {c.groups_per_step} groups: use a multiple",
         )
-    max_alive = (c.max_staleness + 1) * c.groups_per_step
+    yield from broken_passes(c)
+    _warn(c, waits_for_passes(c))
+    max_alive = c.max_groups_alive
     if c.groups_alive is not None and not c.groups_per_step <= c.groups_alive <= max_alive:
         yield (
             "groups_alive max_staleness",
@@ -175,11 +187,11 @@ def _broken_sleep(c: RunOptions) -> Broken:
     """Find options with which engines cannot sleep while the trainer computes."""
     if not c.sleep_level:
         return
-    if c.max_staleness:
+    if c.generates_ahead:
         yield (
             "engine_sleep max_staleness",
             "do not fit: with a staleness above 0, engines generate for later steps while the trainer computes, and "
-            "engines that sleep do not: use --max-staleness 0",
+            f"engines that sleep do not: use --max-staleness {c.cycle_steps - 1}",
         )
     if c.eval_pinned:
         yield (
@@ -239,6 +251,8 @@ def _idle_values(c: RunOptions) -> Broken:
             "--importance-level token or sequence",
         ),
         (resamples, "max_resamples", "--zero-variance resample (or --on-reward-failure with refill)"),
+        (c.optimizer == "muon", "muon_momentum", "--optimizer muon"),
+        (c.moves_reference, "ref_mix ref_reset_optimizer", "--ref-update-steps above 0"),
         (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
         (c.has_lora, "lora_alpha lora_targets lora_rslora lora_sync", "--lora-rank above 0"),
         (c.curriculum, "curriculum_up_at curriculum_down_at", "--curriculum"),
@@ -295,6 +309,7 @@ def _broken_methods(c: RunOptions) -> Broken:
             "weight_transport weight_folder",
             "belong together: shared_files writes the weights into that folder, which all nodes must share",
         )
+    yield from broken_reference_transport(c)
     if c.needs_proximal and not get_transport(c.weight_transport).sends_packages:
         yield (
             "weight_transport old_policy policy_loss",
@@ -310,14 +325,15 @@ def _broken_estimator(c: RunOptions) -> Broken:
             "critic_coef critic_clip critic_learning_rate critic_trunk_gradient",
             "without an --advantage-estimator that has a critic, such as gae",
         )
-    _warn(
-        c,
-        idle(
+    if c.passes_per_batch == 1:
+        _warn(
             c,
-            "critic_clip",
-            "as yet: a step trains its minibatch once, so no value has moved from the old one",
-        ),
-    )
+            idle(
+                c,
+                "critic_clip",
+                "with one pass over each batch (--passes-per-batch), because no value has moved from the old one",
+            ),
+        )
     if c.kl_in_reward and not estimator.outcome:
         yield (
             "advantage_estimator kl_in_reward",
@@ -333,22 +349,24 @@ def _broken_estimator(c: RunOptions) -> Broken:
 
 def _broken_loss(c: RunOptions) -> Broken:
     loss = c.loss
-    is_current = c.old_policy == "current"
+    # With one pass, the old policy is then the trained policy itself, and every ratio is 1
+    is_ratio_one = c.old_policy == "current" and c.passes_per_batch == 1
     weighs = c.importance_level != "none"
+    yield from broken_loss_of_passes(c)
     uses_proximal = c.old_policy == "proximal" and (weighs or c.rejection_statistic)
     if not loss.uses_ratio and not uses_proximal:
         yield from idle(
             c, "old_policy", f"with --policy-loss {c.policy_loss}, which has no ratio: leave it out"
         )
-    if is_current:
+    if is_ratio_one:
         _warn(c, idle(c, "clip_low clip_high", "with --old-policy current, where every ratio is 1"))
-    if is_current and loss.idle_at_ratio_one:
+    if is_ratio_one and loss.idle_at_ratio_one:
         yield (
             "policy_loss old_policy",
             "leave the loss without its pull to the old policy, since every ratio is 1: use --policy-loss gpg, or another "
             "--old-policy",
         )
-    if is_current and loss.needs_proximal:
+    if c.old_policy == "current" and loss.needs_proximal:
         yield (
             "policy_loss old_policy",
             "contradict each other: the loss compares with a proximal policy, and current leaves none",

@@ -84,6 +84,8 @@ def trainer_state_bytes(
     parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
     if config.update_stats:
         parameter_bytes += 4
+    if config.moves_reference:
+        parameter_bytes += 4
     num_bytes = parameter_bytes * num_parameters
     if num_trained is not None:
         num_bytes = parameter_bytes * num_trained + dtype_bytes * num_parameters

@@ -158,6 +158,7 @@ def _settings_of_options(config: RunConfig) -> dict[str, Any]:
         "group_size": config.samples_per_question,
         "samples_in_flight": config.samples_in_flight,
         "sleep_level": config.sleep_level,
+        "moves_reference": config.moves_reference,
         "deterministic": config.deterministic,
         "has_grammars": config.environment is not None and config.typed_output == ENFORCE,
     }

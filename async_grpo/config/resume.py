@@ -20,6 +20,7 @@ from async_grpo.training.checkpoint_folder import Manifest, checkpoints_of, name
 
 # Options that must stay the same, with the reasons. All other options may change, and the changes are logged
 _BOUND = "the groups alive were admitted under the earlier bound"
+_CYCLE = "the versions of the groups alive, and the step in which each is trained last, depend on it"
 _RENDERED = "the prompts of the finished groups were rendered with the earlier value"
 FIXED = {
     "model_name_or_path": "the checkpoint has weights of the earlier model, which also stays the KL reference",
@@ -36,6 +37,8 @@ FIXED = {
     "infinite_sampler_seed": "the order of the questions and all random draws depend on it",
     "samples_per_question": "the finished groups have the earlier size",
     "groups_per_step": "the step in which a group is due depends on it",
+    "passes_per_batch": _CYCLE,
+    "cycle_steps": _CYCLE,
     "max_staleness": _BOUND,
     "samples_in_flight": _BOUND,
     "temperature": "the finished groups have log-probs at the earlier temperature",
@@ -52,6 +55,7 @@ FIXED = {
     ),
     **dict.fromkeys(("lora_alpha", "lora_rslora"), "the checkpoint has an adapter for the earlier scale"),
     "advantage_estimator": "the optimizer and the finished groups have what the earlier estimator needs",
+    "moves_reference": "only the checkpoints of a run with a moving reference have its weights",
     "logprob_roles": "the finished groups have the log-probs that the earlier options need, and no others",
     "teacher_names": "the finished groups have the log-probs of the earlier teachers",
     "teacher_column": "the finished groups have the log-probs of the teachers in the earlier column",
@@ -59,10 +63,14 @@ FIXED = {
 # Values that are computed from several options, with the names of these options for messages
 DERIVED = {
     "groups_per_step": "--batch-size / --train-minibatch-size",
+    "cycle_steps": "--batch-size (with several passes per batch): the number of optimizer steps of a batch",
     "samples_in_flight": "--groups-alive",
+    "moves_reference": "--ref-update-steps: whether the reference moves",
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy, --policy-loss and --teacher",
     "teacher_names": "--teacher",
 }
+# Values of runs whose checkpoints are older than the option
+OF_EARLIER_RUNS = {"passes_per_batch": 1}
 # Options that often differ between starts of one run, so their changes are not logged
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")
 SHOWN_CHARACTERS = 200
@@ -154,7 +162,7 @@ def refuse_changes(config: RunConfig, folder: Path, earlier: Mapping[str, Any]) 
     options = as_options(config)
     for name, reason in FIXED.items():
         value = options[name]
-        earlier_value = earlier.get(name, value)
+        earlier_value = earlier.get(name, OF_EARLIER_RUNS.get(name, value))
         if name == "reward_fns" and not value:
             # The workers will name the rewards, which are compared then
             continue

@@ -1,5 +1,6 @@
 """The options of a run. `RunOptions` inherits from `BatchConfig`, `RewardConfig` and the other groups of options."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ class RunOptions(
         """Return the number of samples between two saves of the model in the Hugging Face format."""
         if self.save_every is None:
             return self.min_samples_per_checkpoint
-        return self.save_every * self.samples_per_step
+        return math.ceil(self.save_every / self.passes_per_batch) * self.samples_per_step
 
     @property
     def output_path(self) -> Path:

@@ -18,7 +18,7 @@ from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.rollouts import Rollouts
-from async_grpo.experience.staleness import FirstStepPace, StalenessBudget, StepAssembler, StepComplete
+from async_grpo.experience.staleness import FirstStepPace, StepAssembler, StepComplete, make_budget
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.experience.step_metrics import (
     EngineUtilization,
@@ -90,7 +90,8 @@ class ExperienceBatcher:
         self.evaluate = self.rollouts.evaluate
         curriculum = make_curriculum(config, [question.row for question in questions])
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed, curriculum)
-        self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
+        self.plan = config.pass_plan
+        self.budget = make_budget(config)
         self.advantages = GroupAdvantages(config, facts)
         self.packer = _make_packer(config, facts, num_ranks)
         whole_steps = config.trains_whole_steps
@@ -109,7 +110,7 @@ class ExperienceBatcher:
         # Admitted groups, by sequence number, until the engines use the weights that were trained on them. Checkpoints
         # save these groups
         self._alive: dict[int, Group | UnfinishedGroup] = {}
-        # Sequence numbers of each step's groups, by step, until the engines use the weights that the step trained
+        # Sequence numbers of trained groups, by the version of the weights trained on them, until it is live
         self._trained_groups: dict[int, list[int]] = {}
         self._samples_done = 0  # number of samples of all steps that have ended
         self._prompts_set_aside: list[dict[str, Any]] = []  # prompts set aside since the end of the last step
@@ -161,7 +162,7 @@ class ExperienceBatcher:
 
     async def weights_live(self, version: int) -> None:
         """Free the slots of the groups that trained policy `version`, because all engines now use this policy."""
-        sequence_numbers = self._trained_groups.pop(version - 1, [])
+        sequence_numbers = self._trained_groups.pop(version, [])
         for number in sequence_numbers:
             del self._alive[number]
         await self.budget.weights_live(version, groups=len(sequence_numbers))
@@ -195,11 +196,12 @@ class ExperienceBatcher:
     def restore(self, state: ExperienceState) -> None:
         """Restore a saved state, so that `start` continues where the saved batcher stopped."""
         self._admitted = state.admitted
-        self._samples_done = state.step * self.config.samples_per_step
+        minibatch = self.plan.next_minibatch(state.step)
+        self._samples_done = minibatch * self.config.samples_per_step
         self._alive = dict(sorted(state.alive.items()))
         self.cursor.restore(state.cursor)
         self.budget.restore(state.step, len(state.alive))
-        self.steps.restore(state.step, state.admitted, state.alive)
+        self.steps.restore(minibatch, state.admitted, state.alive)
 
     async def close(self) -> None:
         """Cancel all tasks, which aborts their requests in the engines."""
@@ -209,8 +211,7 @@ class ExperienceBatcher:
 
     async def rollout_loop(self) -> None:
         """Admit all groups of the run one by one, each as soon as the staleness budget has a free slot."""
-        num_groups = self.config.num_steps * self.config.groups_per_step
-        while self._admitted < num_groups:
+        while self._admitted < self.config.num_groups:
             with waiting("slot", "the rollout loop", "the first step's completions"):
                 await self._first_step.wait_for_room()
             with waiting("slot", "the rollout loop", "a slot of the staleness budget"):
@@ -297,7 +298,8 @@ class ExperienceBatcher:
         if not self.advantages.estimator.ignores_rewards:
             refuse_unscored(complete.step, complete.groups)
         self.rollouts.refuse_untaught(complete.step, complete.groups)
-        self._trained_groups[complete.step] = [group.sequence_number for group in complete.groups]
+        trained_groups = self._trained_groups.setdefault(self.plan.last_step(complete.step) + 1, [])
+        trained_groups += [group.sequence_number for group in complete.groups]
         step_end = self._supervise(self._step_end(complete), f"the end of step {complete.step}")
         self._put([step_end] * len(self._queues))
 
@@ -325,7 +327,8 @@ class ExperienceBatcher:
         spans = generation.pop("spans", [])
         busy = generation.pop("busy")
 
-        stats = step_stats(complete.step, complete.groups, self._samples_done, self.config.steps_per_batch)
+        first_step = self.plan.first_step(complete.step)
+        stats = step_stats(first_step, complete.groups, self._samples_done, self.config.steps_per_batch)
         stats["groups_without_signal"] = sum(
             not self.advantages.has_signal(group) for group in complete.groups
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from async_grpo.algorithm.config import AlgorithmConfig, off_policy, on_groups
+from async_grpo.algorithm.pass_plan import PassPlan
 from async_grpo.algorithm.teacher_config import TEACHER_ALONE, TeacherConfig
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.options.fields import (
@@ -45,6 +46,15 @@ class BatchConfig(AlgorithmConfig, TeacherConfig):
     train_minibatch_size: int | None = _batches(
         None, "Samples per optimizer step. By default one step trains the whole batch.", range=POSITIVE
     )
+    passes_per_batch: int = option(
+        1,
+        "Number of times that each batch is trained. Every pass takes one optimizer step per minibatch. The engines get "
+        "new weights after the last pass.",
+        "Batches",
+        range=POSITIVE,
+        portable=True,
+        aliases=("num_iterations",),
+    )
     num_training_batches: int = _batches(
         1_000_000,
         "Number of iterations in the whole run, over which learning rate schedules extend.",
@@ -70,17 +80,17 @@ class BatchConfig(AlgorithmConfig, TeacherConfig):
     groups_alive: int | None = option(
         None,
         "Maximum number of groups in flight. A group is in flight from its admission until the engines use the "
-        "weights that were trained on it. The default is (--max-staleness + 1) times the groups of a step. With a "
-        "lower number, finished groups may be trained before older, unfinished ones, which helps if a few completions "
-        "are very long.",
+        "weights that were trained on it. The default is the largest number that --max-staleness allows: with one pass "
+        "per batch, (--max-staleness + 1) times the groups of a step. With a lower number, finished groups may be trained "
+        "before older, unfinished ones, which helps if a few completions are very long.",
         "Batches",
         range=POSITIVE,
         portable=True,
     )
     max_token_staleness: int | None = off_policy(
         None,
-        "Leave tokens out of the loss if the policy that sampled them is more than this number of steps old. By "
-        "default none are left out.",
+        "Leave tokens out of the loss if the policy that sampled them is more than this number of steps old when they are "
+        "trained (in the last pass over their batch). By default none are left out.",
         range=NOT_NEGATIVE,
     )
     engine_sleep: str = option(
@@ -219,13 +229,43 @@ class BatchConfig(AlgorithmConfig, TeacherConfig):
     @property
     def samples_in_flight(self) -> int:
         """Return the maximum number of samples in flight (see the option `groups_alive`)."""
-        alive = self.groups_alive or (self.max_staleness + 1) * self.groups_per_step
-        return alive * self.samples_per_question
+        return (self.groups_alive or self.max_groups_alive) * self.samples_per_question
+
+    @property
+    def max_groups_alive(self) -> int:
+        """Return the number of groups that `max_staleness` allows in flight."""
+        return self.pass_plan.minibatches_alive(self.max_staleness) * self.groups_per_step
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Return whether the engines generate for later steps while the trainer computes."""
+        plan = self.pass_plan
+        return plan.minibatches_alive(self.max_staleness) > plan.cycle_minibatches
+
+    @property
+    def minibatches_per_batch(self) -> int:
+        """Return M, the number of optimizer steps of one pass over a batch."""
+        return self.batch_size // self.groups_per_step
+
+    @property
+    def pass_plan(self) -> PassPlan:
+        """Return the numbers of the optimizer steps."""
+        return PassPlan(self.minibatches_per_batch, self.passes_per_batch)
+
+    @property
+    def cycle_steps(self) -> int:
+        """Return the number of optimizer steps between two weight syncs."""
+        return self.pass_plan.cycle_steps
 
     @property
     def steps_per_batch(self) -> int:
         """Return the number of optimizer steps per iteration."""
-        return self.batch_size // self.groups_per_step
+        return self.minibatches_per_batch * self.passes_per_batch
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups of the whole run."""
+        return self.num_training_batches * self.batch_size
 
     @property
     def num_steps(self) -> int:

@@ -17,6 +17,13 @@ Why no group is trained too late: the groups that are due in step k or earlier a
 So there are (k + 1) * P - slack of them. By the end of step k, (k + 1) * P groups are trained. At most `slack` of these
 are early, which means that they are due after step k. So at least (k + 1) * P - slack trained groups are due in step k
 or earlier, and these must be all of them. Without slack, step k trains the groups from k * P to (k + 1) * P - 1.
+
+With several passes over each batch (`PassPlan`), a "step" of the assembler is a minibatch. The trainer trains the
+minibatches of a cycle in C optimizer steps. Then the next weights become live, and the cycle's G groups are no longer
+alive. `max_staleness` still counts optimizer steps: at most (S + 1) // C * G groups are alive, and `slack` is the unused
+part of this number. When version v is live, the groups of the first v // C cycles are no longer alive. So a group that is
+admitted now is due in a cycle before v // C + (S + 1) // C. All steps of this cycle are below
+(v // C + (S + 1) // C) * C, which is at most v + S + 1. So no pass trains a token that is more than S steps old.
 """
 
 import asyncio
@@ -24,7 +31,9 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from async_grpo.algorithm.pass_plan import ONE_PASS, PassPlan
 from async_grpo.errors import StalenessViolated
+from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
 from async_grpo.messages import MicroBatch
@@ -39,16 +48,25 @@ class StalenessBudget:
     Args:
         groups_per_step: Groups that one optimizer step trains (P).
         max_staleness: Steps by which a token may be older than the policy that is trained (S).
-        capacity: Maximum number of groups alive, from P to (S + 1) * P. None means (S + 1) * P. A lower number makes
-            the tokens younger on average.
+        capacity: Maximum number of groups alive, at least those of a cycle (with one pass, P). None means the largest
+            number that the bound allows (with one pass, (S + 1) * P). A lower number makes the tokens younger on average.
+        plan: Numbers of the optimizer steps, if batches are trained in several passes.
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, capacity: int | None = None) -> None:
-        max_capacity = (max_staleness + 1) * groups_per_step
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        capacity: int | None = None,
+        plan: PassPlan = ONE_PASS,
+    ) -> None:
+        max_capacity = plan.minibatches_alive(max_staleness) * groups_per_step
+        min_capacity = plan.cycle_minibatches * groups_per_step
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
+        self.plan = plan
         self.capacity = capacity or max_capacity
-        assert groups_per_step <= self.capacity <= max_capacity, (groups_per_step, capacity, max_capacity)
+        assert min_capacity <= self.capacity <= max_capacity, (min_capacity, capacity, max_capacity)
         self.slack = max_capacity - self.capacity
         self.alive = 0
         self.live_version = 0
@@ -79,6 +97,16 @@ class StalenessBudget:
             self.live_version = version
             self.alive -= groups
             self._slots_freed.notify_all()
+
+
+def make_budget(config: BatchConfig) -> StalenessBudget:
+    """Return the budget that the options ask for."""
+    return StalenessBudget(
+        config.groups_per_step,
+        config.max_staleness,
+        config.groups_alive,
+        config.pass_plan,
+    )
 
 
 class FirstStepPace:
@@ -122,7 +150,7 @@ class FirstStepPace:
 class StepComplete:
     """The end of a step: all of its micro-batches have been returned."""
 
-    step: int
+    step: int  # number of the minibatch; with one pass over each batch, it is the number of the step
     groups: list[Group]
 
 
@@ -157,11 +185,12 @@ class StepAssembler:
     ) -> None:
         self.groups_per_step = budget.groups_per_step
         self.max_staleness = budget.max_staleness
+        self.plan = budget.plan
         self.slack = budget.slack
         self.packer = packer
         self.advantages = advantages
         self.streams = advantages.group_local and not whole_steps
-        self.step = 0  # the step that is being filled; it trains policy version `step`
+        self.step = 0  # the step (with several passes, the minibatch) that is being filled
         # finished groups that are not in a step yet, in the order of admission
         self._finished: list[Group] = []
         # groups with a place in this step whose advantages are not computed yet
@@ -235,7 +264,7 @@ class StepAssembler:
         self._placed.sort(key=lambda group: group.sequence_number)
         for group in self._placed:
             self._refuse_stale(group)
-        groups = self.advantages(self._placed, self.step)
+        groups = self.advantages(self._placed, self.plan.last_step(self.step))
         self._placed = []
         self._trained += groups
         for group in groups:
@@ -254,7 +283,7 @@ class StepAssembler:
         return events
 
     def _refuse_stale(self, group: Group) -> None:
-        staleness = self.step - group.oldest_version
+        staleness = self.plan.last_step(self.step) - group.oldest_version
         if not 0 <= staleness <= self.max_staleness:
             raise StalenessViolated(
                 f"group {group.sequence_number} (started under version {group.start_version}) holds a token of "

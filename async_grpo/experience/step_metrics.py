@@ -119,7 +119,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
     The staleness of a token is the step minus the policy version that sampled it.
 
     Args:
-        step: The step that trains the groups.
+        step: The first step that trains the groups.
         groups: The groups of the step.
         total_samples: Number of samples of all steps so far, including this one.
         batch_steps: Number of steps per iteration.

@@ -24,8 +24,8 @@ class LogprobConfig(Section):
     )
     role: str = option(
         "reference",
-        "Policy that computes the log-probs: reference (frozen), proximal (follows the trained policy), teacher (the model "
-        "in --model-path, frozen) or self_teacher (follows the trained policy).",
+        "Policy that computes the log-probs: reference (that of the KL penalty), proximal (follows the trained policy), "
+        "teacher (the model in --model-path, frozen) or self_teacher (follows the trained policy).",
         "Logprob mode",
         choices=("reference", "proximal", TEACHER_ROLE, SELF_TEACHER_ROLE),
     )

@@ -128,7 +128,7 @@ def disk(config: LocalConfig, num_trained: int) -> Finding:
     place = nearest_folder(config.output_path)
     checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * num_trained
     model_bytes = (4 if config.has_lora else 2) * num_trained  # adapters in float32, models in bfloat16
-    num_samples = config.num_steps * config.samples_per_step
+    num_samples = config.num_groups * config.samples_per_question
     num_models = config.keep_models or math.ceil(num_samples / config.samples_between_models)
     num_existing = len(checkpoints_of(config.output_path))
     num_checkpoints = max(1, config.keep_checkpoints + 1 - num_existing)
@@ -256,7 +256,7 @@ def _num_kept_copies(config: LocalConfig) -> int:
     """
     if get_transport(config.weight_transport).sends_packages:
         num_followers = sum(kind.partition(":")[0] not in FROZEN_ROLES for kind in config.logprob_roles)
-        return config.generation_workers + num_followers
+        return config.generation_workers + num_followers + config.moves_reference
     return config.generation_workers * config.tensor_parallel_size
 
 
@@ -352,16 +352,17 @@ def plan(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     step = prepared.resumed.step if prepared.resumed else 0
     step_samples = config.samples_per_step
     remaining_steps = config.num_steps - step
+    remaining_samples = remaining_steps // config.passes_per_batch * step_samples
     begins = f"goes on after step {step}" if step else "begins"
     yield Finding("run", OK, f"{config.run_name} {begins} in {config.output_path}")
     yield Finding(
         "steps",
         OK,
         f"{remaining_steps:,} of {step_samples:,} samples of at most {settings.max_total_tokens} tokens: "
-        f"{remaining_steps * step_samples:,} samples of {len(prepared.questions):,} questions",
+        f"{remaining_samples:,} samples of {len(prepared.questions):,} questions",
     )
     samples_in_flight = settings.samples_in_flight
-    mean_staleness = max(0.0, samples_in_flight / step_samples - 1)
+    mean_staleness = max(0.0, samples_in_flight / step_samples * config.passes_per_batch - 1)
     yield Finding(
         "staleness",
         OK,

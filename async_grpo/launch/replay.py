@@ -107,6 +107,16 @@ def replay(config: ReplayConfig) -> None:
     run = Path(config.recorded)
     run_options = options_of(run)
     refuse("settings" not in run_options, f"{run / PARAMS_FILE} belongs to a run that never began")
+    recorded_passes = run_options.get("passes_per_batch", 1)
+    is_other_batch = recorded_passes != config.passes_per_batch or not config.pass_plan.ends_cycle(
+        config.from_step
+    )
+    refuse(
+        bool(config.from_step) and is_other_batch,
+        f"--from-step {config.from_step}: in the run, {recorded_passes!r:.50} passes were made over each batch; here, "
+        f"{config.passes_per_batch} passes make {config.steps_per_batch} steps of a batch (--passes-per-batch, "
+        "--batch-size). Leave --from-step out, or give the values of the run",
+    )
     checkpoint = _checkpoint(run, config.from_step, config.model_name_or_path) if config.from_step else None
     # These imports take seconds, so a wrong option is refused before them
     from pydantic import TypeAdapter, ValidationError
@@ -130,17 +140,20 @@ def replay(config: ReplayConfig) -> None:
         lora=_adapter(config, settings.lora),
     )
     with distributed_run() as ranks:
-        recording = Recording(run, ranks.world_size, config.from_step)
+        plan = config.pass_plan
+        recording = Recording(run, ranks.world_size, plan.next_minibatch(config.from_step))
+        # The last batch is replayed only if all of its minibatches were recorded
+        num_steps = recording.num_steps // plan.cycle_minibatches * plan.cycle_steps
         changes = _changed_options(config, recording.options)
         if ranks.is_main:
             claim(config.output_path)
-            log.info("from the record of %s, steps %d to %d", run, config.from_step + 1, recording.num_steps)
+            log.info("from the record of %s, steps %d to %d", run, config.from_step + 1, num_steps)
         trainer = make_trainer(config, settings, ranks, recording, publisher=Unpublished())
-        trainer.num_steps = recording.num_steps
+        trainer.num_steps = num_steps
         trainer.checkpointer = None
         if ranks.is_main:
             label = {"replayed": str(run), "replayed_with": changes, "off_policy": bool(changes)}
-            metrics = MetricsWriter(config.output_path, recording.num_steps)
+            metrics = MetricsWriter(config.output_path, num_steps)
             trainer.write = lambda line: metrics.write(line | label)
         trainer.run()
 

@@ -67,7 +67,11 @@ class RunView:
         samples_per_step = samples_per_batch
         if self.options.get("train_minibatch_size"):
             samples_per_step = whole_option(self.options, "train_minibatch_size")
-        return whole_option(self.options, "num_training_batches") * (samples_per_batch // samples_per_step)
+        steps_per_batch = samples_per_batch // samples_per_step
+        # Runs of earlier versions, which had one pass over each batch, do not have this option
+        if "passes_per_batch" in self.options:
+            steps_per_batch *= whole_option(self.options, "passes_per_batch")
+        return whole_option(self.options, "num_training_batches") * steps_per_batch
 
     def writer_process(self) -> int | None:
         """Return the id of the process that writes the run's files; None if it has ended or runs on another machine."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -201,6 +202,8 @@ class InProcessRun:
     """
 
     TIMEOUT_S = 30.0  # timeout of each call
+    of_reference = False  # whether the workers are the reference workers
+    reference_connection: "InProcessRun"  # what `reference_workers` has returned
 
     def __init__(self, controller: Any) -> None:
         self.controller = controller
@@ -216,6 +219,14 @@ class InProcessRun:
         """Run a coroutine in the controller's event loop, and return its result."""
         return self.begin(coroutine).result(self.TIMEOUT_S)
 
+    def reference_workers(self) -> "InProcessRun":
+        """Return a connection to the reference workers, with a list `delivered` of its own; see `Engines`."""
+        connection = copy.copy(self)
+        connection.delivered = []
+        connection.of_reference = True
+        self.reference_connection = connection
+        return connection
+
     def put(self, chunk: np.ndarray) -> np.ndarray:
         """Return the chunk itself, because all workers are in this process; see `Engines`."""
         return chunk
@@ -223,7 +234,7 @@ class InProcessRun:
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
         """Load the weights into all workers, and return the receipts by worker id; see `Engines`."""
         members: list[tuple[WorkerInfo, InProcessWorker]] = self.run(
-            self.controller.begin_sync(package.for_late)
+            self.controller.begin_sync(package.for_late, self.of_reference)
         )
         self._members = {info.worker_id: info for info, _ in members}
         self.delivered.append(package.version)
@@ -242,7 +253,7 @@ class InProcessRun:
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         """End a weight sync; see `Engines`."""
-        self.run(self.controller.end_sync(package, landed))
+        self.run(self.controller.end_sync(package, landed, self.of_reference))
 
     def abort(self, error: BaseException) -> None:
         """End the run because a weight sync failed; see `Engines`."""

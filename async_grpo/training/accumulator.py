@@ -4,11 +4,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -49,8 +49,10 @@ class GradientAccumulator:
     config: OptimizerConfig
     steps: int = 0  # number of finished steps
     memory: RankMemory | None = None  # measures the peak memory of this rank; None makes one without a plan
-    # Called with the log-probs of each micro-batch after its backward pass
-    on_logprobs: Callable[[Float[Tensor, "1 packed"]], None] = lambda logprobs: None
+    # Called with each micro-batch after its backward pass
+    observers: list[Callable[[BatchTensors], None]] = field(default_factory=list)
+    # Called if a step is not taken, because the policy is too far from that of the first pass (`--passes-max-kl`)
+    on_passes_stopped: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.memory is None:
@@ -81,7 +83,8 @@ class GradientAccumulator:
 
     def _backward(self, batch: BatchTensors) -> None:
         totals = self.compute_gradient(batch)
-        self.on_logprobs(batch.logprobs)
+        for observe in self.observers:
+            observe(batch)
         for name, value in totals.items():
             if name not in self._totals:
                 self._totals[name] = value.double()
@@ -118,6 +121,8 @@ class GradientAccumulator:
         """Scale, clip and apply the summed gradient.
 
         If no token is trained on, or the gradient is not finite, the weights stay unchanged and `update_skipped` is 1.
+        The same holds if the policy is further from that of the first pass over the batch than `--passes-max-kl`. Then
+        `passes_stopped` is 1 as well.
 
         Returns:
             The metrics of the step, the same on every rank.
@@ -145,7 +150,10 @@ class GradientAccumulator:
         gradient_square = totals.pop("gradient_square")
         count = self._loss_count(totals)
         update = {"grad_norm": 0.0, "update_skipped": 1.0}
-        if count > 0:
+        if self._is_past_max_kl(totals):
+            update["passes_stopped"] = 1.0
+            self.on_passes_stopped()
+        elif count > 0:
             with naming_out_of_memory(
                 f"in the optimizer step {self.steps}, on trainer rank {self.ranks.rank}",
                 update_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
@@ -165,6 +173,16 @@ class GradientAccumulator:
         if self.objective.unit:
             return totals[self.objective.unit]
         return 1.0 if totals["tokens"] > 0 else 0.0
+
+    def _is_past_max_kl(self, totals: dict[str, float]) -> bool:
+        """Return whether the policy is further from that of the first pass over the batch than `--passes-max-kl`.
+
+        The totals of a first pass have no `pass_kl`.
+        """
+        max_kl = self.objective.config.passes_max_kl
+        if max_kl is None or not totals["tokens"]:
+            return False
+        return totals.get("pass_kl", 0.0) / totals["tokens"] > max_kl
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Float64[Tensor, " bins"]]:
         """Return the totals and the ratio histogram of the step, reduced over all ranks, and reset them.

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,9 +39,12 @@ from async_grpo.training.checkpoint_folder import (
 )
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.memory_cures import CHECKPOINT
+from async_grpo.training.muon import MOMENTUM_BUFFER
 from async_grpo.training.optimizer import optimizer_state
 
 MAX_FILES = 16  # maximum number of files that a rank writes for one checkpoint
+SCHEDULE = "schedule"  # name of the number of updates that the schedule of the learning rate has counted
+MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM_BUFFER)
 FILE_BYTES = 64 << 20  # approximate size of a file; files are larger if more than MAX_FILES would be needed
 # Errors that safetensors and torch raise when they read shards with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
@@ -71,6 +74,8 @@ class Checkpointer:
     # Returns the names of checkpoints that are never removed; the default, tuple, returns none
     stay: Callable[[], Collection[str]] = tuple
     lora: LoraSettings | None = None  # settings of the adapter that is trained, stored in the manifest
+    # Yields (name, tensor) of the weights of a moving reference; the default, tuple, yields none
+    reference: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
 
     def __post_init__(self) -> None:
         # A separate process group, because its collectives run at the same time as those of the training
@@ -202,8 +207,9 @@ class Checkpointer:
             stored_tensors = reader.read_metadata().state_dict_metadata
             tensors = {}
             for name, tensor in self._tensors():
-                # A random state is missing if the checkpoint was written by fewer ranks, or on another device
-                if name in stored_tensors or not name.startswith("random."):
+                # A random state is missing if the checkpoint was written by fewer ranks, or on another device, and the
+                # number of the schedule is missing in checkpoints of earlier versions
+                if name in stored_tensors or not name.startswith(("random.", SCHEDULE)):
                     tensors[name] = tensor
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         for name, state in tensors.items():
@@ -211,7 +217,9 @@ class Checkpointer:
                 torch.set_rng_state(state)
             elif name.startswith("random.cuda"):
                 torch.cuda.set_rng_state(state)
-        num_updates = int(next(value for name, value in tensors.items() if name.startswith("updates.")))
+        # In earlier versions, the optimizer was never reset, so that it had counted the updates of the schedule
+        updates_of_optimizer = next(value for name, value in tensors.items() if name.startswith("updates."))
+        num_updates = int(tensors.get(SCHEDULE, updates_of_optimizer))
         self.scheduler.load_state_dict(
             {
                 "lr_lambdas": [None] * len(self.scheduler.base_lrs),  # None keeps the current function
@@ -230,7 +238,9 @@ class Checkpointer:
         for name, parameter in trained_parameters(self.policy):
             state = optimizer_state(self.scheduler.optimizer, parameter)
             yield f"weights.{name}", parameter.detach()
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in MOMENTS:
+                if moment not in state:
+                    continue
                 shard: Any = local_shard(state[moment])
                 if hasattr(shard, "codes"):
                     # 8-bit moments consist of codes and scales, which exist only for this rank's rows
@@ -239,6 +249,9 @@ class Checkpointer:
                 else:
                     yield f"{moment}.{name}", state[moment]
             yield f"updates.{name}", state["step"].reshape(1)
+        for name, tensor in self.reference():
+            yield f"reference.{name}", tensor
+        yield SCHEDULE, torch.tensor([self.scheduler.last_epoch])
         yield f"random.cpu.{self.ranks.rank}", torch.get_rng_state()
         if self.ranks.device.type == "cuda":
             yield f"random.cuda.{self.ranks.rank}", torch.cuda.get_rng_state()

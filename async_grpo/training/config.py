@@ -13,9 +13,11 @@ _optimizer = partial(option, panel="Optimizer", portable=True)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """Options of AdamW, its schedule, and the trainer's memory."""
+    """Options of the optimizer, its schedule, and the trainer's memory."""
 
-    learning_rate: float = _optimizer(2e-6, "Peak learning rate of AdamW.", range=POSITIVE, everyday=True)
+    learning_rate: float = _optimizer(
+        2e-6, "Peak learning rate of the optimizer.", range=POSITIVE, everyday=True
+    )
     lr_scheduler: str = _optimizer(
         "constant_with_warmup",
         "How the learning rate changes over the run.",
@@ -53,8 +55,12 @@ class OptimizerConfig(Section):
     optimizer: str = _optimizer(
         "adamw",
         "Optimizer. adamw_8bit stores AdamW's moments in 8 bits instead of 32, which saves three quarters of their "
-        "memory. It needs the package extra adamw-8bit.",
-        choices=("adamw", "adamw_8bit"),
+        "memory. It needs the package extra adamw-8bit. muon trains the matrices of the layers by Muon, and embeddings, "
+        "the output head, vectors and a value head by AdamW, all with --learning-rate.",
+        choices=("adamw", "adamw_8bit", "muon"),
+    )
+    muon_momentum: float = _optimizer(
+        0.95, "Decay rate of Muon's running mean of gradients.", range=BELOW_ONE
     )
     gradient_checkpointing: bool = _optimizer(
         False,

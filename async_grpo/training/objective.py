@@ -16,7 +16,7 @@ from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.algorithm.kl import kl_penalty
+from async_grpo.algorithm.kl import kl_penalty, kl_since
 from async_grpo.algorithm.off_policy import importance_weights, mismatch_sums, ratio_histogram, rejection_mask
 from async_grpo.algorithm.process_advantages import value_loss
 from async_grpo.allowed_tokens import AllowedTokens
@@ -41,6 +41,8 @@ class BatchTensors:
     # KL divergence of each denoising step from the reference policy; set if the policy draws and has a reference
     kl_to_reference: Float[Tensor, "1 packed"] | None = None
     weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
+    # Log-probs under the weights before the first pass over the batch; None in the first pass
+    start_logprobs: Float[Tensor, "1 packed"] | None = None
 
     # Log-probs under the weights before the step, without gradient
     logprobs: Float[Tensor, "1 packed"]
@@ -93,15 +95,26 @@ class BatchTensors:
         self.allowed = batch.allowed  # the tokens among which each token was sampled
         self.images = batch.images  # the images of each sequence
         self.latents = None if batch.latents is None else torch.tensor(batch.latents, device=device)
+        if batch.first_pass is not None:
+            self.start_logprobs = row(batch.first_pass.logprobs)
+            self.returns = optional_row(batch.first_pass.returns)
+            self.old_values = optional_row(batch.first_pass.values)
+            if batch.first_pass.advantages is not None:
+                self.advantages = row(batch.first_pass.advantages)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether an earlier pass has trained on this micro-batch."""
+        return self.start_logprobs is not None
 
 
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
     The policy's log-probs are computed at the sampling temperature, and over the tokens that the sampler keeps, as the
-    engine's were. The denominator of the policy
-    ratio is the policy that `config.old_policy` names. "current" means the trained policy itself: each step trains on
-    its minibatch once, so the value of the ratio is 1, and only its gradient matters.
+    engine's were. The denominator of the policy ratio is the policy that `config.old_policy` names. "current" means the
+    trained policy before the first pass over the minibatch. In the first pass, which is usually the only one, the value of
+    the ratio is 1, and only its gradient matters.
 
     Args:
         config: The algorithm's options.
@@ -232,6 +245,8 @@ class Objective:
 
         if self.truncation is not None:
             metrics["outside_support_share"] = torch.where(mask, further_outputs[-1], 0)
+        if batch.start_logprobs is not None:
+            metrics["pass_kl"] = kl_since(batch.start_logprobs, logprobs.detach(), mask)
         metrics["entropy"] = entropy_of_trained
         metrics["avg_kl_div"] = kl
         totals = _totals(metrics)
@@ -300,11 +315,14 @@ class Objective:
     def kept_tokens(
         self, logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
     ) -> Bool[Tensor, "1 packed"]:
-        """Return the mask without tokens that are rejected because trainer and engine disagree on their probability."""
+        """Return the mask without tokens that are rejected because trainer and engine disagree on their probability.
+
+        Every pass over a batch rejects the same tokens.
+        """
         if self.config.rejection_statistic is None:
             return batch.mask
         return rejection_mask(
-            _logprobs_to_compare(logprobs, batch),
+            _logprobs_to_compare(logprobs, batch, of_first_pass=True),
             batch.behaviour_logprobs,
             batch.mask,
             sequence_ids=batch.sequence_ids,
@@ -316,10 +334,11 @@ class Objective:
     ) -> Float[Tensor, "1 packed"]:
         """Return the importance weight of each token, which corrects for the difference between trainer and engine.
 
-        The weights are divided by `batch.weight_mean` if it is set.
+        The weights are divided by `batch.weight_mean` if it is set. In later passes over a batch, the ratio of the loss
+        corrects for what the policy has changed since the first pass. If the loss has no ratio, the weights do so.
         """
         return importance_weights(
-            _logprobs_to_compare(logprobs, batch),
+            _logprobs_to_compare(logprobs, batch, of_first_pass=self.loss.uses_ratio),
             batch.behaviour_logprobs,
             mask,
             sequence_ids=batch.sequence_ids,
@@ -336,7 +355,7 @@ class Objective:
         `--old-policy proximal`.
         """
         if self.config.old_policy == "current":
-            return logprobs.detach()
+            return logprobs.detach() if batch.start_logprobs is None else batch.start_logprobs
         if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
             return _or_zeros(batch.proximal_logprobs, logprobs)
         return batch.behaviour_logprobs
@@ -360,7 +379,17 @@ def _or_zeros(
 
 
 def _logprobs_to_compare(
-    logprobs: Float[Tensor, "1 packed"], batch: BatchTensors
+    logprobs: Float[Tensor, "1 packed"], batch: BatchTensors, *, of_first_pass: bool
 ) -> Float[Tensor, "1 packed"]:
-    """Return the log-probs to compare with the engine's: proximal log-probs if there are any, else the trainer's."""
-    return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+    """Return the log-probs to compare with the engine's: proximal log-probs if there are any, else the trainer's.
+
+    Args:
+        logprobs: The trainer's log-probs.
+        batch: The micro-batch.
+        of_first_pass: In later passes over a batch, return the trainer's log-probs before the first pass.
+    """
+    if batch.proximal_logprobs is not None:
+        return batch.proximal_logprobs
+    if of_first_pass and batch.start_logprobs is not None:
+        return batch.start_logprobs
+    return logprobs.detach()

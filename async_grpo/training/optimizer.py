@@ -1,4 +1,4 @@
-"""AdamW and the learning-rate schedules. Steps are optimizer steps, counted from 0."""
+"""AdamW or Muon, and the learning-rate schedules. Steps are optimizer steps, counted from 0."""
 
 import importlib
 import math
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.muon import MOMENTUM_BUFFER, MuonWithAdamW, split_parameters
 
 
 def _warmup(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -57,8 +58,14 @@ def _adamw_8bit() -> Callable[..., Optimizer]:
 
 
 def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return `step`, `exp_avg` and `exp_avg_sq` of a parameter. Before the first step, create their initial values."""
+    """Return `step` and the moments of a parameter. Before the first step, create their initial values.
+
+    The moments of AdamW are `exp_avg` and `exp_avg_sq`, that of Muon is `momentum_buffer`.
+    """
     state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state and isinstance(optimizer, MuonWithAdamW) and optimizer.is_matrix(parameter):
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state[MOMENTUM_BUFFER] = torch.zeros_like(parameter)
     if not state:
         # The 8-bit optimizer of torchao stores moments in a tensor type of its own, which `_new_buffer` creates
         new_buffer: Any = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
@@ -71,27 +78,38 @@ def optimizer_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor
 def build_policy_optimizer(
     policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return AdamW over the trained weights of the policy, with weight decay, and the schedule of its learning rates.
+    """Return the optimizer of the trained weights of the policy, and the schedule of its learning rates.
 
-    The model (with LoRA, its adapters) is parameter group 0, a value head is group 1.
+    The model (with LoRA, its adapters) is parameter group 0, and a value head is the last group. With Muon, group 0 has the
+    matrices, and group 1 the rest of the model.
 
     Args:
         policy: The policy, sharded or not.
         config: The options of the optimizer.
         total_steps: Number of steps of the run. Some schedules decay to 0 at this step.
     """
-    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained}]
+    head_groups: list[dict[str, Any]] = []
     if policy.value_head is not None:
-        groups.append({"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate})
+        head_groups = [{"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate}]
+    if config.optimizer == "muon":
+        matrices, remaining = split_parameters(policy)
+        return _scheduled(
+            MuonWithAdamW(matrices, [{"params": remaining}, *head_groups], config), config, total_steps
+        )
+    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     make_optimizer = _adamw_8bit() if config.optimizer == "adamw_8bit" else partial(AdamW, fused=True)
     optimizer = make_optimizer(
-        groups,
+        [{"params": trained}, *head_groups],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
+    return _scheduled(optimizer, config, total_steps)
+
+
+def _scheduled(optimizer: Optimizer, config: OptimizerConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
+    """Return the optimizer with the schedule of its learning rates."""
     schedule = LR_SCHEDULES[config.lr_scheduler]
     warmup_steps = config.num_warmup_steps
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, warmup_steps, total_steps))

@@ -28,7 +28,7 @@ from async_grpo.protocols import ExperienceSource
 from async_grpo.types import PROMPT_TOKEN, ImageReference
 
 log = logging.getLogger(__name__)
-OTHER_FIELDS = ("is_dummy", "allowed", "images")
+OTHER_FIELDS = ("is_dummy", "allowed", "images", "first_pass")
 ARRAYS = tuple(field.name for field in dataclasses.fields(MicroBatch) if field.name not in OTHER_FIELDS)
 MAX_STEP_BYTES = 64 << 20  # largest accepted rank_<r>.json
 # Largest accepted rank_<r>.safetensors, about 100 million tokens. A sparse file may claim any size
@@ -80,6 +80,11 @@ class Recorder:
         """
         self._logprobs.append(logprobs[0].float().cpu().numpy())
         self._write_if_complete()
+
+    def keep_first_pass(self, batch: Any) -> None:
+        """Record the log-probs of a micro-batch (`BatchTensors`), unless this is a later pass over its batch."""
+        if not batch.is_repeated:
+            self.keep_logprobs(batch.logprobs)
 
     def _write_if_complete(self) -> None:
         """Write the step if its end and the log-probs of all its micro-batches have arrived."""

@@ -4,9 +4,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from async_grpo.algorithm.pass_plan import ONE_PASS, PassPlan
 from async_grpo.errors import RunFailed
 from async_grpo.messages import SaveRequested, StepEnd, WorkersJoined
 from async_grpo.metrics.memory_report import COMPARED_AT_STEP, memory_alarms, memory_lines
@@ -20,6 +21,7 @@ from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter
 from async_grpo.training.memory_cures import CHECKPOINT, EXPORT, SENDING
+from async_grpo.training.moving_reference import FixedReference
 
 log = logging.getLogger(__name__)
 # Alarms for the two reasons why a step does not update the weights
@@ -63,6 +65,9 @@ class Trainer:
     # Whether the next step may begin while the weights of this step are still transferred
     overlaps: StepCondition = lambda step: False
     saves_after: StepCondition = lambda step: False  # whether a checkpoint is saved after this step
+    plan: PassPlan = ONE_PASS  # after which steps the engines get new weights
+    # The reference of the KL penalty, which may follow the policy
+    reference: FixedReference = field(default_factory=FixedReference)
     checkpointer: Checkpointer | None = None
     # Called before new weights are sent; returns unused memory to the GPU if an engine on it is about to wake
     release_memory: Callable[[], None] = lambda: None
@@ -73,6 +78,7 @@ class Trainer:
     # Waits for the proof of the last published weights, and returns the metrics of their sync. Before the first sync it
     # is `dict`, which returns {}
     _proof: Proof = dict
+    _is_sync_reported: bool = False  # whether the metrics of this sync are in the line of a step
     _num_lines: int = 0  # number of metrics lines that this process has written
 
     def run(self) -> None:
@@ -81,8 +87,7 @@ class Trainer:
         If the run is asked to end early, only a checkpoint is saved.
         """
         with naming_out_of_memory("in the self-test of the first weight sync", SENDING):
-            self._proof = self.publisher.publish(self.policy, self.version, self_test=True)
-            self._proof()
+            self._proof = self._send_after_self_test()
         self.source.start()
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
@@ -113,8 +118,7 @@ class Trainer:
             if isinstance(message, WorkersJoined):
                 # The weights do not change within a step, so the gradients accumulated so far stay valid
                 with clock.measure("publishing_weights"), self._naming_sync():
-                    wait_for_proof = self.publisher.publish(self.policy, self.version, self_test=True)
-                    wait_for_proof()
+                    self._send_after_self_test()
             elif isinstance(message, SaveRequested):
                 # A checkpoint may be saved in the middle of a step: groups stay in the saved state until weights that
                 # were trained on them are live, so a resumed run trains on them again
@@ -127,29 +131,51 @@ class Trainer:
                 with clock.measure("computing"):
                     self.accumulator.add(message)
 
+    def _send_after_self_test(self) -> Proof:
+        """Send the weights of policy and reference to all workers, or to those that have just joined.
+
+        Returns:
+            The proof of the policy's weights, which this method has waited for.
+        """
+        wait_for_proof = self.publisher.publish(self.policy, self.version, self_test=True)
+        wait_for_proof()
+        self.reference.send_after_self_test(self.version)
+        return wait_for_proof
+
     def _take_step(self, step_end: StepEnd, clock: "StepClock") -> dict[str, Any]:
         """Apply the accumulated gradient. Return the metrics of the step, and of the sync of the previous weights."""
         with clock.measure("publishing_weights"), self._naming_sync():
-            # Wait until the previous weights are proven, so that training does not continue if they did not arrive.
-            # These are the metrics of their sync. If `_publish` waits for the next sync, its metrics replace them in `run`
-            metrics: dict[str, Any] = dict(self._proof())
+            # Wait until the previous weights are proven, so that training does not continue if they did not arrive
+            sync_metrics = self._proof()
+        metrics: dict[str, Any] = {} if self._is_sync_reported else dict(sync_metrics)
+        self._is_sync_reported = True
         with clock.measure("computing"):
             metrics |= self.accumulator.finish()
-        self.version += 1
+        # If the batch ends early, the version is still that after all its steps, because the number of the batch and the
+        # staleness bound follow from it
+        is_batch_over = bool(metrics.get("passes_stopped"))
+        self.version = self.plan.cycle_end(self.version) if is_batch_over else self.version + 1
+        self.accumulator.steps = self.version
         self.samples += step_end.num_samples
         return metrics
 
     def _publish(self, clock: "StepClock") -> dict[str, Any]:
         """Send the new weights to the engines, and return the metrics of the transfer.
 
-        If the transfer may overlap with the next step, do not wait for it, and return {}.
+        If the transfer may overlap with the next step, do not wait for it, and return no metrics of it. Within the passes
+        over a batch, send nothing.
         """
+        if not self.plan.ends_cycle(self.version):
+            return {}
         with clock.measure("publishing_weights"), self._naming_sync():
             self.release_memory()
+            # First the reference, so that groups that start with the new policy are compared with the new reference
+            metrics = self.reference.follow(self.version)
             self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
             # Before an export, always wait for the proof, so that weights that fail it are not exported
             may_overlap = self.overlaps(self.version) and not self.exporter.is_due(self.samples)
-            return {} if may_overlap else dict(self._proof())
+            self._is_sync_reported = not may_overlap
+            return metrics if may_overlap else metrics | self._proof()
 
     def _naming_sync(self) -> AbstractContextManager[None]:
         """Return a context in which a lack of memory names the weight sync."""
@@ -169,6 +195,9 @@ class Trainer:
             self.checkpointer.wait()
 
     def _save_if_due(self) -> None:
+        # Within the passes over a batch, the weights are not proven, and a resumed run could not continue from them
+        if not self.plan.ends_cycle(self.version):
+            return
         # Not after the last step, because `_finish` saves its checkpoint
         if self.saves_after(self.version) and self.version < self.num_steps:
             self._save()
@@ -201,7 +230,7 @@ class Trainer:
         # The engines' entries come with the statistics of the step, and those of the ranks with the metrics of training
         memory = {**metrics.get("memory", {}), **step_end.stats.get("memory", {})}
         alarms += self._compare_memory(memory)
-        if metrics.get("update_skipped"):
+        if metrics.get("update_skipped") and not metrics.get("passes_stopped"):
             has_tokens = metrics["num_non_masked_tokens"] > 0
             alarms.append(NOT_FINITE if has_tokens else ALL_TOKENS_LEFT_OUT)
         self.write(

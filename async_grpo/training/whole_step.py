@@ -46,9 +46,11 @@ def add_step_terms(
         for row in rows:
             row.logprobs, _, *further_outputs = objective.forward(policy, row)
             release_gathered(policy)
-            row.old_values = further_outputs[0] if objective.has_critic else None
+            # In later passes over a batch, advantages, returns and old values are those of the first pass
+            if objective.has_critic and not row.is_repeated:
+                row.old_values = further_outputs[0]
             row.kept = objective.kept_tokens(row.logprobs, row)
-    if objective.has_critic:
+    if objective.has_critic and not rows[0].is_repeated:
         _estimate_advantages(rows, objective, ranks)
     if objective.rejects_from_groups:
         _count_kept(rows, ranks)

@@ -58,6 +58,30 @@ VALUES = [  # refused by the configuration itself
     ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
     ({"verifiers": "code=1.5"}, "a whole number"),
     ({"recipe": "dapo"}, "not applied"),
+    ({"passes_max_kl": 0.1}, "--passes-max-kl 0.1 does nothing without --passes-per-batch above 1"),
+    ({"passes_per_batch": 3}, "--max-staleness 1 --passes-per-batch 3 do not fit: .* Use --max-staleness 2, or 5"),
+    (
+        {"passes_per_batch": 2, "max_staleness": 7, "train_minibatch_size": 2048, "groups_alive": 64},
+        "the 128 groups of a batch are in flight until its last pass",
+    ),
+    ({"passes_per_batch": 2, "max_staleness": 3, "max_token_staleness": 0}, "would leave out every token"),
+    (
+        {"passes_per_batch": 2, "eval_every": 5, "eval_data_path": "e.jsonl"},
+        "--eval-every 5 --passes-per-batch 2 do not fit: .* such as 4",
+    ),
+    (
+        {"passes_per_batch": 2, "max_staleness": 3, "train_minibatch_size": 2048, "engine_sleep": "1"},
+        "engines sleep from the first minibatch of a batch on",
+    ),
+    ({"ref_update_steps": 5}, "--ref-update-steps 5 --kl-coef 0.0 does nothing without a KL penalty"),
+    ({"ref_mix": 0.5}, "--ref-mix 0.5 does nothing without --ref-update-steps above 0"),
+    ({"ref_update_steps": 5, "kl_coef": 0.1, "lora_rank": 4}, "is the frozen base model"),
+    (
+        {"ref_update_steps": 5, "kl_coef": 0.1, "passes_per_batch": 2},
+        "--ref-update-steps 5 --passes-per-batch 2 do not fit: .* such as 4",
+    ),
+    ({"optimizer": "muon", "lora_rank": 4}, "Muon trains the matrices of a language model"),
+    ({"muon_momentum": 0.9}, "--muon-momentum 0.9 does nothing without --optimizer muon"),
 ]  # fmt: skip
 METHODS = [  # refused once the estimator, the loss, the schedule or the transport is known
     ({"critic_coef": 0.7}, "--critic-coef 0.7 does nothing without an --advantage-estimator that has a critic"),
@@ -81,6 +105,11 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
     ({"advantage_estimator": "gae", "zero_variance": "filter"}, "groups of equal rewards teach an estimator"),
     ({"advantage_estimator": "grpo_process", "kl_in_reward": True, "kl_coef": 0.1}, "use the KL in the loss"),
     ({"weight_transport": "nccl", "old_policy": "proximal"}, "a --weight-transport that sends packages"),
+    (
+        {"weight_transport": "nccl", "ref_update_steps": 5, "kl_coef": 0.1},
+        "reference workers need a --weight-transport that sends packages",
+    ),
+    ({"policy_loss": "gpg", "passes_per_batch": 2}, "later passes would train as if the policy had not changed"),
 ]  # fmt: skip
 REWARDS = [  # refused once the rewards are known
     ({"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, OUTCOME, "gdpo normalises"),
@@ -126,7 +155,7 @@ def test_what_cannot_be_meant_with_these_rewards_is_refused(options, adapters, s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"critic_clip": 0.1, "advantage_estimator": "gae"}, "--critic-clip 0.1 does nothing as yet"),
+        ({"critic_clip": 0.1, "advantage_estimator": "gae"}, "--critic-clip 0.1 does nothing with one pass"),
         ({"old_policy": "current", "clip_low": 0.1}, "--clip-low 0.1 does nothing with --old-policy current"),
         ({"max_token_staleness": 2}, "--max-token-staleness 2 does nothing with --max-staleness 1"),
         ({"lr_scheduler": "constant", "num_warmup_steps": 3}, "--num-warmup-steps 3 does nothing with"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_grpo.algorithm.pass_plan import PassPlan
 from async_grpo.errors import ConfigurationError, StalenessViolated
 from async_grpo.experience.packing import Packer, pack
 from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
@@ -176,6 +177,59 @@ def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, ver
     else:
         with pytest.raises(StalenessViolated, match=f"version {version}, but step {step}"):
             assembler.offer(group(step, [1], version=version))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    minibatches=st.integers(1, 3),
+    passes=st.integers(2, 3),
+    more_steps=st.integers(0, 20),
+    fewer=st.integers(0, 9),
+    seed=st.integers(0, 10**6),
+)
+def test_no_pass_over_a_batch_trains_a_token_that_is_too_old(
+    groups, minibatches, passes, more_steps, fewer, seed
+):
+    """Weights go live after whole batches alone, and the bound counts optimizer steps."""
+    plan = PassPlan(minibatches, passes)
+    steps_of_batch = minibatches * passes
+    max_staleness = steps_of_batch - 1 + more_steps
+    batches_alive = (max_staleness + 1) // steps_of_batch
+    most = batches_alive * minibatches * groups
+    capacity = max(minibatches * groups, most - fewer)
+
+    async def scenario() -> None:
+        draw, trained = random.Random(seed), []
+        budget = StalenessBudget(groups, max_staleness, capacity, plan)
+        assert budget.slack == most - capacity
+        assembler = StepAssembler(budget, Packer(1, 40), AsTheyCome())
+        running: dict[int, int] = {}
+        number, total, closed = 0, 5 * minibatches * groups, 0
+        while len(trained) < total:
+            while budget.free and number < total:
+                running[number] = await budget.admit()
+                number += 1
+            live_batches = budget.live_version // steps_of_batch
+            if closed // minibatches > live_batches and (not running or draw.random() < 0.3):
+                await budget.weights_live((live_batches + 1) * steps_of_batch, minibatches * groups)
+                continue
+            assert running, "nothing is left that could go on"
+            done = draw.choice(list(running))
+            for event in assembler.offer(group(done, [1], running.pop(done))):
+                if not isinstance(event, StepComplete):
+                    continue
+                batch, place = divmod(closed, minibatches)
+                first_step = batch * steps_of_batch + place
+                last_step = (batch + 1) * steps_of_batch - 1  # whatever the order of the last pass
+                closed += 1
+                for one in event.groups:
+                    assert one.oldest_version <= first_step
+                    assert last_step - one.oldest_version <= max_staleness
+                    trained.append(one.sequence_number)
+        assert sorted(trained) == list(range(total))
+
+    asyncio.run(scenario())
 
 
 def fits(waiting: list[int], step: int, free: int, groups_per_step: int) -> bool:

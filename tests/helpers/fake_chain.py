@@ -21,6 +21,7 @@ from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker
 from async_grpo.training.checkpoint_folder import newest
 from async_grpo.training.distributed import distributed_run
+from async_grpo.types import GENERATION
 
 STEPS, GROUPS, MEMBERS = 3, 2, 4
 
@@ -66,6 +67,7 @@ class Chain:
         transport: str = SETTINGS.transport,
         num_ranks: int = 1,
         teacher: Path | None = None,
+        **settings: Any,
     ) -> None:
         self.num_ranks = num_ranks
         self.folder, self.lines = save_tiny_model(folder / "model"), []
@@ -73,10 +75,13 @@ class Chain:
         self.config = replace(config or chain_config(), **paths)
         found = newest(self.config.output_path)  # of a run that was there before
         checkpoint = str(found[0]) if found else ""
-        self.settings = replace(SETTINGS, transport=transport, checkpoint=checkpoint)
         roles = self.config.logprob_roles if teacher else ()
-        shared = replace(SETTINGS, logprob_roles=roles, deterministic=self.config.deterministic)
+        shared = replace(
+            SETTINGS, **{"logprob_roles": roles, "deterministic": self.config.deterministic, **settings}
+        )
+        self.settings = replace(SETTINGS, **settings, transport=transport, checkpoint=checkpoint)
         self.controller = RunController(shared, 20.0, InProcessWorker.connect, self.config.scheduling)
+        self._shared = shared
         self.digests_read: dict[str, str] = {}  # digests of the run's input files, for its checkpoints
         self.link = InProcessRun(self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
@@ -90,15 +95,18 @@ class Chain:
         info = WorkerInfo("t0", "teacher", 1000, worker.engine.kv_cache_tokens)
         await self.controller.register(info, worker)
 
-    def join(self, worker_id: str, kind: Any) -> InProcessWorker:
+    def join(self, worker_id: str, kind: Any, role: str = GENERATION) -> InProcessWorker:
         async def start() -> InProcessWorker:
             config = SimpleNamespace(model_path=self.folder, max_tokens_per_gpu=256, max_wait_s=0.0)
-            worker = InProcessWorker(kind.start(config, SETTINGS))
-            info = WorkerInfo(worker_id, "generation", 2 * MEMBERS, worker.engine.kv_cache_tokens)
+            worker = InProcessWorker(kind.start(config, self._shared))
+            info = WorkerInfo(worker_id, role, 2 * MEMBERS, worker.engine.kv_cache_tokens)
             await self.controller.register(info, worker)
             return worker
 
         return self.link.run(start())
+
+    def write_line(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
 
     def questions(self) -> list[Question]:
         rows = [{"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2} for n in range(4)]
@@ -118,7 +126,7 @@ class Chain:
             with distributed_run("cpu", timeout_s=30) as ranks:
                 given = self.config, self.settings, ranks, self.link, self.link
                 self.trainer = make_trainer(*given, save_experience=save, digests_read=self.digests_read)
-                self.trainer.write = self.lines.append
+                self.trainer.write = self.write_line
                 self.trainer.run()
         finally:
             self.link.run(self.controller.stop())

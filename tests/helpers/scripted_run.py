@@ -1,6 +1,6 @@
 """A scripted run that can be killed and started again.
 
-    python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE LORA_RANK]
+    python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE LORA_RANK PASSES]
 
 Generation takes its time, so that groups are finished, under way and not begun when it ends. Ranks but the first ask rank 0
 for their messages, through a socket in FOLDER.
@@ -81,13 +81,22 @@ def serve(chain: Chain, path: Path, others: int) -> None:
 
 
 def main(
-    folder: Path, staleness: int, steps: int, rank: int = 0, world_size: int = 1, lora_rank: int = 0
+    folder: Path,
+    staleness: int,
+    steps: int,
+    rank: int = 0,
+    world_size: int = 1,
+    lora_rank: int = 0,
+    passes: int = 1,
 ) -> None:
     torch.set_num_threads(1)
     if world_size > 1:  # MASTER_ADDR and MASTER_PORT are given
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    top_p = 0.9 if staleness == 2 else 1.0  # some of the runs compute log-probs over the most probable tokens
-    config = scripted_config(staleness, steps, lora_rank=lora_rank, top_p=top_p)
+    # Some of the runs compute log-probs over the most probable tokens
+    options: dict[str, Any] = {"lora_rank": lora_rank, "top_p": 0.9 if staleness == 2 else 1.0}
+    if passes > 1:  # each over a batch of two minibatches
+        options |= {"passes_per_batch": passes, "old_policy": "current", "train_minibatch_size": 4}
+    config = scripted_config(staleness, steps, **options)
     messages = folder / "messages"
     if rank == 0:
         messages.unlink(missing_ok=True)

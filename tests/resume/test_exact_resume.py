@@ -21,13 +21,13 @@ START_S = 2.0  # that a run takes, at most, until it has begun to train
 DEADLINE_S = 180.0  # that a run which hangs is given; on a busy machine an honest one takes a minute
 
 
-def start(folder: Path, staleness: int, ranks: int, lora_rank: int) -> list[BaseProcess]:
+def start(folder: Path, staleness: int, ranks: int, lora_rank: int, passes: int) -> list[BaseProcess]:
     port = free_port()
     folder.mkdir(exist_ok=True)
     (folder / "messages").unlink(missing_ok=True)
     processes = []
     for rank in range(ranks):
-        args = (port, folder, staleness, rank, ranks, lora_rank)
+        args = (port, folder, staleness, rank, ranks, lora_rank, passes)
         processes.append(FORKED.Process(target=run_rank, args=args, name=str(rank)))
     for process in processes:
         process.daemon = True  # it ends with this process
@@ -35,11 +35,13 @@ def start(folder: Path, staleness: int, ranks: int, lora_rank: int) -> list[Base
     return processes
 
 
-def run_rank(port: int, folder: Path, staleness: int, rank: int, world_size: int, lora_rank: int) -> None:
+def run_rank(
+    port: int, folder: Path, staleness: int, rank: int, world_size: int, lora_rank: int, passes: int
+) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with (folder / f"errors-{rank}.txt").open("w") as errors:
         os.dup2(errors.fileno(), 2)
-    scripted_run.main(folder, staleness, STEPS, rank, world_size, lora_rank)
+    scripted_run.main(folder, staleness, STEPS, rank, world_size, lora_rank, passes)
 
 
 def finish(processes: list[BaseProcess], folder: Path) -> None:
@@ -72,17 +74,19 @@ def weights(folder: Path):
     return load_file(file)
 
 
-# Staleness, ranks, kills, rank of a LoRA adapter (0: all weights are trained)
+# Staleness, ranks, kills, rank of a LoRA adapter (0: all weights are trained), passes over each batch
 CASES = [
-    pytest.param(0, 1, 1, 0, marks=pytest.mark.exhaustive),
-    pytest.param(1, 1, 1, 0, marks=pytest.mark.exhaustive),
-    (2, 2, 1, 0),
-    pytest.param(1, 2, 2, 4, marks=pytest.mark.exhaustive),
+    pytest.param(0, 1, 1, 0, 1, marks=pytest.mark.exhaustive),
+    pytest.param(1, 1, 1, 0, 1, marks=pytest.mark.exhaustive),
+    (2, 2, 1, 0, 1),
+    pytest.param(1, 2, 2, 4, 1, marks=pytest.mark.exhaustive),
+    pytest.param(3, 1, 2, 0, 2, marks=pytest.mark.exhaustive),
+    (7, 2, 1, 0, 2),
 ]
 if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
     CASES = [
-        (staleness, ranks, KILLS, lora_rank)
-        for staleness in (0, 1, 2)
+        (staleness, ranks, KILLS, lora_rank, passes)
+        for staleness, passes in ((0, 1), (1, 1), (2, 1), (3, 2), (7, 2))
         for ranks in (1, 2)
         for lora_rank in (0, 4)
     ]
@@ -90,18 +94,18 @@ if KILLS := int(os.environ.get("RANDOM_KILLS", 0)):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("staleness", "ranks", "kills", "lora_rank"), CASES)
+@pytest.mark.parametrize(("staleness", "ranks", "kills", "lora_rank", "passes"), CASES)
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
-    tmp_path, staleness, ranks, kills, lora_rank
+    tmp_path, staleness, ranks, kills, lora_rank, passes
 ):
-    finish(start(tmp_path / "whole", staleness, ranks, lora_rank), tmp_path / "whole")
+    finish(start(tmp_path / "whole", staleness, ranks, lora_rank, passes), tmp_path / "whole")
     expected, chance = weights(tmp_path / "whole"), random.Random(staleness + 10 * ranks)
     assert all("lora_" in name for name in expected) == bool(lora_rank)
     for number in range(max(1, kills // 5)):  # a run lasts for some kills
         folder = tmp_path / f"killed_{number}"
         for _ in range(min(kills, 5)):
-            kill_at_random(start(folder, staleness, ranks, lora_rank), folder, chance)
-        finish(start(folder, staleness, ranks, lora_rank), folder)
+            kill_at_random(start(folder, staleness, ranks, lora_rank, passes), folder, chance)
+        finish(start(folder, staleness, ranks, lora_rank, passes), folder)
         found = weights(folder)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():

@@ -188,3 +188,31 @@ def test_the_adapter_with_which_a_run_began_must_be_named(run_with_adapter, tmp_
     (folder / PARAMS_FILE).write_text(json.dumps(params))
     with pytest.raises(ConfigurationError, match="give --init-adapter with this folder"):
         replayed_adapter((folder, run_with_adapter[1]), tmp_path / "again")
+
+
+def test_several_passes_are_replayed_bit_for_bit(tmp_path):
+    """Two passes over two minibatches: what is recorded is the first pass alone."""
+    passes = {"passes_per_batch": 2, "train_minibatch_size": 4, "max_staleness": 7, "old_policy": "current"}
+    config = chain_config(record=True, checkpoint_every_s=0.1, keep_checkpoints=100, **passes)
+    chain = Chain(tmp_path / "run", config=config)
+    chain.train()
+    assert [line["pass"] for line in chain.lines] == [1, 1, 2, 2] * 3
+    assert [version for version in chain.link.delivered if version >= 0] == [0, 4, 8, 12]
+    folder = chain.config.output_path
+    settings = json.loads(json.dumps(asdict(chain.settings)))
+    write_params(folder / PARAMS_FILE, replace(chain.config, reward_fns="countdown"), {"settings": settings})
+    assert len(list((folder / "record").iterdir())) == 6
+    found, lines = replayed((folder, chain), tmp_path / "again")
+    assert same(found, weights_of((folder, chain)))
+    assert [line["grad_norm"] for line in lines] == [line["grad_norm"] for line in chain.lines]
+    steps = {read(checkpoint).step for checkpoint in checkpoints_of(folder)}
+    assert steps and all(step % 4 == 0 for step in steps)
+    with pytest.raises(
+        ConfigurationError, match="--from-step 4: in the run, 2 passes were made over each batch"
+    ):
+        replayed((folder, chain), tmp_path / "other", from_step=4, passes_per_batch=1)
+    if 4 in steps:
+        found, lines = replayed((folder, chain), tmp_path / "later", from_step=4)
+        assert same(found, weights_of((folder, chain))) and [line["step"] for line in lines] == [
+            *range(5, 13)
+        ]

@@ -44,6 +44,7 @@ CHANGES = {
     "min_p": {"min_p": 0.1},
     "samples_per_question": {"samples_per_question": 2, "batch_size": 4},
     "model_name_or_path": {"model_name_or_path": "elsewhere"},
+    "passes_per_batch": {"passes_per_batch": 2},
 }
 
 
@@ -53,6 +54,18 @@ def test_what_finished_groups_rest_on_cannot_change(config, name):
     with pytest.raises(ConfigurationError, match="--resume never, and another --output-dir") as refused:
         find_checkpoint(dataclasses.replace(config, **CHANGES[name]))
     assert str(saved) in str(refused.value) and ", but it was" in str(refused.value)
+
+
+def test_the_batch_of_several_passes_cannot_change_nor_can_they_be_added_to_an_older_run(config):
+    passes = dataclasses.replace(config, passes_per_batch=2, max_staleness=7)
+    saved = save(passes, 4)
+    with pytest.raises(ConfigurationError, match="--batch-size .with several passes per batch"):
+        find_checkpoint(dataclasses.replace(passes, batch_size=4, train_minibatch_size=8))
+    older = {name: value for name, value in as_options(passes).items() if "passes" not in name}
+    save(passes, 6, options={name: value for name, value in older.items() if name != "cycle_steps"})
+    with pytest.raises(ConfigurationError, match="--passes-per-batch: the value is 2, but it was 1"):
+        find_checkpoint(passes)
+    assert saved.exists()
 
 
 def test_the_table_of_the_page_is_that_of_the_code():

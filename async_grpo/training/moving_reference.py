@@ -1,0 +1,145 @@
+"""`MovingReference`: the reference policy of the KL penalty follows the trained policy (`--ref-update-steps`).
+
+Every `ref_update_steps` optimizer steps, ref <- a * pi + (1 - a) * ref, with a = `ref_mix` (Gorbatovski et al. 2024, "Learn
+Your Reference Model for Real Good Alignment", equation 10). With a = 1, the reference is reset to the policy, as in ProRL
+(Liu et al. 2025), where the optimizer is reset as well.
+
+The trainer keeps the reference's weights in float32, sharded as the policy's. The reference workers receive them as the
+engines receive the policy's: sent, proven by digests and by the log-probs of fixed texts, and only then used.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.modeling import local_shard
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.protocols import Proof, WeightPublisher
+
+
+class FixedReference:
+    """A reference that does not move, so that no weights are sent to its workers.
+
+    Attributes:
+        publisher: Sends the weights of a moving reference to the reference workers.
+    """
+
+    publisher: WeightPublisher | None = None
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield no weights: the first reference is in the model's folder."""
+        yield from ()
+
+    def send_after_self_test(self, version: int) -> None:
+        """Do nothing."""
+
+    def follow(self, version: int) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
+
+class MovingReference(FixedReference):
+    """The weights of a reference that moves. All methods are collectives.
+
+    Create it while the policy has the weights with which the run begins. They are the first reference.
+
+    Args:
+        policy: The trained policy, sharded or not.
+        optimizer: The optimizer of the policy, which is reset with the reference if `ref_reset_optimizer` is set.
+        config: The options.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        optimizer: Optimizer,
+        config: AlgorithmConfig,
+    ) -> None:
+        self._policy = policy
+        self._optimizer = optimizer
+        self._config = config
+        self._followed: dict[str, nn.Parameter] = {}  # the policy's weights that are trained
+        self._weights: dict[str, Tensor] = {}  # those of the reference
+        for name, parameter in policy.model.named_parameters():
+            if parameter.requires_grad:
+                self._followed[name] = parameter
+                self._weights[name] = parameter.detach().clone()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the weights, for checkpoints. They are not copies. A sharded policy yields shards."""
+        yield from self._weights.items()
+
+    def send_after_self_test(self, version: int) -> None:
+        """Send the weights after a self-test, and wait for the proof.
+
+        The first call serves all reference workers. Later calls serve those that have joined since the previous one.
+
+        Args:
+            version: Number of completed optimizer steps.
+        """
+        self._send(version, self_test=True)
+
+    @torch.no_grad()
+    def follow(self, version: int) -> dict[str, float]:
+        """Move the reference if this step is due, send its weights, and wait until they are proven.
+
+        Returns:
+            The metric `reference_sync_s`, the seconds that this took; {} if the step is not due.
+        """
+        if version % self._config.ref_update_steps:
+            return {}
+        start_time = time.monotonic()
+        weights = [local_shard(weight) for weight in self._weights.values()]
+        followed = [local_shard(parameter.detach()) for parameter in self._followed.values()]
+        torch._foreach_lerp_(weights, followed, self._config.ref_mix)
+        if self._config.ref_reset_optimizer:
+            # The optimizer makes new moments, which are zero, in its next step. The schedule of the learning rate goes on
+            self._optimizer.state.clear()
+        self._send(version, self_test=False)
+        return {"reference_sync_s": time.monotonic() - start_time}
+
+    def _send(self, version: int, *, self_test: bool) -> None:
+        assert self.publisher is not None
+        # The policy computes with the reference's weights only until they are packed and the canary is computed
+        with self._exchanged():
+            wait_for_proof: Proof = self.publisher.publish(self._policy, version, self_test=self_test)
+        wait_for_proof()
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """Exchange the weights of policy and reference within the `with` block. It takes memory for one more tensor."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, weight in self._weights.items():
+            reference_shard = local_shard(weight)
+            policy_shard = local_shard(self._followed[name].detach())
+            copy = reference_shard.clone()
+            reference_shard.copy_(policy_shard)
+            policy_shard.copy_(copy)
+
+
+def make_reference(
+    policy: PolicyModel, optimizer: Optimizer, config: AlgorithmConfig, publisher: WeightPublisher | None
+) -> FixedReference:
+    """Return the reference that the options ask for. Call it before a checkpoint is loaded.
+
+    Args:
+        policy: The trained policy, which still has the weights of the first reference.
+        optimizer: The optimizer of the policy.
+        config: The options.
+        publisher: Sends the weights; None if it is made later.
+    """
+    reference = MovingReference(policy, optimizer, config) if config.moves_reference else FixedReference()
+    reference.publisher = publisher
+    return reference

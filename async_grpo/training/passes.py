@@ -1,0 +1,167 @@
+"""`Passes`: train each batch several times, with the old policy of the first pass (`--passes-per-batch`).
+
+The ranks keep the micro-batches of a batch in main memory. In the first pass, they also keep the trainer's log-probs
+under the weights before each step. In later passes, these are the log-probs of the old policy: the denominator of the
+ratio with `--old-policy current`, and the policy from which `--passes-max-kl` measures the distance.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from async_grpo.algorithm.pass_plan import PassPlan
+from async_grpo.messages import FirstPass, Message, MicroBatch, SaveRequested, StepEnd, WorkersJoined
+from async_grpo.protocols import ExperienceSource
+from async_grpo.training.objective import BatchTensors
+
+
+@dataclass
+class _Minibatch:
+    """What this rank trained in one step of the first pass."""
+
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    # Results of the first pass, in the order of `micro_batches`, as far as they are computed
+    results: list[FirstPass] = field(default_factory=list)
+    end: StepEnd | None = None  # the end of its step, once it has arrived
+
+
+class Passes:
+    """An `ExperienceSource` that returns the micro-batches of each batch several times.
+
+    The first pass returns the messages of another source as they arrive. Each later pass returns the minibatches of the
+    batch in a random order, which depends on the seed, the batch and the pass alone. All ranks use the same order.
+
+    Args:
+        source: The source of the first pass.
+        plan: Numbers of minibatches and passes.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, source: ExperienceSource, plan: PassPlan, seed: int) -> None:
+        self._source = source
+        self._plan = plan
+        self._seed = seed
+        self._minibatches: list[_Minibatch] = []  # of the current batch
+        self._pass_number = 1
+        self._repeated: deque[Message] = deque()  # messages of the current pass that are not returned yet
+        # Requests that arrived in the middle of a batch. They wait for its end: then the weights are those of the
+        # engines, and the groups alive are those that a resumed run has to train
+        self._requests: deque[Message] = deque()
+        self.start = source.start
+
+    def next_message(self, rank: int) -> Message:
+        """Return the next message of a rank; see `ExperienceSource`."""
+        if not self._repeated and self._has_finished_pass():
+            self._begin_pass()
+        if self._repeated:
+            return self._repeated.popleft()
+        if self._requests and not self._minibatches:
+            return self._requests.popleft()
+        return self._message_of_first_pass(rank)
+
+    def keep_results(self, batch: BatchTensors) -> None:
+        """Keep what the first pass computed for a micro-batch; later passes are ignored.
+
+        If the loss needs the whole step, this is called only after the last micro-batch of the step.
+        """
+        if batch.is_repeated or not self._minibatches:
+            return
+        minibatch = self._minibatches[-1]
+        # If all samples of a step were left out, the trainer computes a dummy that no source has sent
+        if len(minibatch.results) < len(minibatch.micro_batches):
+            minibatch.results.append(first_pass_results(batch))
+
+    def end_batch(self) -> None:
+        """Leave out the remaining steps of the batch."""
+        self._minibatches = []
+        self._repeated.clear()
+        self._pass_number = 1
+
+    def _message_of_first_pass(self, rank: int) -> Message:
+        while True:
+            message = self._source.next_message(rank)
+            if isinstance(message, MicroBatch):
+                self._unfinished_minibatch().micro_batches.append(message)
+                return message
+            if isinstance(message, StepEnd):
+                self._unfinished_minibatch().end = message
+                return replace(message, stats={**message.stats, "pass": 1})
+            is_request = isinstance(message, SaveRequested | WorkersJoined)
+            assert is_request, message
+            if all(minibatch.end is None for minibatch in self._minibatches):
+                return message
+            self._requests.append(message)
+
+    def _unfinished_minibatch(self) -> _Minibatch:
+        """Return the minibatch whose step has not ended, which is a new one after the end of a step."""
+        if not self._minibatches or self._minibatches[-1].end is not None:
+            self._minibatches.append(_Minibatch())
+        return self._minibatches[-1]
+
+    def _has_finished_pass(self) -> bool:
+        """Return whether all messages of the first or of a later pass were returned."""
+        is_complete = len(self._minibatches) == self._plan.num_minibatches
+        return is_complete and self._minibatches[-1].end is not None
+
+    def _begin_pass(self) -> None:
+        """Prepare the messages of the next pass, or forget the batch after its last pass."""
+        if self._pass_number == self._plan.num_passes:
+            self.end_batch()
+            return
+        self._pass_number += 1
+        first_end = self._minibatches[0].end
+        assert first_end is not None
+        batch_number = first_end.step // self._plan.num_minibatches
+        random = np.random.default_rng([self._seed, batch_number, self._pass_number])
+        for position, index in enumerate(random.permutation(self._plan.num_minibatches)):
+            minibatch = self._minibatches[index]
+            for micro_batch, results in zip(minibatch.micro_batches, minibatch.results, strict=True):
+                self._repeated.append(replace(micro_batch, first_pass=results))
+            self._repeated.append(self._repeated_end(minibatch, position))
+
+    def _repeated_end(self, minibatch: _Minibatch, position: int) -> StepEnd:
+        """Return the end of a step of a later pass, whose line of metrics counts no sample again."""
+        end = minibatch.end
+        assert end is not None
+        batch_number = end.step // self._plan.num_minibatches
+        steps_in_batch = (self._pass_number - 1) * self._plan.num_minibatches + position
+        step = batch_number * self._plan.cycle_steps + steps_in_batch
+        later_steps = step - self._plan.first_step(end.step)
+        stats = {
+            "iteration": batch_number,
+            "batch_done": self._plan.ends_cycle(step + 1),
+            "pass": self._pass_number,
+            **_older(end.stats, later_steps),
+        }
+        return StepEnd(end.step, num_groups=0, num_samples=0, stats=stats)
+
+
+def first_pass_results(batch: BatchTensors) -> FirstPass:
+    """Return the log-probs before the step, and with a critic what its loss needs, as arrays (N,) in main memory."""
+
+    def array(values: Tensor | None) -> np.ndarray | None:
+        return None if values is None else values[0].detach().cpu().numpy().copy()
+
+    logprobs = batch.logprobs[0].float().cpu().numpy().copy()
+    if batch.returns is None:
+        return FirstPass(logprobs)
+    return FirstPass(logprobs, array(batch.advantages), array(batch.returns), array(batch.old_values))
+
+
+def _older(stats: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return the metrics of staleness after further steps, which make every token older."""
+    if "staleness_tokens" not in stats:
+        return {}
+    ages = {str(int(age) + steps): count for age, count in stats["staleness_tokens"].items()}
+    num_tokens = sum(ages.values())
+    num_stale = num_tokens - ages.get("0", 0)
+    return {
+        "staleness_mean": stats["staleness_mean"] + steps,
+        "staleness_max": stats["staleness_max"] + steps,
+        "staleness_fraction": num_stale / num_tokens,
+        "staleness_tokens": ages,
+    }

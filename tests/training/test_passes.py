@@ -1,0 +1,398 @@
+"""Several passes over a batch: which messages the trainer gets, and the gradient of every pass.
+
+The gradients are those of two FSDP ranks with random packing. The reference is one padded forward of plain transformers for
+each step, with the functions of `algorithm` called once, and an old policy that it keeps itself.
+"""
+
+from unittest.mock import Mock, call
+
+import numpy as np
+import pytest
+import torch
+from dealt_micro_batches import deal
+from tiny_policy import critic_policy, pack, random_sequence, tiny_model
+from torch.distributed.tensor import DTensor, distribute_tensor
+from two_ranks import full, on_two_ranks, recording_accumulator, relative_error
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.aggregation import aggregate_loss
+from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
+from async_grpo.algorithm.pass_plan import PassPlan
+from async_grpo.algorithm.process_advantages import gae_returns, value_loss
+from async_grpo.messages import MicroBatch, SaveRequested, StepEnd, WorkersJoined, dummy_micro_batch
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.passes import Passes
+from async_grpo.training.sharding import shard_policy
+from async_grpo.training.trainer import Trainer
+
+NOISE = 0.01  # standard deviation of what a step adds to the weights: enough to move the policy between two passes
+PLAN = PassPlan(num_minibatches=2, num_passes=3)
+WEIGHTS = dict(importance_level="token", importance_high=2.0)
+CASES = {
+    "the policy at the start": dict(old_policy="current", clip_low=0.05, clip_high=0.05),
+    "the engine": dict(clip_low=0.3, clip_high=0.3),
+    "weights beside a ratio": dict(WEIGHTS, old_policy="current"),
+    "weights in place of a ratio": dict(WEIGHTS, policy_loss="gpg", importance_normalize=True),
+    "rejected tokens": dict(
+        old_policy="current", rejection_statistic="token_k1", rejection_low=0.3, rejection_high=3.0
+    ),
+    "rejected tokens of groups": dict(
+        loss_aggregation="prompt_mean", rejection_statistic="token_k2", rejection_high=2.0
+    ),
+    "sequences": dict(policy_loss="gspo", old_policy="current", clip_low=0.01, clip_high=0.01),
+    "a penalty of selected tokens": dict(
+        policy_loss="kl_cov", old_policy="current", loss_options="ratio=0.2"
+    ),
+    "a critic": dict(
+        advantage_estimator="gae", estimator_options="lam=0.8", critic_clip=0.05, critic_coef=0.7
+    ),
+}
+
+
+class Script:
+    """An `ExperienceSource` that returns the messages of a list."""
+
+    def __init__(self, messages):
+        self.messages = list(messages)
+
+    def start(self):
+        """Nothing starts."""
+
+    def next_message(self, rank):
+        return self.messages.pop(0)
+
+
+def batch_tensors(micro_batch: MicroBatch, logprob: float = -1.0) -> BatchTensors:
+    """A micro-batch as it is after its backward pass."""
+    batch = BatchTensors(micro_batch, torch.device("cpu"))
+    batch.logprobs = torch.full(batch.mask.shape, logprob)
+    return batch
+
+
+def trained(passes: Passes, count: int) -> list:
+    """The next `count` messages, each of them trained as the trainer does."""
+    messages = []
+    for _ in range(count):
+        message = passes.next_message(0)
+        if isinstance(message, MicroBatch):
+            passes.keep_results(batch_tensors(message, -float(message.input_ids[0])))
+        messages.append(message)
+    return messages
+
+
+def step_messages(number: int) -> list:
+    """Two micro-batches, whose tokens are `number`, and the end of their step."""
+    ages = {
+        "staleness_mean": 0.0,
+        "staleness_max": 0,
+        "staleness_tokens": {"0": 4},
+        "staleness_fraction": 0.0,
+    }
+    return [
+        *[dummy_micro_batch(number)] * 2,
+        StepEnd(number, 2, 8, {**ages, "avg_reward": 0.5, "alarms": ["!"]}),
+    ]
+
+
+def test_later_passes_return_the_minibatches_in_a_seeded_order_with_the_log_probs_of_the_first():
+    plan = PassPlan(num_minibatches=4, num_passes=3)
+    orders = []
+    for seed in (0, 0, 1):
+        passes = Passes(Script(message for n in range(8) for message in step_messages(n)), plan, seed)
+        first, second, third, next_batch = (trained(passes, 12) for _ in range(4))
+        for messages in (first, second, third, next_batch):
+            kinds = [type(message) for message in messages]
+            assert kinds == [MicroBatch, MicroBatch, StepEnd] * 4
+        assert all(
+            message.first_pass is None for message in first + next_batch if isinstance(message, MicroBatch)
+        )
+        for message in second + third:
+            if isinstance(message, MicroBatch):
+                assert set(message.first_pass.logprobs.tolist()) == {-float(message.input_ids[0])}
+        numbers = [
+            [m.step for m in messages if isinstance(m, StepEnd)] for messages in (first, second, third)
+        ]
+        assert numbers[0] == [0, 1, 2, 3] and sorted(numbers[1]) == sorted(numbers[2]) == [0, 1, 2, 3]
+        orders.append(numbers)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_samples_count_once_and_tokens_grow_older():
+    passes = Passes(Script(step_messages(0)), PassPlan(1, 2), seed=0)
+    first, again = trained(passes, 3)[-1], trained(passes, 3)[-1]
+    assert (first.num_samples, first.stats["pass"], first.stats["avg_reward"]) == (8, 1, 0.5)
+    assert (again.num_samples, again.num_groups) == (0, 0)
+    assert again.stats == {
+        "iteration": 0,
+        "batch_done": True,
+        "pass": 2,
+        "staleness_mean": 1.0,
+        "staleness_max": 1,
+        "staleness_fraction": 1.0,
+        "staleness_tokens": {"1": 4},
+    }
+
+
+def test_requests_within_a_batch_wait_for_its_end():
+    requests = [SaveRequested("told to end"), WorkersJoined()]
+    early = SaveRequested()
+    script = Script([early, *step_messages(0), *requests, *step_messages(1), *step_messages(2)])
+    passes = Passes(script, PassPlan(2, 2), seed=0)
+    kinds = [type(message).__name__ for message in trained(passes, 1 + 12 + 2)]
+    step = ["MicroBatch", "MicroBatch", "StepEnd"]
+    assert kinds == ["SaveRequested", *step * 4, "SaveRequested", "WorkersJoined"]
+    # With a single minibatch, the first pass has changed nothing before its end: nothing has to wait
+    passes = Passes(Script([dummy_micro_batch(1), early, *step_messages(0)]), PassPlan(1, 2), seed=0)
+    assert [type(message) for message in trained(passes, 2)] == [MicroBatch, SaveRequested]
+
+
+def test_a_batch_that_ends_early_is_followed_by_the_next():
+    passes = Passes(Script([*step_messages(0), *step_messages(1)]), PassPlan(1, 4), seed=0)
+    trained(passes, 6)
+    passes.end_batch()
+    ends = [message for message in trained(passes, 6) if isinstance(message, StepEnd)]
+    assert [(end.step, end.stats["pass"]) for end in ends] == [(1, 1), (1, 2)]
+
+
+def test_the_engines_get_weights_after_the_last_pass_and_a_stopped_batch_keeps_its_versions(ranks):
+    """Two batches of three passes; the second is stopped in its second pass."""
+    script = Mock()
+    passes = Passes(Script([*step_messages(0), *step_messages(1)]), PassPlan(1, 3), seed=0)
+    script.add.side_effect = lambda micro_batch: passes.keep_results(batch_tensors(micro_batch))
+    script.publish.return_value = lambda: {"weight_sync_s": 0.1}
+
+    def finish():
+        stops = script.finish.call_count == 5
+        if stops:
+            passes.end_batch()
+        return {
+            "num_non_masked_tokens": 4.0,
+            **({"update_skipped": 1.0, "passes_stopped": 1.0} if stops else {}),
+        }
+
+    script.finish.side_effect = finish
+    roles = dict.fromkeys(("accumulator", "publisher", "exporter"), script)
+    trainer = Trainer(
+        "the policy",
+        source=passes,
+        ranks=ranks,
+        num_steps=6,
+        plan=PassPlan(1, 3),
+        write=script.write,
+        **roles,
+    )
+    trainer.run()
+    sent = [sent.args[1] for sent in script.publish.call_args_list]
+    assert sent == [0, 3, 6]
+    assert script.save_if_due.call_args_list == [call("the policy", 8), call("the policy", 16)]
+    lines = [line.args[0] for line in script.write.call_args_list]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 6]
+    assert [line["total_samples_accumulated"] for line in lines] == [8, 8, 8, 16, 16]
+    assert [line["pass"] for line in lines] == [1, 2, 3, 1, 2]
+    assert ["weight_sync_s" in line for line in lines] == [True, False, True, False, True]
+    assert [line["alarms"] for line in lines] == [["!"], [], [], ["!"], []]
+    assert script.steps == 6
+
+
+# The gradients
+
+
+@torch.no_grad()
+def move(policy, step):
+    """Change the weights by noise that follows from their names and the step, so that two policies move alike."""
+    for name, parameter in policy.named_parameters():
+        generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
+        noise = NOISE * torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements)
+        parameter.add_(noise)
+
+
+class MovingOptimizer(torch.optim.SGD):
+    """Keeps the full gradients of every step, and moves the weights by noise."""
+
+    def __init__(self, policy):
+        super().__init__(policy.parameters(), lr=0.0)
+        self.policy, self.gradients = policy, []
+
+    def step(self):
+        self.gradients.append({n: full(p.grad).clone() for n, p in self.policy.named_parameters()})
+        move(self.policy, len(self.gradients))
+
+
+def objective_of(case):
+    return Objective(AlgorithmConfig(**CASES[case]))
+
+
+def policy_of(objective):
+    return critic_policy(13) if objective.has_critic else PolicyModel(tiny_model(), chunk_tokens=13)
+
+
+def minibatches(case):
+    """Two minibatches of random sequences in groups of three, by engines whose log-probs are near the trainer's."""
+    rng = np.random.default_rng(list(CASES).index(case))
+    model = tiny_model()
+    result = []
+    for _ in range(PLAN.num_minibatches):
+        sequences = [random_sequence(rng, 24) for _ in range(9)]
+        for number, sequence in enumerate(sequences):
+            sequence["group"] = number // 3
+            ids = torch.tensor(sequence["ids"])[None]
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+            noisy = np.pad(logprobs, (1, 0)) + rng.normal(0, 0.4, len(sequence["ids"]))
+            sequence["behaviour"] = np.where(sequence["mask"], noisy, np.nan)
+        for sequence in sequences:
+            members = [other for other in sequences if other["group"] == sequence["group"]]
+            sequence["group_tokens"] = sum(int(member["mask"][1:].sum()) for member in members)
+        result.append(sequences)
+    return result
+
+
+def pass_gradients(ranks, case, cut):
+    """(gradients of every step, minibatch of every step, metrics) of all passes over one batch."""
+    objective = objective_of(case)
+    policy = shard_policy(policy_of(objective), ranks)
+    accumulator, _ = recording_accumulator(policy, objective, ranks)
+    optimizer = MovingOptimizer(policy)
+    accumulator.optimizer = optimizer
+    messages = []
+    for number, sequences in enumerate(minibatches(case)):
+        messages += [*cut(sequences, number), StepEnd(number, 3, 9, {})]
+    passes = Passes(Script(messages), PLAN, seed=1)
+    accumulator.observers.append(passes.keep_results)
+    order, metrics = [], []
+    while len(order) < PLAN.cycle_steps:
+        message = passes.next_message(ranks.rank)
+        if isinstance(message, MicroBatch):
+            accumulator.add(message)
+            continue
+        order.append(message.step)
+        metrics.append(accumulator.finish())
+    return optimizer.gradients, order, metrics
+
+
+def work(ranks, folder):
+    results = {}
+    for case in CASES:
+        cut = lambda sequences, seed: deal(sequences, seed, ranks.world_size)[ranks.rank]  # noqa: E731
+        results[case] = pass_gradients(ranks, case, cut)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), deadline_s=240)
+
+
+def padded(sequences, column):
+    """(B, T): one row per sequence; masked positions and padding hold 0."""
+    longest = max(len(s["ids"]) for s in sequences)
+    rows = torch.zeros(len(sequences), longest)
+    for row, sequence in enumerate(sequences):
+        rows[row, : len(sequence["ids"])] = torch.tensor(np.nan_to_num(sequence[column].astype(np.float32)))
+    return rows
+
+
+def reference_loss(objective, policy, sequences, first):
+    """The loss of one padded forward. `first`, empty in the first pass, holds what later passes must not compute again."""
+    config = objective.config
+    ids, mask = padded(sequences, "ids").long(), padded(sequences, "mask").bool()
+    mask[:, 0] = False
+    output = policy.model(ids, output_hidden_states=True)
+    log_softmax = output.logits[:, :-1].log_softmax(-1)
+    logprobs = torch.nn.functional.pad(log_softmax.gather(2, ids[:, 1:, None])[..., 0], (1, 0))
+    behaviour, advantages = padded(sequences, "behaviour"), padded(sequences, "advantages")
+    first.setdefault("logprobs", logprobs.detach())
+
+    kept, weights = mask, None
+    if config.rejection_statistic:
+        bounds = {"low": config.rejection_low, "high": config.rejection_high}
+        kept = rejection_mask(
+            first["logprobs"], behaviour, mask, statistic=config.rejection_statistic, **bounds
+        )
+    if config.importance_level != "none":
+        numerator = first["logprobs"] if config.policy_loss == "ppo_clip" else logprobs.detach()
+        names = ("level", "mode", "low", "high", "normalize")
+        options = {name: getattr(config, f"importance_{name}") for name in names}
+        weights = importance_weights(numerator, behaviour, kept, **options)
+    if objective.has_critic:
+        states = output.hidden_states[-1][:, :-1]
+        values = policy.value_head(states.flatten(0, 1)).view(states.shape[:2])
+        values = torch.nn.functional.pad(values, (1, 0))
+        if "values" not in first:
+            settings = {"gamma": 1.0, **config.estimator_settings}
+            one_group = torch.zeros(len(sequences), dtype=torch.int64)
+            first["values"] = values.detach()
+            _, first["returns"] = gae_returns(advantages, first["values"], mask, **settings)
+            first["advantages"] = ADVANTAGE_ESTIMATORS["gae"](
+                advantages, mask, one_group, values=first["values"], **settings
+            )
+        advantages = first["advantages"]
+    old = first["logprobs"] if config.old_policy == "current" else behaviour
+    loss, _ = objective.loss(
+        logprobs, old, advantages, kept, importance_weights=weights, **objective.loss_settings
+    )
+    if objective.has_critic:
+        value_losses, _ = value_loss(values, first["returns"], first["values"], kept, clip=config.critic_clip)
+        loss = loss + config.critic_coef * value_losses
+    groups = torch.tensor([s["group"] for s in sequences])
+    return aggregate_loss(loss, kept, config.loss_aggregation, group_ids=groups, scale=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_pass_on_two_ranks_has_the_gradient_of_one_padded_pass(two_ranks, case):
+    gradients, order, metrics = two_ranks[case]
+    objective = objective_of(case)
+    policy = policy_of(objective)
+    policy.model.set_attn_implementation("eager")
+    batch, first_passes = minibatches(case), [{}, {}]
+    assert order[:2] == [0, 1] and len(order) == 6
+    for step, number in enumerate(order):
+        policy.zero_grad(set_to_none=False)
+        reference_loss(objective, policy, batch[number], first_passes[number]).backward()
+        expected = {n: p.grad.clone() for n, p in policy.named_parameters()}
+        overall, worst = relative_error(gradients[step], expected)
+        assert overall < 1e-5 and worst < 2e-5, (step, overall, worst)
+        move(policy, step + 1)
+    assert "pass_kl" not in metrics[0] and all(line["pass_kl"] > 1e-5 for line in metrics[2:])
+
+
+@pytest.mark.slow
+def test_the_clip_holds_tokens_from_the_second_pass_on(two_ranks):
+    _, _, metrics = two_ranks["the policy at the start"]
+    held = [line["avg_pg_clip"] for line in metrics]
+    assert held[:2] == [0, 0] and all(share > 0.01 for share in held[2:])
+    assert [line["ratio_mean"] for line in metrics[:2]] == [1, 1]
+
+
+def test_passes_stop_before_the_step_whose_kl_exceeds_the_bound(ranks):
+    """The KL is that of the weights before the step; the weights stay as they are."""
+    sequences = minibatches("the policy at the start")[0]
+    kls = {}
+    for max_kl in (None, 1e-4):
+        policy = PolicyModel(tiny_model(), chunk_tokens=13)
+        objective = Objective(AlgorithmConfig(old_policy="current", passes_max_kl=max_kl))
+        accumulator, _ = recording_accumulator(policy, objective, ranks)
+        accumulator.optimizer = MovingOptimizer(policy)
+        passes = Passes(Script([pack(sequences), StepEnd(0, 3, 9, {})]), PassPlan(1, 2), seed=0)
+        accumulator.observers.append(passes.keep_results)
+        accumulator.on_passes_stopped = passes.end_batch
+        for _ in range(2):
+            accumulator.add(passes.next_message(0))
+            passes.next_message(0)
+            before = [parameter.clone() for parameter in policy.parameters()]
+            metrics = accumulator.finish()
+        kls[max_kl] = metrics["pass_kl"]
+        is_same = all(map(torch.equal, before, policy.parameters()))
+        assert (
+            is_same
+            == (max_kl is not None)
+            == ("passes_stopped" in metrics)
+            == (metrics["update_skipped"] == 1)
+        )
+        assert len(accumulator.optimizer.gradients) == (1 if max_kl else 2)
+    assert kls[None] == kls[1e-4] > 1e-4
