@@ -161,12 +161,6 @@ def _broken_servers(c: RunConfig) -> Broken:
     if c.truncation is not None:
         yield (
             "teacher top_p top_k min_p",
-            "do not fit: a server returns log-probs over all tokens; leave the truncation out, or use a teacher in a "
-            "folder",
-        )
-    if c.truncation is not None:
-        yield (
-            "teacher top_p top_k min_p",
             "do not fit: a server returns log-probs over all tokens; use --top-p 1 --top-k 0 --min-p 0, or a teacher in a "
             "folder",
         )
