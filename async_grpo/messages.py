@@ -47,6 +47,8 @@ class MicroBatch:
     group_tokens: np.ndarray
     ref_logprobs: np.ndarray | None = None  # (N,) float32, log-probs of the reference policy
     proximal_logprobs: np.ndarray | None = None  # (N,) float32, log-probs of the proximal policy
+    # (N, 2, k) float32, ids and log-probs of the teacher's k most probable tokens at each position
+    teacher_top: np.ndarray | None = None
     # `members` and `times` are set if there is a critic and the micro-batch contains trajectories with several
     # sequences
     members: np.ndarray | None = None  # (S,) int64, index of the sequence's sample in its group

@@ -275,8 +275,8 @@ class Sample:
     ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference policy; None without one
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
     teacher_logprobs: np.ndarray | None = None  # (T,) float32, NaN where it gave none; None without a teacher
-    # (T,) int32, rank in time of each token; set if there is a critic and the sample has several sequences
-    times: np.ndarray | None = None
+    teacher_top: np.ndarray | None = None  # (T, 2, k) float32, ids and log-probs of the teacher's top tokens
+    times: np.ndarray | None = None  # (T,) int32, rank in time of each token; only with a critic
 
     @property
     def num_tokens(self) -> int:
@@ -358,7 +358,8 @@ class Sample:
 
 # Arrays (T, ...) of a completion and a sample. `Sample.sequences` cuts them, and `Completion.allowed`, which is no array
 COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends", "latents")
-SAMPLE_ARRAYS = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs", "teacher_logprobs", "times")
+POLICY_ARRAYS = ("ref_logprobs", "proximal_logprobs", "teacher_logprobs", "teacher_top")  # of other policies
+SAMPLE_ARRAYS = ("advantages", "loss_mask", *POLICY_ARRAYS, "times")
 
 
 def _with_tokens_cut(item: Any, array_names: Sequence[str], tokens: slice) -> Any:

@@ -80,8 +80,9 @@ def distil(student: Path, arguments: argparse.Namespace) -> tuple[Path, list[dic
         "output-dir": output,
         "run-name": f"distillation-{arguments.seed}",
         "resume": "never",
-        "batch-size": 32,
+        "batch-size": arguments.batch_size,
         "samples-per-question": 8,
+        "teacher-top-k": arguments.top_k,
         "num-training-batches": arguments.steps,
         "learning-rate": arguments.learning_rate,
         "num-warmup-steps": 5,
@@ -106,6 +107,10 @@ def main() -> None:
     parser.add_argument("--output-dir", default="runs/distillation")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="questions per step, of 8 completions each"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="see --teacher-top-k of a run")
     parser.add_argument("--seed", type=int, default=37)
     parser.add_argument("--from-scratch", action="store_true")
     arguments = parser.parse_args()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.algorithm.teacher_config import TeacherConfig
 from async_grpo.messages import Truncation
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
@@ -16,7 +17,6 @@ from async_grpo.options.fields import (
     SHARE,
     TABLE,
     Range,
-    Section,
     dashed,
     is_number,
     option,
@@ -55,7 +55,7 @@ _generation = partial(option, panel="Generation", range=POSITIVE, everyday=True,
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig(Section):
+class AlgorithmConfig(TeacherConfig):
     """Options that turn rewards into a loss. None keeps the default of the estimator or loss that has the option."""
 
     recipe: str | None = _algorithm(

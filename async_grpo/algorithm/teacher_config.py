@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from async_grpo.options.fields import COMMAS, POSITIVE, TABLE, Section, option, refuse
+from async_grpo.options.fields import COMMAS, NOT_NEGATIVE, POSITIVE, TABLE, Section, option, refuse
 from async_grpo.options.listed_values import split_table, table_text
 
 # Name of the estimator that ignores all rewards, so that only the teacher trains the policy
@@ -78,8 +78,16 @@ class TeacherConfig(Section):
     )
     teacher_coef: float = _teacher(
         1.0,
-        "Weight of the teacher's log-prob minus the policy's in the advantage of each token.",
+        "Weight of the teacher's log-prob minus the policy's in the advantage of each token, or of the forward KL in the "
+        "loss with --teacher-top-k.",
         range=POSITIVE,
+        portable=True,
+    )
+    teacher_top_k: int = _teacher(
+        0,
+        "Number of the teacher's most probable tokens at each position whose probabilities the policy learns (forward KL), "
+        "in place of the log-prob of the sampled token alone. 0 learns from the sampled token.",
+        range=NOT_NEGATIVE,
         portable=True,
     )
     teacher_demonstration: str | None = _teacher(

@@ -368,11 +368,26 @@ class LogprobWorkers(RegisteredWorkers):
             arguments.append(None if allowed is None else list(allowed))
         if images is not None:
             arguments.append(list(images))
+        return await self._call("logprobs", arguments)
+
+    async def logprobs_with_top(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int], k: int
+    ) -> list[np.ndarray]:
+        """Return ids and log-probs of the sampled tokens and of the k most probable ones; see `LogprobWorker`.
+
+        Raises:
+            WorkerLost: All workers that were tried were lost.
+        """
+        return await self._call("logprobs_with_top", [list(sequences), list(prompt_lengths), k])
+
+    async def _call(self, method: str, arguments: list[Any]) -> list[np.ndarray]:
+        """Call a method of one worker, whose first argument is a list of sequences."""
+        sequences = arguments[0]
         num_tokens = sum(len(sequence) for sequence in sequences)
         tokens_each = max(1, num_tokens // len(sequences))
         for _ in range(ATTEMPTS_WITHOUT_PROGRESS):
             async with self.lease("a group", len(sequences), tokens_each) as (link, _):
-                return await link.call("logprobs", *arguments)
+                return await link.call(method, *arguments)
         raise WorkerLost(
             f"{ATTEMPTS_WITHOUT_PROGRESS} {self.kind} workers were lost over one group: {self._last_lost}"
         )

@@ -203,7 +203,7 @@ class GenerationActor(WorkerActor):
 class LogprobActor(WorkerActor):
     """A worker with a `LogprobWorker`. Reference workers keep their weights, and proximal workers load new ones."""
 
-    served = ("logprobs",)
+    served = ("logprobs", "logprobs_with_top")
 
 
 def _worker_class(config: WorkerConfig) -> Any:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Options of teachers that nothing reads without --teacher. `teacher_coef` is among those that a recipe may set
 NEED_TEACHER = """
-    teacher_column teacher_coef teacher_demonstration teacher_template teacher_api_key_env teacher_concurrency
+    teacher_column teacher_coef teacher_top_k teacher_demonstration teacher_template teacher_api_key_env teacher_concurrency
     teacher_requests_per_minute teacher_timeout_s teacher_attempts
 """.split()
 NEED_SERVER = """
@@ -75,6 +75,17 @@ def _broken_teachers(c: RunConfig) -> Broken:
             "typed_output teacher",
             "do not go together: another model cannot restrict its distribution to the tokens of a grammar; use "
             "--typed-output hint",
+        )
+    if c.teacher_top_k and c.truncation is not None:
+        yield (
+            "teacher_top_k top_p top_k min_p",
+            "do not go together: the teacher's most probable tokens may be outside of those that the policy samples; use "
+            "the log-prob of the sampled token (--teacher-top-k 0), or leave the truncation out",
+        )
+    if c.teacher_top_k and c.typed_output == ENFORCE and c.environment:
+        yield (
+            "teacher_top_k typed_output",
+            "do not go together: the teacher's most probable tokens may be outside of a grammar; use --typed-output hint",
         )
     estimator = c.estimator
     if estimator.needs_critic:

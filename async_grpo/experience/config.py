@@ -6,7 +6,7 @@ from functools import partial
 
 from async_grpo.algorithm.config import AlgorithmConfig, off_policy, on_groups
 from async_grpo.algorithm.pass_plan import PassPlan
-from async_grpo.algorithm.teacher_config import TEACHER_ALONE, TeacherConfig
+from async_grpo.algorithm.teacher_config import TEACHER_ALONE
 from async_grpo.experience.data_config import DataConfig
 from async_grpo.options.fields import (
     COMMAS,
@@ -33,7 +33,7 @@ _batches = partial(option, panel="Batches", everyday=True, portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig(AlgorithmConfig, TeacherConfig):
+class BatchConfig(AlgorithmConfig):
     """Options of the batcher. They include the algorithm's options because the batcher computes the advantages."""
 
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)

@@ -233,6 +233,9 @@ class GroupAdvantages:
         further_advantages, is_covered = teacher_advantages(
             sample.teacher_logprobs, sample.completion.logprobs, self.config.teacher_coef
         )
+        if self.config.teacher_top_k:
+            # The trainer's loss has the KL divergence in place of these advantages
+            further_advantages = np.zeros_like(further_advantages)
         loss_mask = loss_mask & is_covered
         summed = (advantages + further_advantages).astype(np.float32)
         return summed, loss_mask if loss_mask.any() else None

@@ -6,20 +6,21 @@ from typing import Any
 import numpy as np
 
 from async_grpo.experience.packing import allowed_tokens_of
-from async_grpo.protocols import Logprobs
 from async_grpo.types import Sample
 
 
 async def logprobs_of_samples(
-    source: Logprobs, samples: Sequence[Sample], prompt_token_ids: np.ndarray | None = None
+    source: Any, samples: Sequence[Sample], prompt_token_ids: np.ndarray | None = None, top_k: int = 0
 ) -> list[np.ndarray]:
     """Return the log-probs (T,) of each sample's sampled tokens, with its sequences concatenated.
 
     Args:
-        source: Computes the log-probs.
+        source: Computes the log-probs; a `Logprobs`, or with `top_k` a source with `logprobs_with_top`.
         samples: Samples of one group; a sample may consist of several sequences.
         prompt_token_ids: Token ids (L',) int32 that the other policy reads in place of the prompt. None keeps the
             prompt. Samples with another prompt must be answers without turns.
+        top_k: Number of most probable tokens whose ids and log-probs are added. The result of each sample is then
+            (T, 2, 1 + top_k): ids and log-probs, of the sampled token and of these tokens.
     """
     sequences = [sequence for sample in samples for sequence in sample.sequences]
     # The prompt of a sequence: the tokens before its first turn
@@ -29,6 +30,9 @@ async def logprobs_of_samples(
         completions = [ids[length:] for ids, length in zip(token_ids, prompt_lengths, strict=True)]
         token_ids = [np.concatenate([prompt_token_ids, completion]) for completion in completions]
         prompt_lengths = [len(prompt_token_ids)] * len(sequences)
+    if top_k:
+        rows_by_sequence = await source.logprobs_with_top(token_ids, prompt_lengths, top_k)
+        return _joined_by_sample(samples, rows_by_sequence, prompt_lengths)
     arguments: list[Any] = [token_ids, prompt_lengths]
     allowed = [allowed_tokens_of(sequence) for sequence in sequences]
     has_masks = any(masks is not None for masks in allowed)

@@ -191,6 +191,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         group_tokens=np.array([sample.group_tokens for sample in samples], np.int64),
         ref_logprobs=_laid_out_if_present(samples, "ref_logprobs"),
         proximal_logprobs=_laid_out_if_present(samples, "proximal_logprobs"),
+        teacher_top=_laid_out_if_present(samples, "teacher_top"),
         members=members,
         times=times,
         allowed=_joined_masks(samples),

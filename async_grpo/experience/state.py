@@ -25,6 +25,7 @@ from async_grpo.errors import CheckpointBroken
 from async_grpo.processes.untrusted_files import is_regular, parse_json, read_bytes
 from async_grpo.types import (
     COMPLETION_ARRAYS,
+    POLICY_ARRAYS,
     Completion,
     FinishReason,
     Group,
@@ -40,7 +41,6 @@ GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
 # Errors that JSON, safetensors and the checks of our own records raise for files with arbitrary contents
 UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAVED_MASKS = "allowed."  # beginning of the keys of the arrays of allowed tokens
-SAVED_SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs", "teacher_logprobs")
 # Keys in the saved files that differ from the names of the fields. They stay, because older checkpoints have them
 SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key
@@ -86,7 +86,7 @@ class ExperienceState:
         parts: dict[str, list[np.ndarray]] = {}
         for sample in samples:
             arrays = {name: getattr(sample.completion, name) for name in COMPLETION_ARRAYS}
-            arrays |= {name: getattr(sample, name) for name in SAVED_SAMPLE_ARRAYS}
+            arrays |= {name: getattr(sample, name) for name in POLICY_ARRAYS}
             for name, array in arrays.items():
                 # In one run, an array is present in either all samples or none
                 if array is not None:
@@ -258,6 +258,6 @@ def _sample(
     row["outcome"] = OUTCOME.validate_python(row["outcome"])
     row["finish_reason"] = FinishReason(row["finish_reason"])
     completion_arrays: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
-    sample_arrays: dict[str, Any] = {name: arrays.get(name) for name in SAVED_SAMPLE_ARRAYS}
+    sample_arrays: dict[str, Any] = {name: arrays.get(name) for name in POLICY_ARRAYS}
     completion = Completion(**completion_arrays, **row, allowed=allowed)
     return Sample(prompt, completion, verdict, **sample_arrays)

@@ -36,7 +36,10 @@ from async_grpo.weights.package import unpack
 
 
 class _Request:
-    """A sequence (L,) in the queue. `answer` will hold the log-probs (T,) of its completion."""
+    """A sequence (L,) in the queue. `answer` will hold the log-probs of its completion.
+
+    They are (T,), or with `num_top` ids and log-probs (T, 2, 1 + num_top).
+    """
 
     def __init__(
         self,
@@ -45,7 +48,9 @@ class _Request:
         allowed: AllowedTokens | None = None,
         images: Sequence[ImageReference] = (),
         call_number: int = 0,
+        num_top: int = 0,
     ) -> None:
+        self.num_top = num_top  # number of most probable tokens whose ids and log-probs are also needed
         self.call_number = call_number  # number of the call of `logprobs` that asked for the sequence
         self.token_ids = token_ids
         self.allowed = allowed  # the tokens that a grammar allowed at each of the L tokens
@@ -139,14 +144,6 @@ class LogprobWorker:
             ConfigurationError: A sequence is longer than the token budget of a forward pass.
             WorkerLost: The worker is closed.
         """
-        if self._is_closed:
-            raise WorkerLost("the logprob server is closed")
-        longest = max(len(sequence) for sequence in sequences)
-        if longest > self._max_tokens:
-            raise ConfigurationError(
-                f"a sequence of {longest} tokens exceeds the budget of {self._max_tokens} tokens per forward; "
-                "raise max_tokens_per_gpu or shorten the completions"
-            )
         requests = []
         masks_of_sequences = allowed or [None] * len(sequences)
         images_of_sequences = images or [()] * len(sequences)
@@ -155,6 +152,37 @@ class LogprobWorker:
         for token_ids, prompt_length, masks, sequence_images in rows:
             request = _Request(token_ids, prompt_length, masks, sequence_images, self._num_calls)
             requests.append(request)
+        return await self._answers(requests)
+
+    async def logprobs_with_top(
+        self, sequences: list[np.ndarray], prompt_lengths: list[int], k: int
+    ) -> list[np.ndarray]:
+        """Compute the log-probs of completions, and of the k most probable tokens at each of their positions.
+
+        Returns:
+            Ids and log-probs (T, 2, 1 + k) float32 of each sequence's tokens after the prompt: of the token itself, and of
+            the most probable tokens. Ids are exact in float32 below 2^24.
+
+        Raises:
+            ConfigurationError: A sequence is longer than the token budget of a forward pass.
+            WorkerLost: The worker is closed.
+        """
+        self._num_calls += 1
+        requests = []
+        for token_ids, prompt_length in zip(sequences, prompt_lengths, strict=True):
+            requests.append(_Request(token_ids, prompt_length, call_number=self._num_calls, num_top=k))
+        return await self._answers(requests)
+
+    async def _answers(self, requests: list[_Request]) -> list[np.ndarray]:
+        """Queue the requests, and wait for their answers."""
+        if self._is_closed:
+            raise WorkerLost("the logprob server is closed")
+        longest = max(len(request.token_ids) for request in requests)
+        if longest > self._max_tokens:
+            raise ConfigurationError(
+                f"a sequence of {longest} tokens exceeds the budget of {self._max_tokens} tokens per forward; "
+                "raise max_tokens_per_gpu or shorten the completions"
+            )
         self._queue += requests
         self._arrival.set()
         if self._serving is None:
@@ -269,8 +297,11 @@ class LogprobWorker:
         further_arguments: tuple[Any, ...] = () if masks is None else (masks,)
         if any(images):
             further_arguments = (masks, self._policy.image_inputs(images, input_ids, bounds))
+        num_top = max(request.num_top for request in batch)
         further_options: dict[str, Any] = {} if truncation is None else {"truncation": truncation}
-        logprobs, *_ = self._policy(
+        if num_top:
+            further_options["num_top"] = num_top
+        logprobs, *further_results = self._policy(
             torch.tensor(input_ids, dtype=torch.int64, device=self._policy.device),
             torch.tensor(bounds),
             torch.tensor(is_completion, device=self._policy.device),
@@ -278,8 +309,19 @@ class LogprobWorker:
             *further_arguments,
             **further_options,
         )
-        rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
-        return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]
+        values = logprobs.float().cpu().numpy()
+        if num_top:
+            sampled = np.stack([input_ids.astype(np.float32), values], axis=1)[:, :, None]
+            values = np.concatenate([sampled, further_results[-1].float().cpu().numpy()], axis=2)
+        answers = []
+        for request, row in zip(batch, np.split(values, bounds[1:-1]), strict=True):
+            completion_row = row[request.prompt_length :]
+            if request.num_top:
+                completion_row = completion_row[:, :, : 1 + request.num_top]
+            elif num_top:
+                completion_row = completion_row[:, 1, 0]
+            answers.append(completion_row.copy())
+        return answers
 
 
 def _load_policy(config: Any, settings: SharedRunSettings) -> PolicyModel:

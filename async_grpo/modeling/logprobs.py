@@ -93,8 +93,8 @@ class _ChunkedHead(torch.autograd.Function):
         normalisers = torch.empty_like(logprobs)
         lowest = torch.empty_like(logprobs)
         is_outside = torch.zeros_like(logprobs)
-        for rows in _chunks(len(hidden), chunk_tokens):
-            logits = _logits(hidden[rows], weight, bias, temperature)
+        for rows in chunks(len(hidden), chunk_tokens):
+            logits = scaled_logits(hidden[rows], weight, bias, temperature)
             if mask_indices is not None and mask_bits is not None:
                 forbid(logits, mask_indices[rows], mask_bits)
             if truncation is not None:
@@ -140,9 +140,9 @@ class _ChunkedHead(torch.autograd.Function):
         # The sum over chunks is float32. A bfloat16 sum would be rounded again with each chunk
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
-        for rows in _chunks(len(hidden), ctx.chunk_tokens):
+        for rows in chunks(len(hidden), ctx.chunk_tokens):
             scale = pull = grad_logprobs[rows, None] / ctx.temperature
-            logits = _logits(hidden[rows], weight, bias, ctx.temperature)
+            logits = scaled_logits(hidden[rows], weight, bias, ctx.temperature)
             if mask_indices is not None:
                 forbid(logits, mask_indices[rows], mask_bits)
             if lowest is not None:
@@ -158,7 +158,7 @@ class _ChunkedHead(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             if grad_logits.is_cuda and grad_logits.dtype != grad_weight.dtype:
-                _add_product(grad_weight, grad_logits, hidden[rows])
+                add_product(grad_weight, grad_logits, hidden[rows])
             else:
                 # addmm_ adds in place, so no second tensor of the head's size is allocated
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
@@ -167,25 +167,25 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 6
 
 
-def _chunks(total: int, size: int) -> list[slice]:
+def chunks(total: int, size: int) -> list[slice]:
     """Return slices of at most `size` rows that cover `total` rows."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(
+def scaled_logits(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "vocab hidden"],
     bias: Float[Tensor, " vocab"] | None,
     temperature: float,
 ) -> Float[Tensor, "tokens vocab"]:
-    """Return the logits, divided by the temperature."""
+    """Return the logits, divided by the temperature, in float32 (float64 for float64 input)."""
     logits = _product(hidden, weight.T)
     if bias is not None:
         logits += bias
     return logits.div_(temperature)
 
 
-def _add_product(
+def add_product(
     total: Float[Tensor, "vocab hidden"],
     grad_logits: Float[Tensor, "tokens vocab"],
     hidden: Float[Tensor, "tokens hidden"],
@@ -195,7 +195,7 @@ def _add_product(
     The product is computed for PRODUCT_ROWS tokens of the vocabulary at a time. The whole product would be a second
     tensor of the head's size: 2.2 GB for a vocabulary of 151,936 and 3,584 hidden units.
     """
-    for vocab in _chunks(len(total), PRODUCT_ROWS):
+    for vocab in chunks(len(total), PRODUCT_ROWS):
         total[vocab] += _product(grad_logits[:, vocab].T, hidden)
 
 

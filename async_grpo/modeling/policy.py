@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from async_grpo.modeling.lora import ADAPTER_NAME, lora_modules, name_without_ad
 from async_grpo.modeling.packable import check_packable
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing
 from async_grpo.modeling.token_masks import TokenMasks
+from async_grpo.modeling.top_logprobs import chunked_logprobs_of, chunked_top_logprobs
 from async_grpo.types import ImageReference
 
 # Number of tokens whose logits are in memory at once: with a vocabulary of 152,000 in float32, 0.6 GB
@@ -95,6 +96,9 @@ class PolicyModel(nn.Module):
         masks: TokenMasks | None = None,
         images: ImageInputs | None = None,
         truncation: Truncation | None = None,
+        *,
+        further_ids: Int64[Tensor, "packed k"] | None = None,
+        num_top: int = 0,
     ) -> tuple[Float[Tensor, " packed"], ...]:
         """Compute the log-probs and entropies of the tokens that the mask selects.
 
@@ -106,6 +110,8 @@ class PolicyModel(nn.Module):
             masks: The tokens among which each token was sampled; None if it was always among all tokens.
             images: The images of the sequences (`image_inputs`); None if they have none.
             truncation: The rule by which the sampler keeps only probable tokens; None if it keeps all of them.
+            further_ids: Further token ids at each position, whose log-probs (packed, k) are the last result.
+            num_top: Number k of the most probable tokens, whose ids and log-probs (packed, 2, k) are the last result.
 
         Returns:
             (log-probs, entropies), with a value head also the values, and with a truncation also, as the last result, 1 at
@@ -118,12 +124,7 @@ class PolicyModel(nn.Module):
         # Equal beginnings of sequences are computed once. The rows of `hidden` are the distinct states: packing.tokens
         # selects their inputs, and packing.rows_of_tokens has the row of each token
         packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
-        token_ids = input_ids[packing.tokens]
-        if self.reads_images:
-            hidden = hidden_states(self.model, token_ids, packing, images)
-        else:
-            inputs = {"input_ids": token_ids[None], "position_ids": packing.position_ids[None]}
-            hidden = self.model.base_model(**inputs, use_cache=False, packing=packing).last_hidden_state[0]
+        hidden = self._hidden_states(input_ids[packing.tokens], packing, images)
         head = self.model.get_output_embeddings()
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
@@ -144,7 +145,36 @@ class PolicyModel(nn.Module):
             value_states = states if self.value_trunk_gradient else states.detach()
             results.append(self.value_head(value_states))
         results.extend(outside_flags)
-        return tuple(result.new_zeros(len(input_ids)).index_copy(0, positions, result) for result in results)
+        results.extend(self._further_results(states, positions, temperature, further_ids, num_top))
+        return tuple(_at_positions(result, positions, len(input_ids)) for result in results)
+
+    def _hidden_states(
+        self, token_ids: Int64[Tensor, " states"], packing: Packing, images: ImageInputs | None
+    ) -> Float[Tensor, "states hidden"]:
+        """Return the last hidden state of each distinct state of packed sequences."""
+        if self.reads_images:
+            return hidden_states(self.model, token_ids, packing, images)
+        inputs = {"input_ids": token_ids[None], "position_ids": packing.position_ids[None]}
+        return self.model.base_model(**inputs, use_cache=False, packing=packing).last_hidden_state[0]
+
+    def _further_results(
+        self,
+        states: Float[Tensor, "positions hidden"],
+        positions: Int64[Tensor, " positions"],
+        temperature: float,
+        further_ids: Int64[Tensor, "packed k"] | None,
+        num_top: int,
+    ) -> list[Float[Tensor, "positions ..."]]:
+        """Return the log-probs of further tokens, and ids and log-probs of the most probable ones; see `forward`."""
+        head = self.model.get_output_embeddings()
+        head_inputs = (states, head.weight, head.bias, temperature, self.chunk_tokens)
+        results = []
+        if further_ids is not None:
+            results.append(chunked_logprobs_of(further_ids[positions], *head_inputs))
+        if num_top:
+            top_ids, top_logprobs = chunked_top_logprobs(num_top, *head_inputs)
+            results.append(torch.stack([top_ids.to(top_logprobs.dtype), top_logprobs], dim=1))
+        return results
 
     def token_masks(self, allowed: AllowedTokens) -> TokenMasks:
         """Return the masks of packed sequences on the policy's device, for `forward`."""
@@ -198,6 +228,13 @@ class PolicyModel(nn.Module):
     def device(self) -> torch.device:
         """Return the device of the inputs and of the computation."""
         return compute_device(next(self.parameters()))
+
+
+def _at_positions(
+    result: Shaped[Tensor, "positions ..."], positions: Int64[Tensor, " positions"], num_tokens: int
+) -> Shaped[Tensor, "packed ..."]:
+    """Return the result at its positions, and 0 at all other tokens."""
+    return result.new_zeros(num_tokens, *result.shape[1:]).index_copy(0, positions, result)
 
 
 def stored_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,6 @@ not depend on the packing. Terms that depend on the whole step are computed firs
 `whole_step`).
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
 from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.algorithm.forward_kl import forward_kl
 from async_grpo.algorithm.kl import kl_penalty, kl_since
 from async_grpo.algorithm.off_policy import importance_weights, mismatch_sums, ratio_histogram, rejection_mask
 from async_grpo.algorithm.process_advantages import value_loss
@@ -24,6 +24,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.messages import MicroBatch
 from async_grpo.modeling.image_models import ImageInputs
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.metric_totals import metric_totals, or_zeros
 from async_grpo.types import ImageReference
 
 
@@ -40,6 +41,8 @@ class BatchTensors:
     selected: Bool[Tensor, "1 packed"] | None = None  # tokens that the losses clip_cov and kl_cov select
     # KL divergence of each denoising step from the reference policy; set if the policy draws and has a reference
     kl_to_reference: Float[Tensor, "1 packed"] | None = None
+    # The policy's log-probs of the teacher's most probable tokens, with gradients; `Objective.forward` sets them
+    further_logprobs: Float[Tensor, "1 packed k"] | None = None
     weight_mean: float | None = None  # mean importance weight of the step, by which the weights are divided
     # Log-probs under the weights before the first pass over the batch; None in the first pass
     start_logprobs: Float[Tensor, "1 packed"] | None = None
@@ -58,6 +61,9 @@ class BatchTensors:
     behaviour_logprobs: Float[Tensor, "1 packed"]
     ref_logprobs: Float[Tensor, "1 packed"] | None
     proximal_logprobs: Float[Tensor, "1 packed"] | None
+    # Ids of the teacher's most probable tokens at each position, and the teacher's log-probs of them
+    teacher_top_ids: Int64[Tensor, "packed k"] | None = None
+    teacher_top_logprobs: Float[Tensor, "1 packed k"] | None = None
     members: Int64[Tensor, "1 packed"] | None
     times: Int[Tensor, "1 packed"] | None
     allowed: AllowedTokens | None
@@ -89,6 +95,11 @@ class BatchTensors:
         self.behaviour_logprobs = row(batch.behaviour_logprobs)
         self.ref_logprobs = optional_row(batch.ref_logprobs)
         self.proximal_logprobs = optional_row(batch.proximal_logprobs)
+        if batch.teacher_top is not None:
+            # The id of a missing token is NaN or 0; its log-prob is NaN, so that the id does not matter
+            top_ids = np.nan_to_num(batch.teacher_top[:, 0])
+            self.teacher_top_ids = torch.tensor(top_ids, dtype=torch.int64, device=device)
+            self.teacher_top_logprobs = row(batch.teacher_top[:, 1])
         # For each token, the index of its sample in the group, and its index in time within its trajectory
         self.members = None if batch.members is None else row(batch.members[sequence_ids])
         self.times = optional_row(batch.times)
@@ -202,6 +213,8 @@ class Objective:
             )
         images = () if batch.image_inputs is None else (batch.image_inputs,)
         options: dict[str, Any] = {} if self.truncation is None else {"truncation": self.truncation}
+        if batch.teacher_top_ids is not None:
+            options["further_ids"] = batch.teacher_top_ids
         outputs = policy(
             batch.input_ids,
             batch.cu_seqlens,
@@ -211,6 +224,9 @@ class Objective:
             *images,
             **options,
         )
+        if batch.teacher_top_ids is not None:
+            *outputs, further_logprobs = outputs
+            batch.further_logprobs = further_logprobs[None]
         return tuple(output[None] for output in outputs)
 
     def __call__(
@@ -236,6 +252,11 @@ class Objective:
         if self.config.entropy_coef:
             # Skipped if the coefficient is 0, because the gradient of the entropy costs time in the backward pass
             token_losses = token_losses - self.config.entropy_coef * entropy_of_trained
+        if batch.teacher_top_logprobs is not None:
+            assert batch.further_logprobs is not None, "`forward` sets them"
+            teacher_kl = forward_kl(batch.further_logprobs, batch.teacher_top_logprobs, mask)
+            token_losses = token_losses + self.config.teacher_coef * teacher_kl
+            metrics["teacher_forward_kl"] = teacher_kl
         if self.has_critic:
             value_losses, value_metrics = self._value_loss(further_outputs[0], batch, mask)
             token_losses = token_losses + self.config.critic_coef * value_losses
@@ -249,7 +270,7 @@ class Objective:
             metrics["pass_kl"] = kl_since(batch.start_logprobs, logprobs.detach(), mask)
         metrics["entropy"] = entropy_of_trained
         metrics["avg_kl_div"] = kl
-        totals = _totals(metrics)
+        totals = metric_totals(metrics)
         totals["avg_loss"] = policy_loss.detach()
         totals["backward_loss"] = loss.detach()
         totals |= count_units(mask, batch.sequence_ids, group_tokens=batch.group_tokens)
@@ -269,7 +290,7 @@ class Objective:
         """Return the policy loss of each token, and the metrics that the loss reports."""
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:
-            options["proximal_logprobs"] = _or_zeros(batch.proximal_logprobs, logprobs)
+            options["proximal_logprobs"] = or_zeros(batch.proximal_logprobs, logprobs)
         if self.loss.needs_selection:
             options["selected"] = batch.selected
         if self.has_importance_weights:
@@ -357,25 +378,8 @@ class Objective:
         if self.config.old_policy == "current":
             return logprobs.detach() if batch.start_logprobs is None else batch.start_logprobs
         if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
-            return _or_zeros(batch.proximal_logprobs, logprobs)
+            return or_zeros(batch.proximal_logprobs, logprobs)
         return batch.behaviour_logprobs
-
-
-def _totals(metrics: Mapping[str, Float[Tensor, "1 packed"]]) -> dict[str, Float[Tensor, ""]]:
-    """Return the sum of each metric over the micro-batch, or its maximum if its name ends in `_max`."""
-    totals = {}
-    for name, values in metrics.items():
-        is_maximum = name.endswith("_max")
-        total = values.max() if is_maximum else values.sum()
-        totals[name] = total.detach()
-    return totals
-
-
-def _or_zeros(
-    values: Float[Tensor, "1 packed"] | None, like: Float[Tensor, "1 packed"]
-) -> Float[Tensor, "1 packed"]:
-    """Return the values, or zeros if they are None, as in a dummy micro-batch."""
-    return torch.zeros_like(like) if values is None else values
 
 
 def _logprobs_to_compare(

@@ -36,6 +36,7 @@ SERVER = {"teacher": "http://127.0.0.1:1/v1"}
         (SELF | {"weight_transport": "nccl"}, "a logprob worker that follows the policy"),
         (SERVER | {"temperature": 0.7}, "a server returns log-probs at temperature 1"),
         (SERVER | {"top_p": 0.9}, "--top-p 0.9 .*do not fit: a server returns log-probs over all tokens"),
+        ({"teacher": "x", "teacher_top_k": 4, "min_p": 0.1}, "outside of those that the policy samples"),
         ({"teacher": "x", "teacher_timeout_s": 3.0}, "does nothing with a --teacher that no server holds"),
         ({"teacher": "http://u:p@h/v1"}, "it holds a user or password"),
         (SERVER | {"teacher_api_key_env": "NO_SUCH_KEY"}, "the environment variable is not set"),

@@ -98,6 +98,27 @@ async def test_a_token_without_a_usable_log_prob_is_missing(value):
     assert np.isnan(found).all() and not source.first_failure
 
 
+async def test_the_most_probable_tokens_come_with_their_ids_the_most_probable_first():
+    """vLLM adds the sampled token if it is not among them, and may return fewer than asked for."""
+
+    @behaviour
+    async def with_top(request, connection):
+        found = entries(request.json["prompt"])
+        for position in found[1:]:
+            position |= {"8": {"logprob": -3.0}, "9": {"logprob": -0.1}, "7": {"logprob": None}, "x": {}}
+        await connection.write(message(200, json.dumps({"choices": [{"prompt_logprobs": found}]}).encode()))
+        return True
+
+    async with HostileServer(with_top()) as server:
+        source = teacher(server, teacher_top_k=4)
+        (rows,) = await source.logprobs_with_top(SEQUENCES[:1], [2], 4)
+        assert server.requests[0].json["prompt_logprobs"] == 4
+        await source.close()
+    assert rows.shape == (2, 2, 5)
+    np.testing.assert_allclose(rows[0], [[3, 9, 3, 8, 0], [-1.5, -0.1, -1.5, -3.0, np.nan]], rtol=1e-6)
+    np.testing.assert_allclose(rows[1], [[4, 9, 4, 8, 0], [-2.0, -0.1, -2.0, -3.0, np.nan]], rtol=1e-6)
+
+
 async def test_another_tokenizer_is_refused_by_the_name_of_its_token_and_the_same_one_is_not():
     async with HostileServer(honest()) as server:
         source = teacher(server)

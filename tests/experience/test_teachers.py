@@ -10,6 +10,7 @@ import torch
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.group_advantages import GroupAdvantages
+from async_grpo.experience.packing import pack
 from async_grpo.experience.step_metrics import StepAlarms
 from async_grpo.experience.teachers.distillation import Teachers
 from async_grpo.testing import FakeLogprobs, completion
@@ -146,6 +147,20 @@ class Recording(FakeLogprobs):
         return await super().logprobs(sequences, prompt_lengths, allowed)
 
 
+class Top(FakeLogprobs):
+    """Gives the sampled token the log-prob -1, and finds tokens 3 and 4 the most probable."""
+
+    async def logprobs_with_top(self, sequences, prompt_lengths, k):
+        assert k == 2
+        rows = []
+        for sequence, length in zip(sequences, prompt_lengths, strict=True):
+            ids = [[token_id, 3, 4] for token_id in sequence[length:]]
+            rows.append(
+                np.stack([ids, np.tile([-1.0, -0.5, -1.5], (len(ids), 1))], axis=1).astype(np.float32)
+            )
+        return rows
+
+
 def taught(config, sources, made):
     return asyncio.run(Teachers(config, sources).add_logprobs(made))
 
@@ -183,6 +198,28 @@ def test_without_a_demonstration_the_policy_teaches_itself_exactly_nothing():
     # A frozen teacher is another policy than the trained one, so it is asked
     config = replace(config, teacher="initial")
     assert taught(config, {"": source}, group(sample([-2.0]))).samples[0].teacher_logprobs.tolist() == [-1.0]
+
+
+def test_with_top_tokens_the_sampled_token_has_no_advantage_and_the_trainer_gets_ids_and_log_probs():
+    config = BatchConfig(advantage_estimator="teacher", teacher="folder", teacher_top_k=2)
+    made = taught(config, {"": Top()}, group(sample([-2.0, -2.0])))
+    assert made.samples[0].teacher_logprobs.tolist() == [-1.0, -1.0]
+    (done,) = GroupAdvantages(config)([made], step=0)
+    assert done.samples[0].advantages.tolist() == [0.0, 0.0] and done.samples[0].loss_mask.all()
+    batch = pack(list(done.samples))
+    assert batch.teacher_top[2:].tolist() == [[[3, 4], [-0.5, -1.5]]] * 2 and batch.teacher_top.shape == (
+        4,
+        2,
+        2,
+    )
+
+
+def test_with_top_tokens_the_policy_still_teaches_itself_exactly_nothing():
+    config = BatchConfig(
+        advantage_estimator="teacher", teacher="self", teacher_demonstration="solution", teacher_top_k=2
+    )
+    made = taught(config, {"": Top()}, group(sample([-2.0])))
+    assert np.isnan(made.samples[0].teacher_top).all() and made.samples[0].teacher_top.shape == (1, 2, 2)
 
 
 def test_the_metrics_are_the_kl_per_token_and_the_share_of_covered_tokens():

@@ -97,6 +97,33 @@ async def test_answers_are_the_completions_logprobs_at_the_temperature_whatever_
         np.testing.assert_allclose(got, expected.numpy()[prompt - 1 :], atol=1e-5)
 
 
+async def test_the_most_probable_tokens_are_those_of_the_model_beside_the_sampled_one():
+    model = tiny_model()
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    ids = np.random.default_rng(0).integers(0, VOCAB, 12).astype(np.int32)
+    async with serving(PolicyModel(model, chunk_tokens=3), temperature=0.7) as server:
+        plain, (rows, short) = await asyncio.gather(
+            server.logprobs([ids], [4]), server.logprobs_with_top([ids, ids[:5]], [4, 4], 3)
+        )
+    assert rows.shape == (8, 2, 4) and short.shape == (1, 2, 4)
+    assert rows[:, 0, 0].tolist() == ids[4:].tolist()
+    np.testing.assert_allclose(rows[:, 1, 0], plain[0], atol=1e-6)
+    expected = (eager(torch.tensor(ids[None]).long()).logits[0, 3:-1] / 0.7).log_softmax(-1).topk(3, dim=1)
+    assert rows[:, 0, 1:].tolist() == expected.indices.tolist()
+    np.testing.assert_allclose(rows[:, 1, 1:], expected.values.detach().numpy(), atol=1e-5)
+
+
+async def test_sequences_of_different_calls_share_no_forward_pass_if_the_bits_must_not_depend_on_it():
+    policy = FakePolicy()
+    config = LogprobConfig(max_tokens_per_gpu=100, max_wait_s=0.01)
+    server = LogprobWorker(policy, config, joins_calls=False)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(asking(server, 10, 11), asking(server, 12, 13, 14))
+    server.close()
+    assert policy.batches == [[10, 11], [12, 13, 14]]
+
+
 async def test_log_probs_of_a_completion_with_a_grammar_are_those_over_the_allowed_tokens():
     model = tiny_model()
     random = np.random.default_rng(1)

@@ -108,7 +108,7 @@ def test_the_head_s_gradient_on_a_gpu_needs_no_second_tensor_of_its_size(monkeyp
         return result
 
     monkeypatch.setattr(module, "_product", product)
-    module._add_product(total, grad_logits, hidden)
+    module.add_product(total, grad_logits, hidden)
     torch.testing.assert_close(total, expected)
     assert max(sizes) == 5 * HIDDEN and sum(sizes) == total.numel()
 

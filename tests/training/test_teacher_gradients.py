@@ -1,5 +1,7 @@
 """The gradient of a step with a teacher, packed and on two ranks, equals a plain pass over each sample."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from tiny_policy import VOCAB, tiny_model
@@ -24,9 +26,11 @@ from async_grpo.types import (
 )
 
 COEF = 0.7
+TOP_K = 3
 CASES = {
     "alone": {"advantage_estimator": "teacher"},
     "with rewards": {"advantage_estimator": "dr_grpo"},
+    "most probable tokens": {"advantage_estimator": "dr_grpo", "teacher_top_k": TOP_K},
 }
 
 
@@ -54,9 +58,13 @@ def groups() -> list[Group]:
             teacher = rng.normal(-3.0, 1.0, length).astype(np.float32)
             is_missing = rng.random(length) < (1.0 if ordinal == member == 1 else 0.2)
             teacher[is_missing] = np.nan
+            top_ids = rng.permuted(np.tile(np.arange(VOCAB), (length, 1)), axis=1)[:, :TOP_K]
+            top_logprobs = np.log(rng.dirichlet(np.ones(TOP_K + 2), length)[:, :TOP_K])
+            top_logprobs[rng.random((length, TOP_K)) < 0.1] = np.nan
+            top = np.stack([top_ids, top_logprobs], axis=1).astype(np.float32)
             reward = float(rng.normal())
             verdict = Verdict(RewardStatus.OK, reward, (AdapterResult("r", RewardStatus.OK, reward),))
-            samples.append(Sample(prompt, completion, verdict, teacher_logprobs=teacher))
+            samples.append(Sample(prompt, completion, verdict, teacher_logprobs=teacher, teacher_top=top))
         made.append(Group(prompt, tuple(samples), 0, ordinal))
     return made
 
@@ -68,6 +76,8 @@ def gradients_of_ranks(ranks, folder):
         packer = Packer(WORLD_SIZE, 60)
         for group in rule(groups(), step=0):
             for sample in group.samples:
+                if not config(case).teacher_top_k:
+                    sample = replace(sample, teacher_top=None)
                 if sample.advantages is not None:
                     packer.add(sample)
         policy = PolicyModel(tiny_model(), chunk_tokens=17)
@@ -89,7 +99,7 @@ def plain_gradients(case):
     for group in groups():
         rewards = [sample.verdict.reward for sample in group.samples]
         for sample in group.samples:
-            reward_advantage = sample.verdict.reward - sum(rewards) / 4 if case == "with rewards" else 0.0
+            reward_advantage = 0.0 if case == "alone" else sample.verdict.reward - sum(rewards) / 4
             completion = sample.completion
             ids = torch.tensor([*sample.prompt.token_ids, *completion.token_ids])
             logits = model(ids[None].long()).logits[0].log_softmax(dim=-1)
@@ -99,9 +109,17 @@ def plain_gradients(case):
                 place = len(sample.prompt.token_ids) + t
                 logprob = logits[place - 1, ids[place]]
                 engine = float(completion.logprobs[t])
-                advantage = reward_advantage + COEF * (float(sample.teacher_logprobs[t]) - engine)
+                advantage = reward_advantage
+                forward_kl = 0.0
+                if case == "most probable tokens":
+                    for token_id, teacher_logprob in sample.teacher_top[t].T:
+                        if not np.isnan(teacher_logprob):
+                            gap = float(teacher_logprob) - logits[place - 1, int(token_id)]
+                            forward_kl = forward_kl + float(np.exp(teacher_logprob)) * gap
+                else:
+                    advantage += COEF * (float(sample.teacher_logprobs[t]) - engine)
                 weight = (logprob.detach() - engine).exp().clamp(max=5.0)
-                losses.append(-advantage * weight * logprob)
+                losses.append(-advantage * weight * logprob + COEF * forward_kl)
     (sum(losses) / len(losses)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 

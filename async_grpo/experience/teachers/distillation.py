@@ -56,21 +56,21 @@ class Teachers:
     async def add_logprobs(self, group: Group) -> Group:
         """Return the group with the log-probs of its row's teacher."""
         name = teacher_name(self._config, group.prompt.row)
-        samples = []
-        for sample, logprobs in zip(group.samples, await self._logprobs(group, name), strict=True):
-            samples.append(replace(sample, teacher_logprobs=logprobs.astype(np.float32)))
-        return replace(group, samples=tuple(samples))
-
-    async def _logprobs(self, group: Group, name: str) -> list[np.ndarray]:
-        """Return the teacher's log-probs (T,) of each sample.
-
-        If the teacher is the policy itself, and the row has no demonstration, the teacher's distribution is the policy's.
-        Then the engine's own log-probs are returned, so that the advantages are exactly 0.
-        """
         teacher_token_ids = group.prompt.teacher_token_ids
+        k = self._config.teacher_top_k
         if self._config.teachers[name] == SELF and teacher_token_ids is None:
-            return [sample.completion.logprobs for sample in group.samples]
-        return await logprobs_of_samples(self._sources[name], group.samples, teacher_token_ids)
+            return replace(group, samples=tuple(_taught_by_itself(sample, k) for sample in group.samples))
+        source = self._sources[name]
+        samples = []
+        if not k:
+            logprobs_by_sample = await logprobs_of_samples(source, group.samples, teacher_token_ids)
+            for sample, logprobs in zip(group.samples, logprobs_by_sample, strict=True):
+                samples.append(replace(sample, teacher_logprobs=logprobs.astype(np.float32)))
+            return replace(group, samples=tuple(samples))
+        rows_by_sample = await logprobs_of_samples(source, group.samples, teacher_token_ids, k)
+        for sample, rows in zip(group.samples, rows_by_sample, strict=True):
+            samples.append(replace(sample, teacher_logprobs=rows[:, 1, 0], teacher_top=rows[:, :, 1:]))
+        return replace(group, samples=tuple(samples))
 
     def refuse_untaught(self, step: int, groups: Sequence[Group]) -> None:
         """Check that a teacher gave a log-prob for at least one token of a step.
@@ -116,6 +116,16 @@ class Teachers:
             for name, parts in sorted(gaps_by_name.items()):
                 stats[f"teacher_kl/{name}"] = _finite_mean(np.concatenate(parts))
         return stats
+
+
+def _taught_by_itself(sample: Sample, k: int) -> Sample:
+    """Return the sample of a row without a demonstration, whose teacher is the policy itself.
+
+    The teacher's distribution is the policy's, so the log-probs are the engine's own, and the advantages are exactly 0. No
+    token has a forward KL.
+    """
+    top = np.full((len(sample.completion), 2, k), np.nan, np.float32) if k else None
+    return replace(sample, teacher_logprobs=sample.completion.logprobs, teacher_top=top)
 
 
 def _gaps(sample: Sample) -> np.ndarray:

@@ -29,7 +29,7 @@ from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.types import ImageReference
 
-REPLY_BYTES_PER_TOKEN = 1024  # largest accepted reply for each token; vLLM writes about 100 bytes
+REPLY_BYTES_PER_TOKEN = 1024  # largest accepted reply for each log-prob; vLLM writes about 100 bytes
 REPLY_BYTES = 2**16  # largest accepted reply besides its tokens
 LARGE_SEQUENCE_TOKENS = 2048  # the reply for a longer sequence is read in a thread
 LOWEST_LOGPROB = -9999.0  # vLLM writes this number for a probability of 0
@@ -77,7 +77,7 @@ class TeacherServer:
             api_key_env=config.teacher_api_key_env,
             attempts=config.teacher_attempts,
             timeout_s=config.teacher_timeout_s,
-            max_body_bytes=REPLY_BYTES + REPLY_BYTES_PER_TOKEN * max_tokens,
+            max_body_bytes=REPLY_BYTES + REPLY_BYTES_PER_TOKEN * max_tokens * (1 + config.teacher_top_k),
         )
         self._path = "/completions" if endpoint.urls[0].endswith("/v1") else "/v1/completions"
         self._client = EndpointClient(self._label, endpoint, rate_limiter)
@@ -97,14 +97,14 @@ class TeacherServer:
         # The server says nothing of the first token, which no token predicts
         token_ids = [compared_ids[0], *compared_ids]
         try:
-            entries = _entries_of(await self._post(token_ids), token_ids)
+            positions = _positions_of(await self._post(token_ids), token_ids)
         except JudgeError as error:
             raise ConfigurationError(
                 f"--teacher {self._server.url}: {error}; a teacher's server must return prompt_logprobs for token ids, as "
                 "vLLM's does"
             ) from error
-        for token_id, entry in zip(compared_ids, entries, strict=True):
-            text = entry.get("decoded_token")
+        for token_id, position in zip(compared_ids, positions, strict=True):
+            text = position[str(token_id)].get("decoded_token")
             if text != token_texts[token_id]:
                 raise ConfigurationError(
                     f"--teacher {self._server.url}: its tokenizer differs from the policy's: token {token_id} is "
@@ -124,21 +124,33 @@ class TeacherServer:
         A server knows neither a grammar's tokens nor images; runs that have them are refused at the start.
         """
         assert allowed is None and images is None, "`config.teachers` refuses grammars and images"
-        requests = map(self._completion_logprobs, sequences, prompt_lengths)
+        return [rows[:, 1, 0] for rows in await self.logprobs_with_top(sequences, prompt_lengths, 0)]
+
+    async def logprobs_with_top(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int], k: int
+    ) -> list[np.ndarray]:
+        """Return ids and log-probs (T, 2, 1 + k) of each completion: of the sampled token, and of the k most probable.
+
+        Log-probs are NaN where the server gave none.
+        """
+        requests = [
+            self._completion_logprobs(token_ids, length, k)
+            for token_ids, length in zip(sequences, prompt_lengths, strict=True)
+        ]
         return list(await asyncio.gather(*requests))
 
-    async def _completion_logprobs(self, token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
-        """Return the log-probs (T,) of the tokens after the prompt, all NaN if the server failed."""
+    async def _completion_logprobs(self, token_ids: np.ndarray, prompt_length: int, k: int) -> np.ndarray:
+        """Return ids and log-probs (T, 2, 1 + k) of the tokens after the prompt, all NaN if the server failed."""
         num_tokens = len(token_ids) - prompt_length
         if not num_tokens:
-            return np.zeros(0, np.float32)
-        call = partial(self._answer, token_ids.tolist(), prompt_length)
+            return np.zeros((0, 2, 1 + k), np.float32)
+        call = partial(self._answer, token_ids.tolist(), prompt_length, k)
         try:
             if self._cache is None:
                 answer = await call()
             else:
                 version = version_of(self._server.model, self._server.url)
-                content = {"token_ids": token_ids.tolist(), "prompt_length": prompt_length}
+                content = {"token_ids": token_ids.tolist(), "prompt_length": prompt_length, "k": k}
                 answer = await self._cache.get_or_call(key_of(self._label, version, content), call)
         except JudgeError as error:
             if not self.first_failure:
@@ -146,30 +158,30 @@ class TeacherServer:
                 log.warning(
                     "%s gave no log-probs; the sequence is left out of the loss: %s", self._label, error
                 )
-            return np.full(num_tokens, np.nan, np.float32)
+            return np.full((num_tokens, 2, 1 + k), np.nan, np.float32)
         # A missing log-prob is None, which becomes NaN
         return np.array(answer["logprobs"], np.float32)
 
-    async def _answer(self, token_ids: list[int], prompt_length: int) -> dict[str, Any]:
+    async def _answer(self, token_ids: list[int], prompt_length: int, k: int) -> dict[str, Any]:
         """Return the log-probs of a completion in the form of the cache's answers.
 
         Raises:
             JudgeError: The server gave no usable reply.
         """
-        reply = await self._post(token_ids)
-        read = partial(_logprobs_of, reply, token_ids, prompt_length)
-        logprobs = await call_beside(read, size=len(token_ids), large=LARGE_SEQUENCE_TOKENS)
-        return {"status": "ok", "logprobs": logprobs}
+        reply = await self._post(token_ids, k)
+        read = partial(_rows_of, reply, token_ids, prompt_length, k)
+        rows = await call_beside(read, size=len(token_ids) * (1 + k), large=LARGE_SEQUENCE_TOKENS)
+        return {"status": "ok", "logprobs": rows}
 
-    async def _post(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Ask for the log-probs of a sequence's tokens.
+    async def _post(self, token_ids: Sequence[int], k: int = 0) -> dict[str, Any]:
+        """Ask for the log-probs of a sequence's tokens, and of the k most probable tokens at each position.
 
         Raises:
             JudgeError: The server gave no reply.
         """
         body: dict[str, Any] = {
             "prompt": list(token_ids),
-            "prompt_logprobs": 0,  # the log-prob of each token itself, and of no further token
+            "prompt_logprobs": k,  # the log-prob of the token itself is always there
             "max_tokens": 1,
             "temperature": 0.0,
         }
@@ -180,33 +192,43 @@ class TeacherServer:
         )
 
 
-def _logprobs_of(
-    reply: Mapping[str, Any], token_ids: Sequence[int], prompt_length: int
-) -> list[float | None]:
-    """Return the log-prob of each token after the prompt, None where the reply has none.
+def _rows_of(
+    reply: Mapping[str, Any], token_ids: Sequence[int], prompt_length: int, k: int
+) -> list[list[list[float | None]]]:
+    """Return ids and log-probs (T, 2, 1 + k) of the tokens after the prompt, None for a missing log-prob.
 
     Raises:
         BadReply: The reply has another form, or other tokens.
     """
-    logprobs: list[float | None] = []
-    for entry in _entries_of(reply, token_ids)[prompt_length - 1 :]:
-        value: Any = entry.get("logprob")
-        is_usable = is_number(value) and LOWEST_LOGPROB < value <= 0
-        logprobs.append(float(value) if is_usable else None)
-    return logprobs
+    positions = _positions_of(reply, token_ids)
+    rows: list[list[list[float | None]]] = []
+    for token_id, position in list(zip(token_ids[1:], positions, strict=True))[prompt_length - 1 :]:
+        top = [(_logprob(entry), int(key)) for key, entry in position.items() if key.isdecimal()]
+        usable = sorted(((-logprob, key) for logprob, key in top if logprob is not None))[:k]
+        ids: list[float | None] = [float(token_id), *(float(key) for _, key in usable)]
+        logprobs = [_logprob(position[str(token_id)]), *(-negated for negated, _ in usable)]
+        missing = 1 + k - len(ids)
+        rows.append([ids + [0.0] * missing, logprobs + [None] * missing])
+    return rows
 
 
-def _entries_of(reply: Mapping[str, Any], token_ids: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Return what the reply says of each token but the first, which no token predicts.
+def _logprob(entry: Any) -> float | None:
+    """Return the log-prob of an entry, or None if it has no usable one."""
+    value: Any = entry.get("logprob") if isinstance(entry, dict) else None
+    return float(value) if is_number(value) and LOWEST_LOGPROB < value <= 0 else None
+
+
+def _positions_of(reply: Mapping[str, Any], token_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what the reply says of each position but the first, by token id.
 
     Raises:
         BadReply: The reply has another form, or other tokens.
     """
     try:
         (choice,) = reply["choices"]
-        positions = choice["prompt_logprobs"]
+        positions = [dict(position) for position in choice["prompt_logprobs"][1:]]
         entries = [
-            position[str(token_id)] for position, token_id in zip(positions[1:], token_ids[1:], strict=True)
+            position[str(token_id)] for position, token_id in zip(positions, token_ids[1:], strict=True)
         ]
     except (LookupError, TypeError, ValueError) as error:
         raise BadReply(
@@ -215,4 +237,4 @@ def _entries_of(reply: Mapping[str, Any], token_ids: Sequence[int]) -> list[Mapp
         ) from error
     if not all(isinstance(entry, dict) for entry in entries):
         raise BadReply("an entry of prompt_logprobs is no object")
-    return entries
+    return positions
