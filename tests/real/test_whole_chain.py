@@ -27,6 +27,7 @@ def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     options["num-training-batches"] = STEPS
     # A teacher that is the initial policy, in a worker of its own
     options |= {"teacher": DATA / "tiny-model", "teacher-coef": 0.01}
+    options["ref-update-steps"] = 3
     options["top-k"] = 40  # on policy, the log-probs over these tokens are equal on both sides
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
@@ -76,8 +77,9 @@ def test_the_teacher_agrees_with_the_policy_at_the_start_and_covers_every_token(
     assert all(line["teacher_covered"] == 1.0 and line["teacher_failures"] == 0 for line in lines)
 
 
-def test_the_policy_moved_and_the_reference_did_not(lines):
+def test_the_policy_moved_and_the_reference_followed_after_the_third_step(lines):
     assert lines[0]["avg_kl_div"] < 1e-8 < lines[-1]["avg_kl_div"]
+    assert ["reference_sync_s" in line for line in lines] == [False, False, True, False]
     assert all(line["grad_norm"] > 0 and line["model_delta_norm"] > 0 for line in lines)
 
 
