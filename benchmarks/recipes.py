@@ -15,13 +15,17 @@ from async_grpo.config.recipes import RECIPES
 from benchmarks.runs import countdown_run
 
 PROCESS = "--reward-fns=countdown_steps"
+# The recipe's 50 steps of the critic alone would leave none for the policy
+SHORT = {"vapo": ("--critic-warmup-steps=1",)}
 
 
 def cases(what: list[str]) -> dict[str, tuple[str, ...]]:
     """Name -> options of the run."""
     found: dict[str, tuple[str, ...]] = {}
     if "recipes" in what:
-        found |= {f"recipe {name}": (f"--recipe={name}", *_rewards(name == "process")) for name in RECIPES}
+        for name in RECIPES:
+            options = (f"--recipe={name}", *_rewards(name == "process"), *SHORT.get(name, ()))
+            found[f"recipe {name}"] = options
     if "estimators" in what:
         found |= {
             f"estimator {name}": (f"--advantage-estimator={name}", *_rewards(not estimator.outcome))

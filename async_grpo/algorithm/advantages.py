@@ -1,12 +1,11 @@
 """Turn rewards, a mask and group ids into advantages: the estimators by name, and the rules that hold for all of them.
 
-The rules ensure that a missing or non-finite reward never changes a baseline, and that a sample without any other
-sample in its group gets no advantage, because there is nothing to compare it with:
+The rules ensure that a missing or non-finite reward never changes a baseline, and that an estimator that compares within
+groups gives no advantage to a sample without any other sample in its group, because there is nothing to compare it with:
 
-- *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. All
-  other rows enter no statistic, neither of the group nor of the batch, and get zeros. This also holds for
-  `reinforce_plus_plus` and `gae`, which do not compare within groups. To compare rows across prompts, give them the
-  same group id.
+- *Participants* are the valid rows with an unmasked token that share their group with at least one other such row. For
+  an estimator that does not compare within groups (`Estimator.needs_group` is False), they are all valid rows with an
+  unmasked token. All other rows enter no statistic, neither of the group nor of the batch, and get zeros.
 - Values at masked positions and in invalid rows may be anything, including NaN, and do not affect the result. The same
   holds for rewards at tokens where a `step_mask` or one of the `masks` is False.
 - The advantages at masked positions, and of rows that do not participate, are zero.
@@ -16,7 +15,7 @@ sample in its group gets no advantage, because there is nothing to compare it wi
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -27,13 +26,18 @@ from torch import Tensor
 
 from async_grpo.algorithm import outcome_advantages as outcomes
 from async_grpo.algorithm import process_advantages as processes
+from async_grpo.algorithm.decoupled_gae import decoupled_gae, decoupled_gae_returns
+from async_grpo.algorithm.estimator_inputs import (
+    SINGLE_REWARD,
+    finite_values,
+    refuse_rows,
+    refuse_unknown,
+    reward_masks,
+)
+from async_grpo.algorithm.running_mean import running_mean
 from async_grpo.algorithm.statistics import Groups
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import find_entry
-
-# Largest magnitude of rewards, baselines and values. float64 can hold their squares, and sums of the squares
-LARGEST = 1e100
-SINGLE_REWARD = "reward"  # name of a reward that was passed as a tensor without a name
 
 # Forms in which an estimator gets the rewards of a sample
 TOTAL = "total"  # one tensor: at each token, the sum of the rewards that belong to this token
@@ -47,6 +51,8 @@ PROVIDED = (
     "step_mask",  # True at the tokens that have a step reward
     "masks",  # for each source of rewards, True at the tokens that have a reward from this source
     "weights",  # `--reward-weights`
+    "keys",  # for each sample, a number for the question or agent whose rewards share a running mean
+    "means",  # for each sample, the running mean of its question or agent before the step
 )
 
 
@@ -75,6 +81,8 @@ class Estimator:
         sums: Only the sum of a sample's rewards counts, not the tokens that they are placed on; implies
             `flat_between_rewards`.
         rewards: The form in which the function gets the rewards: TOTAL, COMPONENTS or SOURCES.
+        needs_group: The estimator compares the samples of a group with each other, so a group of a single sample has no
+            advantage. If False, `--samples-per-question` may be 1.
         compares_with_batch: Groups of equal rewards also carry signal, so they must not be left out or replaced.
         needs_all_rewards: A sample counts only if every adapter gave it a reward. If `rewards` is TOTAL, this applies
             only to runs with process rewards. In other runs, the status of the combined verdict decides.
@@ -94,6 +102,7 @@ class Estimator:
     flat_between_rewards: bool = False
     sums: bool = False
     rewards: str = TOTAL
+    needs_group: bool = True
     compares_with_batch: bool = False
     needs_all_rewards: bool = False
     ignores_rewards: bool = False
@@ -116,6 +125,11 @@ class Estimator:
     def compares_with_greedy(self) -> bool:
         """Return whether every prompt also needs a greedy completion with a reward."""
         return "baselines" in self.keywords
+
+    @property
+    def has_running_mean(self) -> bool:
+        """Return whether the estimator compares with running means of rewards, which the library keeps over the steps."""
+        return "means" in self.keywords
 
     @property
     def options(self) -> dict[str, float]:
@@ -165,24 +179,24 @@ class Estimator:
         options = {name: value for name, value in options.items() if value is not None}
         rewards_by_name = self._rewards_by_name(rewards, mask, group_ids, valid)
         if self.takes_named_rewards:
-            _refuse_unknown("weights", options.get("weights", {}), rewards_by_name)
+            refuse_unknown("weights", options.get("weights", {}), rewards_by_name)
 
         num_tokens = mask  # tokens that each entry stands for: 1, unless a column stands for several tokens
         mask = mask.bool()
         candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
-        groups = Groups.of(group_ids, candidates)  # a candidate participates if its group has another one
+        groups = Groups.of(group_ids, candidates, min_size=2 if self.needs_group else 1)
         readable = mask & candidates[:, None]  # tokens whose rewards and inputs must be finite
         used = mask & groups.participates  # tokens that count in the statistics and get advantages
 
-        reward_masks = _reward_masks(options, rewards_by_name, readable)
+        masks = reward_masks(options, rewards_by_name, readable)
         finite_rewards = {}
         for name, values in rewards_by_name.items():
-            finite_rewards[name] = _finite(name, values, reward_masks[name])
+            finite_rewards[name] = finite_values(name, values, masks[name])
         options |= self._finite_inputs(options, readable)
         if "step_mask" in options:
-            options["step_mask"] = reward_masks.get(SINGLE_REWARD)
+            options["step_mask"] = masks.get(SINGLE_REWARD)
         if "masks" in options:
-            options["masks"] = reward_masks
+            options["masks"] = masks
 
         dtype = reduce(torch.promote_types, (values.dtype for values in rewards_by_name.values()))
         if not used.any():
@@ -191,7 +205,7 @@ class Estimator:
         advantages = self.function(function_rewards, self._counts(used, num_tokens), groups, **options)
         advantages = torch.where(used, advantages, 0).to(dtype)
         reason = f"by {self.function.__name__} are not finite in {dtype}: rewards or options are too large"
-        _refuse_rows("advantages", ~torch.isfinite(advantages), reason)
+        refuse_rows("advantages", ~torch.isfinite(advantages), reason)
         return advantages
 
     def _counts(
@@ -224,7 +238,7 @@ class Estimator:
                 masks = [readable_rows]
             else:
                 masks = [readable_rows, readable]
-            finite_inputs[name] = _finite(name, options[name], *masks)
+            finite_inputs[name] = finite_values(name, options[name], *masks)
         return finite_inputs
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -267,73 +281,9 @@ class Estimator:
         return rewards_by_name
 
 
-def _reward_masks(
-    options: Mapping[str, Any],
-    rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]],
-    readable: Bool[Tensor, "batch tokens"],
-) -> dict[str, Bool[Tensor, "batch tokens"]]:
-    """Return a mask for each reward: the unmasked tokens of valid rows (`readable`) that the caller's masks select.
-
-    The caller passes its masks as `step_mask` or `masks`. A reward without such a mask gets all readable tokens. The
-    estimator's function gets the returned masks in place of the caller's, so it need not check which tokens are
-    readable.
-
-    Raises:
-        ValueError: A mask has the wrong shape, or belongs to no reward.
-    """
-    caller_masks = options.get("step_mask", options.get("masks", {}))
-    if not isinstance(caller_masks, Mapping):
-        caller_masks = {SINGLE_REWARD: caller_masks}
-    _refuse_unknown("masks", caller_masks, rewards_by_name)
-    for name, reward_mask in caller_masks.items():
-        if reward_mask.shape != readable.shape:
-            raise ValueError(f"the mask of {name} {tuple(reward_mask.shape)} must be {tuple(readable.shape)}")
-    return {name: readable & caller_masks.get(name, readable).bool() for name in rewards_by_name}
-
-
-def _refuse_unknown(
-    option: str, names: Iterable[str], rewards_by_name: Mapping[str, Float[Tensor, "batch tokens"]]
-) -> None:
-    """Raise ValueError if an option has an entry for a name that no reward has."""
-    unknown = [name for name in names if name not in rewards_by_name]
-    if unknown:
-        raise ValueError(f"{option} for {unknown}, but there are rewards only for {list(rewards_by_name)}")
-
-
-def _finite(
-    name: str, values: Shaped[Tensor, "*shape"], *masks: Bool[Tensor, "..."]
-) -> Float64[Tensor, "*shape"]:
-    """Return the values as float64, with zeros where the mask of the same shape is False.
-
-    Args:
-        name: Name of the values, for the error message.
-        values: Values with the shape of one of `masks`.
-        masks: True where values count; one mask for each shape that the values may have.
-
-    Raises:
-        ValueError: No mask has the shape of the values, or a value that counts is not finite. The message names the
-            rows.
-    """
-    counted = next((mask for mask in masks if mask.shape == values.shape), None)
-    if counted is None:
-        shapes = " or ".join(str(tuple(mask.shape)) for mask in masks)
-        raise ValueError(f"{name} {tuple(values.shape)} must be {shapes}")
-    finite = torch.where(counted, values, 0).double()
-    kind = "rewards" if name == SINGLE_REWARD else name
-    _refuse_rows(kind, ~torch.isfinite(finite), "are not finite; a missing one must be marked invalid")
-    beyond = f"are beyond +-{LARGEST:g}, where statistics of them overflow: give plausible numbers"
-    _refuse_rows(kind, finite.abs() > LARGEST, beyond)
-    return finite
-
-
-def _refuse_rows(kind: str, is_wrong: Bool[Tensor, "batch ..."], reason: str) -> None:
-    """Raise ValueError if any entry of `is_wrong` is True; the message names the rows."""
-    if is_wrong.any():
-        rows = is_wrong.nonzero()[:, 0].unique().tolist()
-        raise ValueError(f"the {kind} of rows {rows} {reason}")
-
-
-_batch_estimator = partial(Estimator, process=True, compares_with_batch=True, needs_all_rewards=True)
+_batch_estimator = partial(
+    Estimator, process=True, needs_group=False, compares_with_batch=True, needs_all_rewards=True
+)
 _step_estimator = partial(Estimator, outcome=False, process=True, flat_between_rewards=True)
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
@@ -342,13 +292,18 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(outcomes.rloo, group_local=True, sums=True),
     "opo": Estimator(outcomes.opo, group_local=True, sums=True),
     "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, sums=True),
-    "remax": Estimator(processes.remax, group_local=True, flat_between_rewards=True),
+    "remax": Estimator(processes.remax, group_local=True, needs_group=False, flat_between_rewards=True),
     "gpg": Estimator(outcomes.gpg, sums=True),
     "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),
     "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, sums=True),
+    "flash_reinforce": Estimator(
+        outcomes.flash_reinforce, sums=True, needs_group=False, compares_with_batch=True
+    ),
+    "running_mean": Estimator(running_mean, sums=True, needs_group=False, compares_with_batch=True),
     "gdpo": Estimator(outcomes.gdpo, sums=True, rewards=COMPONENTS, needs_all_rewards=True),
     "reinforce_plus_plus": _batch_estimator(processes.reinforce_plus_plus, flat_between_rewards=True),
     "gae": _batch_estimator(processes.gae, critic_returns=processes.gae_returns),
+    "decoupled_gae": _batch_estimator(decoupled_gae, critic_returns=decoupled_gae_returns),
     "grpo_process": _step_estimator(processes.grpo_process, group_local=True),
     "prime_rloo": _step_estimator(processes.prime_rloo, rewards=SOURCES),
     "gigpo": Estimator(
@@ -359,7 +314,12 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     ),
     # The name is TEACHER_ALONE of `teacher_config`
     "teacher": Estimator(
-        outcomes.no_advantage, group_local=True, process=True, sums=True, ignores_rewards=True
+        outcomes.no_advantage,
+        group_local=True,
+        process=True,
+        sums=True,
+        needs_group=False,
+        ignores_rewards=True,
     ),
 }
 

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 # Allowed ranges of options by name, for every estimator or loss that has them. clip_low is at most 1, because a ratio
 # is never below 0
 RANGES = {
-    "estimator-options": {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE},
+    "estimator-options": {
+        **dict.fromkeys(("gamma", "lam", "critic_lam", "decay"), SHARE),
+        **dict.fromkeys(("eps", "alpha"), NOT_NEGATIVE),
+    },
     "loss-options": {
         "clip_low": SHARE,
         **dict.fromkeys(("clip_high", "eps_low", "eps_high", "coef"), NOT_NEGATIVE),
@@ -192,9 +195,30 @@ class AlgorithmConfig(TeacherConfig):
     overlong_penalty: float = on_groups(
         1.0, "Reward that a completion of the maximum length loses. See --overlong-buffer.", range=POSITIVE
     )
+    running_mean_column: str | None = on_groups(
+        None,
+        "Column of the data whose values share a running mean of rewards, such as the name of an agent or a task, for "
+        "the estimator running_mean. By default each question has a mean of its own.",
+    )
 
+    critic_model: str | None = option(
+        None,
+        "Folder of a model from which a critic of its own starts, or `same` for the folder of the policy. By default the "
+        "critic is a value head on the policy. Only the estimators gae and decoupled_gae have a critic.",
+        "Critic",
+        # The folder of another run must not name a folder here
+        portable=("same",),
+    )
+    critic_warmup_steps: int = _critic(
+        0,
+        "Number of the run's first steps that train only the critic, and leave the policy as it is. It needs "
+        "--critic-model.",
+        range=NOT_NEGATIVE,
+    )
     critic_coef: float = _critic(
-        0.5, "Weight of the value loss. Only the estimator gae has a critic.", range=NOT_NEGATIVE
+        0.5,
+        "Weight of the value loss of a critic on the policy. A critic of its own has a gradient of its own.",
+        range=NOT_NEGATIVE,
     )
     critic_clip: float = _critic(
         0.5, "Clip the critic's values to this distance from its values before the step.", range=POSITIVE
@@ -253,6 +277,13 @@ class AlgorithmConfig(TeacherConfig):
         if process:
             return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.process]
         return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.outcome]
+
+    @staticmethod
+    def estimators_without_groups() -> list[str]:
+        """Return the names of the estimators that do not compare within groups, so that a group may be one sample."""
+        from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+
+        return [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if not estimator.needs_group]
 
     @property
     def estimator_settings(self) -> dict[str, Any]:

@@ -202,6 +202,22 @@ def reinforce_plus_plus_baseline(
     return whitened(dr_grpo(rewards, used, groups).expand_as(used), used)
 
 
+def flash_reinforce(
+    rewards: Float64[Tensor, "batch tokens"], used: Shaped[Tensor, "batch tokens"], groups: Groups
+) -> Float64[Tensor, "batch 1"]:
+    """Return s_i minus the mean score of the batch, without any whitening. Batch-coupled.
+
+    This is the baseline of FlashREINFORCE (OpenRLHF, TRL and slime call it `flash_reinforce`), which samples one
+    completion for each prompt. Each sample counts once, whatever its length. Because a sample is part of its own baseline,
+    the expected gradient is (B - 1)/B times the true gradient, for B samples.
+
+    >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # one sample of each of four prompts
+    >>> ADVANTAGE_ESTIMATORS["flash_reinforce"](scores, torch.ones(4, 1), torch.arange(4)).flatten()
+    tensor([ 0.5000, -0.5000, -0.5000,  0.5000])
+    """
+    return groups.joined().centred(sample_scores(rewards), groups.participates)
+
+
 def gdpo(
     rewards: dict[str, Float64[Tensor, "batch tokens"]],
     used: Shaped[Tensor, "batch tokens"],

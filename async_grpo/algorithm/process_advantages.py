@@ -68,13 +68,13 @@ def gae_returns(
     mask: Shaped[Tensor, "batch tokens"],
     *,
     gamma: float = 1.0,
-    lam: float = 1.0,
+    lam: float | Float64[Tensor, "batch 1"] = 1.0,
 ) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
     """Return (advantages before any whitening, returns = advantages + values), zero where masked.
 
     Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row. The value after
     the last unmasked token is 0. The returns are the targets of the critic. The results carry no gradient, and masked
-    inputs may hold anything.
+    inputs may hold anything. `lam` is one number, or one for each row.
     """
     used = mask.bool()
     used_rewards = torch.where(used, rewards, 0).double()

@@ -23,7 +23,8 @@ SMALLEST_EXPONENT = -900
 class Groups:
     """The groups of rows that are compared with each other.
 
-    A candidate is a valid row with an unmasked token. A participant is a candidate whose group has another candidate.
+    A candidate is a valid row with an unmasked token. A participant is a candidate whose group is large enough: usually
+    it must have another candidate.
     """
 
     index: Int64[Tensor, " batch"]  # group of each row, 0 ... number - 1
@@ -31,17 +32,24 @@ class Groups:
     participates: Bool[Tensor, "batch 1"]  # True for the rows that are participants
 
     @classmethod
-    def of(cls, group_ids: Int[Tensor, " batch"], candidates: Bool[Tensor, " batch"]) -> "Groups":
+    def of(
+        cls, group_ids: Int[Tensor, " batch"], candidates: Bool[Tensor, " batch"], min_size: int = 2
+    ) -> "Groups":
         """Return the groups of the rows.
 
         Args:
             group_ids: Any integers, equal within a group.
             candidates: The rows that may participate.
+            min_size: Number of candidates from which on those of a group are participants.
         """
         distinct, index = torch.unique(group_ids, return_inverse=True)
         sizes = torch.bincount(index[candidates], minlength=len(distinct))
-        participates = candidates & (sizes[index] >= 2)
+        participates = candidates & (sizes[index] >= min_size)
         return cls(index, len(distinct), participates[:, None])
+
+    def joined(self) -> "Groups":
+        """Return all rows as a single group, with the same participants."""
+        return Groups(torch.zeros_like(self.index), 1, self.participates)
 
     def total(self, values: Shaped[Tensor, "batch columns"]) -> Float64[Tensor, "batch 1"]:
         """Return, for each row, the sum of the values over its group. Values that do not count must be zero."""
@@ -220,7 +228,9 @@ def returns_to_go(
     return reverse_scan(rewards, decay_on(used, gamma))
 
 
-def decay_on(used: Bool[Tensor, "batch tokens"], decay: float) -> Float64[Tensor, "batch tokens"]:
-    """Return the decay at used tokens and 1 elsewhere, as float64."""
+def decay_on(
+    used: Bool[Tensor, "batch tokens"], decay: float | Float64[Tensor, "batch 1"]
+) -> Float64[Tensor, "batch tokens"]:
+    """Return the decay, one number or one for each row, at used tokens and 1 elsewhere, as float64."""
     # torch.where(used, decay, 1.0) with two Python floats would return float32
-    return used * torch.tensor(decay, dtype=torch.float64, device=used.device) + ~used
+    return used * torch.as_tensor(decay, dtype=torch.float64, device=used.device) + ~used

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from async_grpo.algorithm.flow.config import FLOW, TEXT
+from async_grpo.cluster.make_critic import export_critic_too, load_critic
 from async_grpo.cluster.make_publisher import make_publisher, make_reference_publisher
 from async_grpo.cluster.record_and_passes import with_record_and_passes
 from async_grpo.config.drawing_memory import drawing_rank_bytes
-from async_grpo.config.memory_plan import CHECKPOINT_PARAMETER_BYTES, trainer_rank_bytes
+from async_grpo.config.memory_plan import CHECKPOINT_PARAMETER_BYTES, critic_rank_bytes, trainer_rank_bytes
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.flow.canary import canary_texts
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader, freeze_vision
-from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.lora import add_lora, fill_lora
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.options.source_file import digests
@@ -31,6 +32,7 @@ from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.best_checkpoint import keep_best
 from async_grpo.training.checkpoint import Checkpointer, SaveExperience
 from async_grpo.training.checkpoint_folder import read
+from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.drawing.export import FlowExporter
 from async_grpo.training.drawing.objective import FlowObjective
@@ -44,10 +46,10 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.rank_memory import RankMemory
 from async_grpo.training.sharding import (
     canary_logprobs,
+    empty_model,
     load_shards,
     release_gathered,
     shard_policy,
-    weight_names,
 )
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.weights.canary import Canary
@@ -105,7 +107,7 @@ def make_trainer(
         checkpointer=checkpointer,
         version=step,
         samples=samples,
-        exporter=_exporter(config, settings, ranks, samples, kind),
+        exporter=_exporter(config, settings, ranks, samples, kind, accumulator.critic),
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
@@ -135,10 +137,16 @@ def _load(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Gradi
         f"while trainer rank {ranks.rank} loaded the model", start_cure(config, on_gpu=on_gpu)
     ):
         policy = POLICY_KINDS[config.policy].load(config, settings, ranks)
+        critic = load_critic(config, settings, ranks)
     accumulator = _accumulator(config, settings, policy, ranks)
+    accumulator.critic = critic
+    planned_bytes = POLICY_KINDS[config.policy].plan_bytes(config, settings, policy, ranks)
+    if critic is not None:
+        num_parameters = sum(parameter.numel() for parameter in critic.model.parameters())
+        planned_bytes += int(critic_rank_bytes(config, ranks.world_size, num_parameters))
     accumulator.memory = RankMemory(
         device=ranks.device,
-        planned_bytes=POLICY_KINDS[config.policy].plan_bytes(config, settings, policy, ranks),
+        planned_bytes=planned_bytes,
         baseline_bytes=baseline_bytes,
     )
     return accumulator
@@ -232,14 +240,20 @@ def _checkpointer(
         inputs=digests_read or {},
         save_experience=save_experience,
         stay=kept_names,
+        critic=accumulator.critic,
         lora=settings.lora,
     )
 
 
 def _exporter(
-    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int, kind: "PolicyKind"
+    config: RunConfig,
+    settings: SharedRunSettings,
+    ranks: Ranks,
+    samples: int,
+    kind: "PolicyKind",
+    critic: Critic | None,
 ) -> ModelExporter:
-    return kind.exporter(
+    exporter = kind.exporter(
         config.output_path,
         config.model_name_or_path,
         ranks,
@@ -249,12 +263,14 @@ def _exporter(
         resumed_at=samples,
         lora=settings.lora,
     )
+    export_critic_too(exporter, critic, config, settings)
+    return exporter
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
     """Load a language model, shard it over the ranks, and check its forward pass."""
     path = config.model_name_or_path
-    model = _empty_model(path)
+    model = empty_model(path)
     is_empty = model is not None
     # Trained weights are float32. Weights that LoRA freezes are only read, so they have the dtype of the computation
     dtype = torch_dtype(settings.dtype) if settings.lora else torch.float32
@@ -266,7 +282,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     policy = PolicyModel(
         model,
         chunk_tokens=config.logprob_chunk_size,
-        value_head=config.estimator.needs_critic,
+        value_head=config.estimator.needs_critic and config.critic_model is None,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
     # The folder may have a value head from an earlier run. If not, the new value head starts at zero. Value heads that
@@ -289,23 +305,12 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
     return policy
 
 
-def _empty_model(path: str) -> Any | None:
-    """Return the model without weights if each rank can load only its own shard of the weights, else None.
-
-    Loading a shard is possible if the safetensors files in the folder use the model's names for all weights.
-    """
-    names_in_files = weight_names(path)
-    if not names_in_files:
-        return None
-    model = empty_causal_lm(path)
-    are_all_in_files = all(name in names_in_files for name, _ in model.named_parameters())
-    return model if are_all_in_files else None
-
-
 def _accumulator(
     config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks
 ) -> GradientAccumulator:
-    optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
+    optimizer, scheduler = build_policy_optimizer(
+        policy, config, total_steps=config.num_steps - config.critic_warmup_steps
+    )
     objective = POLICY_KINDS[config.policy].make_objective(config, settings)
     return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)
 

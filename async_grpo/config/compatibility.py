@@ -5,61 +5,17 @@ value, then the message.
 """
 
 import math
-import os
-import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 from async_grpo.algorithm.flow.windows import MAX_DENOISING_STEPS
+from async_grpo.config.estimator_rules import broken_estimator
 from async_grpo.config.pass_rules import broken_loss_of_passes, broken_passes, waits_for_passes
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.reference_rules import broken_reference, broken_reference_transport
+from async_grpo.config.rules import Broken, changed_options, idle, refuse_broken, warn
 from async_grpo.config.run_options import RunOptions
-from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
 from async_grpo.weights.config import get_transport
-
-# For each broken rule: the names of its options, separated by spaces, and a message that is printed after their values
-Broken = Iterator[tuple[str, str]]
-
-
-def refuse_broken(config: Any, broken: Broken) -> None:
-    """Raise ConfigurationError for the first broken rule, if any."""
-    for flags, message in broken:
-        raise ConfigurationError(_with_values(config, flags, message))
-
-
-def idle(config: Any, flags: str, reason: str) -> Broken:
-    """Yield a broken rule if any of the options was changed although they have no effect.
-
-    Args:
-        config: The configuration.
-        flags: Names of the options, separated by spaces.
-        reason: Why the options have no effect, for the message.
-    """
-    changed = changed_options(config, flags.split())
-    if changed:
-        yield " ".join(changed), f"does nothing {reason}"
-
-
-def changed_options(config: Any, names: Iterable[str]) -> list[str]:
-    """Return those of the options whose values differ from their defaults."""
-    fields = type(config).__dataclass_fields__
-    return [name for name in names if getattr(config, name) != fields[name].default]
-
-
-def _warn(config: Any, broken: Broken) -> None:
-    """Print a warning for each broken rule, on rank 0."""
-    for flags, message in broken:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"warning: {_with_values(config, flags, message)}", file=sys.stderr, flush=True)
-
-
-def _with_values(config: Any, flags: str, message: str) -> str:
-    """Return the options with their values, followed by the message."""
-    options = [f"--{dashed(name)} {getattr(config, name)}" for name in flags.split()]
-    return " ".join([*options, message])
 
 
 def broken_values(c: RunOptions) -> Broken:
@@ -156,10 +112,21 @@ def _broken_recipe(c: RunOptions) -> Broken:
 def _broken_sizes(c: RunOptions) -> Broken:
     """Find sizes of groups, steps and batches that do not fit together."""
     group_size = c.samples_per_question
-    if not 2 <= c.min_valid_samples <= group_size:
+    # The default of --min-valid-samples is 2, which counts as 1 if groups are single samples
+    if c.min_valid_samples > max(2, group_size):
         yield (
             "min_valid_samples samples_per_question",
             "do not fit: --min-valid-samples must lie between 2 and the size of a group",
+        )
+    if group_size == 1 and c.retire_solved_above is not None:
+        yield (
+            "samples_per_question retire_solved_above",
+            "do not fit: a single completion does not say that a question is solved; leave --retire-solved-above out",
+        )
+    if group_size == 1 and "group_mean" in c.failure_policies.values():
+        yield (
+            "samples_per_question on_reward_failure",
+            "do not fit: a group of one has no other reward that could stand in; use mask, refill or constant:VALUE",
         )
     if c.samples_per_step % group_size:
         nearest_size = max(1, c.samples_per_step // group_size) * group_size
@@ -173,7 +140,7 @@ def _broken_sizes(c: RunOptions) -> Broken:
             f"do not fit: the batch is not a whole number of steps of {c.groups_per_step} groups: use a multiple",
         )
     yield from broken_passes(c)
-    _warn(c, waits_for_passes(c))
+    warn(c, waits_for_passes(c))
     max_alive = c.max_groups_alive
     if c.groups_alive is not None and not c.groups_per_step <= c.groups_alive <= max_alive:
         yield (
@@ -271,7 +238,7 @@ def _idle_values(c: RunOptions) -> Broken:
             "with --init-adapter, whose adapter has its own scale and layers: leave it out",
         )
     if c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness:
-        _warn(
+        warn(
             c,
             idle(
                 c,
@@ -280,7 +247,7 @@ def _idle_values(c: RunOptions) -> Broken:
             ),
         )
     if c.lr_scheduler == "constant":
-        _warn(c, idle(c, "num_warmup_steps", "with --lr-scheduler constant: use constant_with_warmup"))
+        warn(c, idle(c, "num_warmup_steps", "with --lr-scheduler constant: use constant_with_warmup"))
 
 
 def check_methods(config: RunOptions) -> None:
@@ -297,9 +264,10 @@ def _broken_methods(c: RunOptions) -> Broken:
             "policy advantage_estimator",
             "do not go together: a picture has one score and no critic; use an estimator such as grpo",
         )
-    yield from _broken_estimator(c)
+    yield from broken_estimator(c)
     yield from _broken_loss(c)
-    if c.lr_scheduler in DECAYS_TO_ZERO and c.num_steps <= c.num_warmup_steps:
+    policy_steps = c.num_steps - c.critic_warmup_steps
+    if c.lr_scheduler in DECAYS_TO_ZERO and policy_steps <= c.num_warmup_steps:
         yield (
             "lr_scheduler num_warmup_steps num_training_batches",
             f"do not fit: the schedule decays until the run's end at step {c.num_steps}, which must lie beyond the warm-up",
@@ -317,36 +285,6 @@ def _broken_methods(c: RunOptions) -> Broken:
         )
 
 
-def _broken_estimator(c: RunOptions) -> Broken:
-    estimator = c.estimator
-    if not estimator.needs_critic:
-        yield from idle(
-            c,
-            "critic_coef critic_clip critic_learning_rate critic_trunk_gradient",
-            "without an --advantage-estimator that has a critic, such as gae",
-        )
-    if c.passes_per_batch == 1:
-        _warn(
-            c,
-            idle(
-                c,
-                "critic_clip",
-                "with one pass over each batch (--passes-per-batch), because no value has moved from the old one",
-            ),
-        )
-    if c.kl_in_reward and not estimator.outcome:
-        yield (
-            "advantage_estimator kl_in_reward",
-            "do not go together: the KL would be a reward of every token, but the estimator compares steps; use the KL "
-            "in the loss",
-        )
-    if c.zero_variance != "keep" and estimator.compares_with_batch:
-        yield (
-            "advantage_estimator zero_variance",
-            "do not go together: groups of equal rewards teach an estimator that compares with the whole batch; keep them",
-        )
-
-
 def _broken_loss(c: RunOptions) -> Broken:
     loss = c.loss
     # With one pass, the old policy is then the trained policy itself, and every ratio is 1
@@ -359,7 +297,7 @@ def _broken_loss(c: RunOptions) -> Broken:
             c, "old_policy", f"with --policy-loss {c.policy_loss}, which has no ratio: leave it out"
         )
     if is_ratio_one:
-        _warn(c, idle(c, "clip_low clip_high", "with --old-policy current, where every ratio is 1"))
+        warn(c, idle(c, "clip_low clip_high", "with --old-policy current, where every ratio is 1"))
     if is_ratio_one and loss.idle_at_ratio_one:
         yield (
             "policy_loss old_policy",

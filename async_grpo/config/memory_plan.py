@@ -73,6 +73,27 @@ def trainer_rank_bytes(
     return num_bytes
 
 
+def critic_rank_bytes(config: RunConfig, num_ranks: int, num_parameters: int) -> float:
+    """Return the memory that a critic of its own adds to a trainer rank, which with `cpu_offload` is none.
+
+    Its activations need no more: the policy's are freed before the critic's forward pass begins.
+    """
+    return 0.0 if config.cpu_offload else critic_state_bytes(config, num_ranks, num_parameters)
+
+
+def critic_state_bytes(config: RunConfig, num_ranks: int, num_parameters: int) -> float:
+    """Return the size of a rank's shard of a critic's weights, gradients and moments in bytes.
+
+    Args:
+        config: The run's options.
+        num_ranks: Number of trainer ranks.
+        num_parameters: Number of the critic's parameters.
+    """
+    parameter_bytes = 8  # float32 weight and gradient
+    parameter_bytes += 2 if config.optimizer == "adamw_8bit" else 8
+    return parameter_bytes * num_parameters / (config.fsdp_size or num_ranks)
+
+
 def trainer_state_bytes(
     config: RunConfig, *, num_ranks: int, num_parameters: int, num_trained: int | None, dtype_bytes: int
 ) -> float:

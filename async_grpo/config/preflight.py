@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from async_grpo.config.compatibility import check_methods
+from async_grpo.config.critic_model import check_critic_model
 from async_grpo.config.evaluation_files import refuse_ambiguous_files
 from async_grpo.config.images import image_settings
 from async_grpo.config.model_facts import MODEL_KINDS
@@ -26,6 +27,7 @@ from async_grpo.experience.data_config import DataConfig
 from async_grpo.experience.data_files import read_rows
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.image_prompts import ImagePrompts
+from async_grpo.experience.running_means import check_column
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import dashed, refuse
@@ -94,6 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_teachers(config)
     _check_sources(config)
     model = MODEL_KINDS[config.policy].read(config)  # before the data is read, which may take long
+    check_critic_model(config)
     context_tokens = model.context_tokens
     images = model.images
 
@@ -110,6 +113,7 @@ def prepare(config: RunConfig) -> Prepared:
     _check_tokenizer(model.tokenizer, config.model_name_or_path, model.vocab_size, all_questions)
     make_curriculum(config, [question.row for question in questions])
     taught = checked_teachers(config, model, questions)
+    check_column(config.running_mean_column, [question.row for question in questions])
     longest_prompt = max(len(question.token_ids) for question in all_questions)
     max_sample_tokens = min(context_tokens, longest_prompt + config.max_generation_tokens)
     max_eval_tokens = min(context_tokens, longest_prompt + (config.eval_max_tokens or 0))

@@ -45,6 +45,28 @@ RECIPES: dict[str, dict[str, Any]] = {
         "max_staleness": 8,
         **_NO_KL,
     },
+    # Yue et al. 2025, "VAPO": a critic of its own that is trained alone first, decoupled and length-adaptive GAE
+    "vapo": {
+        "advantage_estimator": "decoupled_gae",
+        "estimator_options": "alpha=0.05,critic_lam=1",
+        "policy_loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "loss_aggregation": "token_mean",
+        "critic_model": "same",
+        "critic_warmup_steps": 50,
+        "critic_learning_rate": 2e-6,
+        "mask_truncated": False,
+        **_NO_KL,
+    },
+    # OpenRLHF's FlashREINFORCE: one sample per question, its reward minus the batch's mean, a bound on the binary KL
+    "flash_reinforce": {
+        "advantage_estimator": "flash_reinforce",
+        "policy_loss": "dppo_kl",
+        "samples_per_question": 1,
+        **_MEAN_OF_SEQUENCES,
+        **_NO_KL,
+    },
     # Shao et al. 2024, "DeepSeekMath", 4.1.3: process supervision, with the objective of the recipe `grpo`
     "process": {**_GRPO, "advantage_estimator": "grpo_process", **_MEAN_OF_SEQUENCES, **_KL},
     # Lu and Thinking Machines Lab 2025, "On-Policy Distillation": the advantage of a token is log pi_teacher - log pi, and

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.config.compatibility import Broken, idle, refuse_broken
+from async_grpo.config.rules import Broken, idle, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import OUTCOME, OVERLONG, RunFacts
@@ -149,6 +149,12 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
             "advantage_estimator",
             f"compares with a single greedy completion, which {', '.join(r.whole_groups)} cannot score alike: it looks at "
             "whole groups",
+        )
+    if c.samples_per_question == 1 and r.whole_groups:
+        yield (
+            "samples_per_question reward_fns",
+            f"do not fit: {', '.join(r.whole_groups)} scores by the whole group, and a group of one has nothing to compare "
+            "with; give at least 2 samples per question",
         )
     # If a column names the rewards of each row, `preflight` checks every row
     early_names = [] if c.reward_column else early_at_gate(c, tuple(r.adapters), r)

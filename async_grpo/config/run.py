@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.algorithm.teacher_config import UNSCORED
-from async_grpo.config.compatibility import broken_values, refuse_broken
+from async_grpo.config.compatibility import broken_values
 from async_grpo.config.recipes import apply_recipe
+from async_grpo.config.rules import refuse_broken
 from async_grpo.config.run_options import MemberConfig, RunOptions
 from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import EngineConfig

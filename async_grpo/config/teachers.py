@@ -17,7 +17,7 @@ from async_grpo.algorithm.teacher_config import (
     UNSCORED,
     TeacherConfig,
 )
-from async_grpo.config.compatibility import Broken, changed_options, idle, refuse_broken
+from async_grpo.config.rules import Broken, changed_options, idle, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import ENFORCE
 from async_grpo.errors import ConfigurationError

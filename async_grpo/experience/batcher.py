@@ -165,6 +165,7 @@ class ExperienceBatcher:
         sequence_numbers = self._trained_groups.pop(version, [])
         for number in sequence_numbers:
             del self._alive[number]
+        self.advantages.weights_live(version)
         await self.budget.weights_live(version, groups=len(sequence_numbers))
         # At the start of a run, the initial weights become live, which no step has trained
         if sequence_numbers:
@@ -191,7 +192,8 @@ class ExperienceBatcher:
     def state(self, step: int) -> ExperienceState:
         """Return the state from which a run resumes at `step`. The policy of that step must be live."""
         assert step == self.budget.live_version, (step, self.budget.live_version)
-        return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive))
+        memory = self.advantages.memory(step)
+        return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive), memory)
 
     def restore(self, state: ExperienceState) -> None:
         """Restore a saved state, so that `start` continues where the saved batcher stopped."""
@@ -200,6 +202,7 @@ class ExperienceBatcher:
         self._samples_done = minibatch * self.config.samples_per_step
         self._alive = dict(sorted(state.alive.items()))
         self.cursor.restore(state.cursor)
+        self.advantages.restore(state.running_means)
         self.budget.restore(state.step, len(state.alive))
         self.steps.restore(minibatch, state.admitted, state.alive)
 
@@ -329,9 +332,7 @@ class ExperienceBatcher:
 
         first_step = self.plan.first_step(complete.step)
         stats = step_stats(first_step, complete.groups, self._samples_done, self.config.steps_per_batch)
-        stats["groups_without_signal"] = sum(
-            not self.advantages.has_signal(group) for group in complete.groups
-        )
+        stats["groups_without_signal"] = self.advantages.num_without_signal(complete.groups)
         stats |= self.rollouts.teacher_stats(complete.groups)
         stats["questions_retired"] = len(self.cursor.retired)
         if self.cursor.curriculum is not None:

@@ -15,7 +15,6 @@ from async_grpo.options.fields import (
     POSITIVE_SHARE,
     SHARE,
     TABLE,
-    Range,
     option,
     refuse,
 )
@@ -24,7 +23,6 @@ from async_grpo.types import Sampling
 
 SAMPLES_FILE = "samples.jsonl"
 
-GROUP_SIZE = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
 OVERLONG = "overlong"  # name of the length penalty, for estimators that read each reward separately
 # key of the outcome reward, for estimators that get it separately from the process rewards
 OUTCOME = "outcome"
@@ -39,8 +37,9 @@ class BatchConfig(AlgorithmConfig):
     batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
     samples_per_question: int = _batches(
         32,
-        "Number of completions per question. They form a group.",
-        range=GROUP_SIZE,
+        "Number of completions per question. They form a group. It may be 1 with an estimator that does not compare "
+        "within groups, such as flash_reinforce or gae.",
+        range=POSITIVE,
         aliases=("num_generations",),
     )
     train_minibatch_size: int | None = _batches(
@@ -174,7 +173,7 @@ class BatchConfig(AlgorithmConfig):
         0.25, "Mean reward of 16 groups at which the curriculum moves back to the next lower difficulty."
     )
     min_valid_samples: int = on_groups(
-        2, "Minimum number of rewards in a group that is trained on.", range=POSITIVE
+        2, "Minimum number of rewards in a group that is trained on, at most its size.", range=POSITIVE
     )
     truncation_alarm: float = on_groups(
         0.5, "Warn if more than this share of the completions is truncated.", range=SHARE
@@ -256,6 +255,11 @@ class BatchConfig(AlgorithmConfig):
     def cycle_steps(self) -> int:
         """Return the number of optimizer steps between two weight syncs."""
         return self.pass_plan.cycle_steps
+
+    @property
+    def min_rewards(self) -> int:
+        """Return the minimum number of rewards in a group that is trained on (see the option `min_valid_samples`)."""
+        return min(self.min_valid_samples, self.samples_per_question)
 
     @property
     def steps_per_batch(self) -> int:

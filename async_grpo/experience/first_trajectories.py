@@ -1,11 +1,14 @@
 """`FirstTrajectories`: ends a run at its first groups if the environment cannot work at all."""
 
+import math
 from collections import Counter
 
 from async_grpo.errors import EnvironmentNeverWorked
 from async_grpo.types import Completion, Group
 
-FIRST_GROUPS = 2  # groups that must fail; one is enough if a step has only one group
+# Groups and trajectories that must fail. Fewer are enough if a step has fewer
+FIRST_GROUPS = 2
+FIRST_TRAJECTORIES = 8
 
 
 class FirstTrajectories:
@@ -18,10 +21,12 @@ class FirstTrajectories:
 
     Args:
         groups_per_step: Number of groups of one step.
+        samples_per_question: Number of trajectories of one group.
     """
 
-    def __init__(self, groups_per_step: int) -> None:
-        self._num_needed = min(FIRST_GROUPS, groups_per_step)
+    def __init__(self, groups_per_step: int, samples_per_question: int) -> None:
+        num_groups = max(FIRST_GROUPS, math.ceil(FIRST_TRAJECTORIES / samples_per_question))
+        self._num_needed = min(num_groups, groups_per_step)
         self._has_succeeded = False
         self._failures_by_group: dict[int, list[str]] = {}
 

@@ -7,7 +7,7 @@ group by a group of another prompt. `constant` takes effect elsewhere, when the 
 `RewardTensors` applies penalties and weights to the rewards, and lays them out for an estimator.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
+from async_grpo.algorithm.running_mean import running_baselines
 from async_grpo.algorithm.teacher_advantages import teacher_advantages
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.reward_tensors import REWARD_TENSOR_INPUTS, RewardTensors, repeated, token_times
+from async_grpo.experience.running_means import RunningMeans, numbered
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
@@ -34,15 +36,33 @@ class GroupAdvantages:
         self.facts = facts
         self.estimator = config.estimator
         self._options = config.estimator_settings
+        # The means of earlier rewards; None if the estimator does not compare with them
+        self.running_means: RunningMeans | None = None
+        if self.estimator.has_running_mean:
+            self.running_means = RunningMeans(config.running_mean_column)
         # Whether groups are processed one by one, without the other groups of their step. This includes runs with a
         # critic: for these, only the rewards of tokens are computed here, and the trainer computes the advantages over
         # the whole step
         self.group_local = self.estimator.group_local or self.estimator.needs_critic
 
+    def memory(self, step: int) -> dict[str, float]:
+        """Return the running means before a step, which a checkpoint saves; {} if the estimator uses none."""
+        return {} if self.running_means is None else self.running_means.state(step)
+
+    def restore(self, memory: Mapping[str, float]) -> None:
+        """Continue with the running means of a checkpoint."""
+        if self.running_means is not None:
+            self.running_means.restore(memory)
+
+    def weights_live(self, version: int) -> None:
+        """Forget what only a checkpoint of an earlier version would need."""
+        if self.running_means is not None:
+            self.running_means.forget_before(version)
+
     def mean_reward(self, group: Group) -> float | None:
         """Return the mean reward of the group, or None if it has fewer rewards than `--min-valid-samples`."""
         rewards = group.rewards
-        if len(rewards) < self.config.min_valid_samples:
+        if len(rewards) < self.config.min_rewards:
             return None
         return sum(rewards) / len(rewards)
 
@@ -76,20 +96,29 @@ class GroupAdvantages:
         return {policies.get(result.adapter) for result in verdict.results if result.status.is_lost}
 
     def has_signal(self, group: Group) -> bool:
-        """Return whether rewards differ within the group, or from the greedy completion if the estimator uses one."""
+        """Return whether the estimator can tell the group's samples from what it compares them with.
+
+        For most estimators, rewards must differ within the group. An estimator with a greedy completion compares each
+        reward with that of the greedy completion. An estimator that compares with the whole batch, with a critic or with a
+        running mean reads any reward, so a group of a single sample has signal, too.
+        """
         if self.estimator.ignores_rewards:
             return True
         # The estimators ignore completions without tokens
         verdicts = [
             sample.verdict for sample in group.samples if len(sample.completion) and self._is_readable(sample)
         ]
-        if len(verdicts) < 2:
-            return False
-        if not self.estimator.compares_with_greedy:
-            return len({self._comparison_key(verdict) for verdict in verdicts}) > 1
-        if group.baseline is None or group.baseline.reward is None:
-            return False
-        return any(verdict.reward != group.baseline.reward for verdict in verdicts)
+        if self.estimator.compares_with_batch:
+            return bool(verdicts)
+        if self.estimator.compares_with_greedy:
+            if group.baseline is None or group.baseline.reward is None:
+                return False
+            return any(verdict.reward != group.baseline.reward for verdict in verdicts)
+        return len({self._comparison_key(verdict) for verdict in verdicts}) > 1
+
+    def num_without_signal(self, groups: Sequence[Group]) -> int:
+        """Return the number of groups without signal."""
+        return sum(not self.has_signal(group) for group in groups)
 
     def _comparison_key(self, verdict: Verdict) -> Any:
         """Return a value that differs between two verdicts if the estimator distinguishes them.
@@ -114,8 +143,10 @@ class GroupAdvantages:
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
         valid = self._valid_samples(groups, batch)
         # With a critic, the field `advantages` has the rewards of the tokens, and the trainer computes the advantages
-        advantages = batch.total if self.estimator.needs_critic else self._estimate(batch, valid)
+        advantages = batch.total if self.estimator.needs_critic else self._estimate(batch, samples, valid)
         batch.refuse_beyond_float32(advantages, valid)
+        if self.running_means is not None:
+            self._update_running_means(self.running_means, samples, batch, valid, step)
 
         trained_samples = []
         for sample, is_valid, token_advantages in zip(
@@ -157,9 +188,8 @@ class GroupAdvantages:
         """
         is_kept_group = []
         for group in groups:
-            num_rewards = len(group.rewards)
             has_enough_rewards = (
-                num_rewards >= self.config.min_valid_samples or self.estimator.ignores_rewards
+                len(group.rewards) >= self.config.min_rewards or self.estimator.ignores_rewards
             )
             is_filtered = self.config.zero_variance == "filter" and not self.has_signal(group)
             is_kept_group.append(has_enough_rewards and not is_filtered)
@@ -169,13 +199,14 @@ class GroupAdvantages:
             valid = valid & ~batch.baselines.isnan()
         return valid
 
-    def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
+    def _estimate(self, batch: RewardTensors, samples: Sequence[Sample], valid: Tensor) -> Tensor:
         """Call the estimator, and return the advantages (B, K). The K columns are those of `RewardTensors`.
 
         `estimator.rewards` names the attribute of `batch` that the estimator gets as its rewards. In addition, it gets
 
         - the inputs that it declares in `estimator.inputs`, read from each sample,
         - each attribute of `batch` in REWARD_TENSOR_INPUTS (baselines, masks) for which it has a keyword,
+        - the running means and their keys, if it compares with them,
         - the weights of the rewards, if it has the keyword `weights`.
         """
         rewards = getattr(batch, self.estimator.rewards)
@@ -185,9 +216,37 @@ class GroupAdvantages:
         for name in REWARD_TENSOR_INPUTS:
             if name in self.estimator.keywords:
                 inputs[name] = getattr(batch, name)
+        if self.running_means is not None:
+            keys = [self.running_means.key(sample.prompt) for sample in samples]
+            inputs["keys"] = torch.tensor(numbered(keys))
+            means = [self.running_means.mean(key) for key in keys]
+            inputs["means"] = torch.tensor(means, dtype=torch.float64)
         if "weights" in self.estimator.keywords:
             inputs["weights"] = {name: self.facts.weight(name) for name in rewards}
         return self.estimator(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
+
+    def _update_running_means(
+        self,
+        running_means: RunningMeans,
+        samples: Sequence[Sample],
+        batch: RewardTensors,
+        valid: Tensor,
+        step: int,
+    ) -> None:
+        """Change the running means by the scores of a step, in the order of its samples."""
+        keys = [running_means.key(sample.prompt) for sample in samples]
+        key_numbers = numbered(keys)
+        has_tokens = (batch.tokens > 0).any(dim=1)
+        decay = self._options.get("decay", self.estimator.options["decay"])
+        _, latest_means = running_baselines(
+            scores=batch.total.sum(dim=1).tolist(),
+            is_counted=(valid & has_tokens).tolist(),
+            keys=key_numbers,
+            means=[running_means.mean(key) for key in keys],
+            decay=decay,
+        )
+        key_of_number = dict(zip(key_numbers, keys, strict=True))
+        running_means.update(step, {key_of_number[number]: mean for number, mean in latest_means.items()})
 
     def _is_readable(self, sample: Sample) -> bool:
         """Return whether the sample has every reward that the estimator reads."""

@@ -121,7 +121,7 @@ class Rollouts:
         self.spans = Spans()
         self._on_change = on_change
         self._free_numbers = FreeNumbers()
-        self._first_trajectories = FirstTrajectories(config.groups_per_step)
+        self._first_trajectories = FirstTrajectories(config.groups_per_step, config.samples_per_question)
         self._teachers = Teachers(config, teachers) if teachers else None
         self._recomputed: list[RecomputedLogprobs] = []
         if reference is not None:

@@ -11,7 +11,7 @@ cannot be known, that group is generated again, too.
 import base64
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from async_grpo.allowed_tokens import AllowedTokens
 from async_grpo.errors import CheckpointBroken
+from async_grpo.experience.running_means import checked_means
 from async_grpo.processes.untrusted_files import is_regular, parse_json, read_bytes
 from async_grpo.types import (
     COMPLETION_ARRAYS,
@@ -64,6 +65,8 @@ class ExperienceState:
     admitted: int  # number of groups admitted so far
     cursor: Mapping[str, Any]  # position in the data set
     alive: Mapping[int, Group | UnfinishedGroup]  # by sequence number
+    # Running mean of the rewards before the step, by question or agent; empty if the estimator uses none
+    running_means: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write `experience.json` and `experience.safetensors` into the folder, which is created if necessary."""
@@ -72,6 +75,7 @@ class ExperienceState:
             "step": self.step,
             "admitted": self.admitted,
             "cursor": self.cursor,
+            "running_means": self.running_means,
             "groups": [_group_row(number, group) for number, group in self.alive.items()],
         }
         (folder / "experience.json").write_text(json.dumps(content), encoding="utf-8")
@@ -160,6 +164,8 @@ class ExperienceState:
             )
         _count(content, "step")
         _count(content, "admitted")
+        # Checkpoints of earlier versions have no running means
+        content["running_means"] = checked_means(content.get("running_means", {}))
         return cls(**content, alive=alive)
 
 

@@ -138,7 +138,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         **trajectory_stats(samples),
         "avg_output_tokens": _mean(len(sample.completion) for sample in samples),
         "avg_max_reward_in_group": _mean(max(group.rewards) for group in groups if group.rewards),
-        "groups_too_small": sum(len(group.rewards) < 2 for group in groups),
+        "groups_too_small": sum(len(group.rewards) < min(2, len(group.samples)) for group in groups),
         "prompts_resampled": sum(group.resampled for group in groups),
         "perc_with_0_advantage": _mean(float(not np.any(sample.advantages)) for sample in trained),
         "perc_truncated_samples": _mean(sample.completion.truncated for sample in samples),

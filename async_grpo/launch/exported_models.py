@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.config.base_weights import refuse_other_base
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.messages import LoraSettings
@@ -54,7 +55,7 @@ def export_checkpoint(
     settings = _settings_of(folder, manifest)
     if settings is not None:
         settings = replace(settings, initial_folder="")  # its values were replaced by those of the checkpoint
-    policy = _policy(source, settings, has_critic=manifest.options.get("advantage_estimator") == "gae")
+    policy = _policy(source, settings, has_critic=_has_value_head(manifest))
     load_weights(policy, folder)
     if settings is not None and not merged:
         tensors = {name: tensor.detach() for name, tensor in named_lora_tensors(policy.model)}
@@ -87,6 +88,13 @@ def export_adapter(folder: Path, target: Path, base: str, dtype: str) -> None:
     fill_lora(policy.model, settings, seed=0, device=CPU)
     load_value_head(policy, folder)
     _write_whole(policy, target, source, dtype)
+
+
+def _has_value_head(manifest: Manifest) -> bool:
+    """Return whether the policy of a checkpoint has a value head: its critic is not a model of its own."""
+    estimator = ADVANTAGE_ESTIMATORS.get(str(manifest.options.get("advantage_estimator")))
+    has_critic = estimator is not None and estimator.needs_critic
+    return has_critic and manifest.options.get("critic_model") is None
 
 
 def _settings_of(folder: Path, manifest: Manifest) -> LoraSettings | None:

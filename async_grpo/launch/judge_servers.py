@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from async_grpo.config.compatibility import Broken, idle
+from async_grpo.config.rules import Broken, idle
 from async_grpo.options.fields import (
     LIST,
     POSITIVE,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_grpo.config.compatibility import Broken, changed_options, refuse_broken
+from async_grpo.config.rules import Broken, changed_options, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.inference.config import NO_SLEEP_ON_CPU, EngineOptions
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge

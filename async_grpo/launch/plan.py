@@ -14,11 +14,14 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from async_grpo.config.critic_model import critic_folder
 from async_grpo.config.drawing_memory import drawing_parameters
 from async_grpo.config.memory_plan import (
     CHECKPOINT_PARAMETER_BYTES,
     adapter_parameters,
     chunk_tokens,
+    critic_rank_bytes,
+    critic_state_bytes,
     engine_bytes,
     logprob_worker_bytes,
     parameters_of,
@@ -210,9 +213,12 @@ def roles(
         num_parameters=num_parameters,
         num_trained=num_trained,
     )
+    critic_parameters = _critic_parameters(config)
+    rank_bytes += critic_rank_bytes(config, num_ranks, critic_parameters)
     offloaded_bytes = 0.0
     if config.cpu_offload:
         offloaded_bytes = _state_bytes(config, num_parameters, num_trained, dtype_bytes)
+        offloaded_bytes += critic_state_bytes(config, num_ranks, critic_parameters)
     sequences_per_engine = math.ceil(settings.samples_in_flight / config.generation_workers)
     worker_bytes = engine_bytes(
         settings,
@@ -228,6 +234,7 @@ def roles(
         yield f"{kind} worker", 1, 1, _logprob_bytes(config, settings, kind, num_parameters)
     # Two copies of the weights, a checkpoint that is being written, and the state that the ranks offload
     checkpoint_bytes = CHECKPOINT_PARAMETER_BYTES * (num_parameters if num_trained is None else num_trained)
+    checkpoint_bytes += CHECKPOINT_PARAMETER_BYTES * critic_parameters
     main_memory_bytes = 2 * dtype_bytes * num_parameters + checkpoint_bytes + num_ranks * offloaded_bytes
     if config.weight_sync_deltas:
         main_memory_bytes += dtype_bytes * num_parameters  # the last version that rank 0 sent
@@ -260,6 +267,14 @@ def _num_kept_copies(config: LocalConfig) -> int:
     return config.generation_workers * config.tensor_parallel_size
 
 
+def _critic_parameters(config: LocalConfig) -> int:
+    """Return the number of parameters of a critic of its own, or 0 if there is none."""
+    from async_grpo.modeling.load import model_folder
+
+    folder = critic_folder(config)
+    return 0 if folder is None else parameters_of(model_folder(folder))
+
+
 def _state_bytes(
     config: LocalConfig, num_parameters: int, num_trained: int | None, dtype_bytes: int
 ) -> float:
@@ -288,6 +303,7 @@ def shared_gpu(
     state_bytes = 0
     if not config.cpu_offload:
         state_bytes = int(_state_bytes(config, num_parameters, num_trained, dtype_bytes))
+        state_bytes += int(critic_rank_bytes(config, config.nproc_per_node, _critic_parameters(config)))
     engine_bytes = int(config.gpu_memory_utilization * card_bytes)
     trainer_bytes = int(config.trainer_gpu_share * card_bytes)
     # Lowest and highest `--gpu-memory-utilization` with which both programs fit, rounded to hundredths

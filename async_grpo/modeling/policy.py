@@ -121,15 +121,8 @@ class PolicyModel(nn.Module):
             empty mask the results still depend on the weights, because a rank that has nothing to train on must run the
             same backward pass as the other ranks.
         """
-        # Equal beginnings of sequences are computed once. The rows of `hidden` are the distinct states: packing.tokens
-        # selects their inputs, and packing.rows_of_tokens has the row of each token
-        packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
-        hidden = self._hidden_states(input_ids[packing.tokens], packing, images)
+        positions, states = self.states_before(input_ids, cu_seqlens, loss_mask, images)
         head = self.model.get_output_embeddings()
-        first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
-        positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
-        # A token is predicted from the hidden state of the token before it
-        states = hidden.index_select(0, packing.rows_of_tokens[positions - 1])
         logprobs, entropies, *outside_flags = chunked_logprobs(
             states,
             head.weight,
@@ -175,6 +168,33 @@ class PolicyModel(nn.Module):
             top_ids, top_logprobs = chunked_top_logprobs(num_top, *head_inputs)
             results.append(torch.stack([top_ids.to(top_logprobs.dtype), top_logprobs], dim=1))
         return results
+
+    def states_before(
+        self,
+        input_ids: Int64[Tensor, " packed"],
+        cu_seqlens: Int[Tensor, " boundaries"],
+        loss_mask: Bool[Tensor, " packed"],
+        images: ImageInputs | None = None,
+    ) -> tuple[Int64[Tensor, " selected"], Float[Tensor, "selected hidden"]]:
+        """Run the transformer body, and return the hidden states from which the selected tokens are predicted.
+
+        Args:
+            input_ids: Packed sequences end to end.
+            cu_seqlens: Boundaries of the sequences.
+            loss_mask: True at the tokens to select.
+            images: The images of the sequences; None if they have none.
+
+        Returns:
+            The positions of the selected tokens, without the first tokens of sequences, and the hidden state before each.
+        """
+        # Equal beginnings of sequences are computed once. The rows of `hidden` are the distinct states: packing.tokens
+        # selects their inputs, and packing.rows_of_tokens has the row of each token
+        packing = Packing(input_ids if images is None else images.keys(input_ids), cu_seqlens)
+        hidden = self._hidden_states(input_ids[packing.tokens], packing, images)
+        first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
+        positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
+        # A token is predicted from the hidden state of the token before it
+        return positions, hidden.index_select(0, packing.rows_of_tokens[positions - 1])
 
     def token_masks(self, allowed: AllowedTokens) -> TokenMasks:
         """Return the masks of packed sequences on the policy's device, for `forward`."""

@@ -23,10 +23,12 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.training.base_reference import add_base_logprobs
 from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.memory_cures import micro_batch_cure, update_cure
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.rank_memory import RankMemory
+from async_grpo.training.sharding import release_gathered
 from async_grpo.training.whole_step import add_step_terms
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class GradientAccumulator:
     ranks: Ranks
     config: OptimizerConfig
     steps: int = 0  # number of finished steps
+    critic: Critic | None = None  # the critic, if it is a model of its own
     memory: RankMemory | None = None  # measures the peak memory of this rank; None makes one without a plan
     # Called with each micro-batch after its backward pass
     observers: list[Callable[[BatchTensors], None]] = field(default_factory=list)
@@ -102,10 +105,22 @@ class GradientAccumulator:
         with self._naming_out_of_memory("in the forward pass", batch):
             if self.objective.needs_base_logprobs:
                 add_base_logprobs(self.policy, self.objective, batch)
-            loss, totals = self.objective(self.policy, batch)
-        with self._naming_out_of_memory("in the backward pass", batch):
-            loss.backward()
+            with torch.set_grad_enabled(not self._trains_critic_alone):
+                loss, totals = self.objective(self.policy, batch)
+        if self._trains_critic_alone:
+            release_gathered(self.policy)
+        else:
+            with self._naming_out_of_memory("in the backward pass", batch):
+                loss.backward()
+        if self.critic is not None:
+            with self._naming_out_of_memory("in the critic's forward and backward pass", batch):
+                totals |= self.critic.add_gradient(self.objective, batch)
         return totals
+
+    @property
+    def _trains_critic_alone(self) -> bool:
+        """Return whether this step leaves the policy as it is (`--critic-warmup-steps`)."""
+        return self.critic is not None and self.critic.trains_alone(self.steps)
 
     def _naming_out_of_memory(
         self, activity: str, batch: MicroBatch | BatchTensors
@@ -138,16 +153,19 @@ class GradientAccumulator:
         if self._waiting:
             longest = max(self._waiting, key=lambda batch: len(batch.input_ids))
             with self._naming_out_of_memory("in the forward pass that precedes the gradients", longest):
-                add_step_terms(self.policy, self.objective, self._waiting, self.ranks, self.steps)
+                add_step_terms(
+                    self.policy, self.objective, self._waiting, self.ranks, self.steps, self.critic
+                )
             for batch in self._waiting:
                 self._backward(batch)
             self._waiting = []
+        learning_rate = 0.0 if self._trains_critic_alone else float(self.scheduler.get_last_lr()[0])
         self.steps += 1
 
-        learning_rate = float(self.scheduler.get_last_lr()[0])
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         totals, histogram = self._reduce(gradients)
         gradient_square = totals.pop("gradient_square")
+        critic_square = totals.pop("critic_gradient_square", 0.0)
         count = self._loss_count(totals)
         update = {"grad_norm": 0.0, "update_skipped": 1.0}
         if self._is_past_max_kl(totals):
@@ -158,8 +176,10 @@ class GradientAccumulator:
                 f"in the optimizer step {self.steps}, on trainer rank {self.ranks.rank}",
                 update_cure(self.config, on_gpu=self.ranks.device.type == "cuda"),
             ):
-                update = self._update(gradients, count, totals["backward_loss"], gradient_square)
-        self.optimizer.zero_grad(set_to_none=True)
+                update = self._update(
+                    gradients, count, totals["backward_loss"], gradient_square, critic_square
+                )
+        self.discard_gradients()
 
         report: dict[str, Any] = _metrics(totals, histogram, count)
         report |= update
@@ -187,12 +207,14 @@ class GradientAccumulator:
     def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Float64[Tensor, " bins"]]:
         """Return the totals and the ratio histogram of the step, reduced over all ranks, and reset them.
 
-        The totals include the gradient's squared norm.
+        The totals include the squared norms of the gradients.
         """
         totals = self._totals
         self._totals = {}
         histogram = totals.pop("histogram")
         totals["gradient_square"] = _squares(gradients).sum().to(histogram.device) / self._num_copies
+        if self.critic is not None:
+            totals["critic_gradient_square"] = self.critic.gradient_square().to(histogram.device)
 
         max_names = [name for name in totals if name.endswith("_max")]
         sum_names = [name for name in totals if not name.endswith("_max")]
@@ -204,23 +226,45 @@ class GradientAccumulator:
         reduced |= dict(zip(max_names, maxima.tolist(), strict=True))
         return reduced, sums[len(sum_names) :]
 
+    def discard_gradients(self) -> None:
+        """Free the gradients after a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.discard_gradient()
+
     def _update(
-        self, gradients: list[Tensor], count: float, loss_sum: float, gradient_square: float
+        self,
+        gradients: list[Tensor],
+        count: float,
+        loss_sum: float,
+        gradient_square: float,
+        critic_square: float,
     ) -> dict[str, float]:
-        """Take the optimizer step if loss and gradient are finite, and return the metrics of the update."""
+        """Take the optimizer step if loss and gradients are finite, and return the metrics of the update.
+
+        Args:
+            gradients: The gradients of the policy; [] if the step trains the critic alone.
+            count: Number of units by which the loss is divided.
+            loss_sum: Sum of the losses of the step.
+            gradient_square: Squared norm of the policy's gradient.
+            critic_square: Squared norm of the gradient of a critic of its own; 0 without one.
+        """
         # FSDP has averaged the gradients over the ranks, but the step needs their sum
         scale = self.ranks.world_size / count
         grad_norm = scale * math.sqrt(gradient_square)
         # Check the loss as well, because the gradient may be finite although the loss is not: if a log-ratio is NaN,
         # clamping it gives NaN, but the gradient of the clamp is 0
-        if not (math.isfinite(grad_norm) and math.isfinite(loss_sum)):
+        if not (math.isfinite(grad_norm) and math.isfinite(loss_sum) and math.isfinite(critic_square)):
             self._note_skipped_step(grad_norm, count, loss_sum)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
         self._nonfinite_in_a_row = 0
+        metrics = {"grad_norm": grad_norm, "update_skipped": 0.0}
+        if self.critic is not None:
+            metrics |= self.critic.update(scale, critic_square)
+        if not gradients:
+            return metrics
         clip = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
-
-        metrics = {"grad_norm": grad_norm, "update_skipped": 0.0}
         if not self.config.update_stats:
             self.optimizer.step()
             self.scheduler.step()
@@ -243,7 +287,7 @@ class GradientAccumulator:
             f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
         )
         if self._nonfinite_in_a_row > self.config.nonfinite_steps:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.discard_gradients()
             raise error
         log.error(
             "%s; the run goes on, %d of --nonfinite-steps %d",
@@ -292,6 +336,8 @@ class GradientAccumulator:
 
 def _squares(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:
     """Return the squared L2 norm of this rank's shard of each tensor."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
     norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
     return torch.stack(norms).double().square()
 

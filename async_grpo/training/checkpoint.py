@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
@@ -37,11 +38,13 @@ from async_grpo.training.checkpoint_folder import (
     prune,
     versions,
 )
+from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.memory_cures import CHECKPOINT
 from async_grpo.training.muon import MOMENTUM_BUFFER
 from async_grpo.training.optimizer import optimizer_state
 
+CRITIC = "critic"  # beginning of the names of a critic's weights, beside those of the policy
 MAX_FILES = 16  # maximum number of files that a rank writes for one checkpoint
 SCHEDULE = "schedule"  # name of the number of updates that the schedule of the learning rate has counted
 MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM_BUFFER)
@@ -73,6 +76,7 @@ class Checkpointer:
     save_experience: SaveExperience | None = None
     # Returns the names of checkpoints that are never removed; the default, tuple, returns none
     stay: Callable[[], Collection[str]] = tuple
+    critic: Critic | None = None  # the critic, if it is a model of its own
     lora: LoraSettings | None = None  # settings of the adapter that is trained, stored in the manifest
     # Yields (name, tensor) of the weights of a moving reference; the default, tuple, yields none
     reference: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
@@ -219,15 +223,9 @@ class Checkpointer:
                 torch.cuda.set_rng_state(state)
         # In earlier versions, the optimizer was never reset, so that it had counted the updates of the schedule
         updates_of_optimizer = next(value for name, value in tensors.items() if name.startswith("updates."))
-        num_updates = int(tensors.get(SCHEDULE, updates_of_optimizer))
-        self.scheduler.load_state_dict(
-            {
-                "lr_lambdas": [None] * len(self.scheduler.base_lrs),  # None keeps the current function
-                "last_epoch": num_updates - 1,
-                "_step_count": num_updates + 1,
-            }
-        )
-        self.scheduler.step()
+        _restore_schedule(self.scheduler, int(tensors.get(SCHEDULE, updates_of_optimizer)))
+        if self.critic is not None:
+            _restore_schedule(self.critic.scheduler, int(tensors[f"{SCHEDULE}.{CRITIC}"]))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for everything that a checkpoint contains. A sharded policy yields its shards.
@@ -235,8 +233,30 @@ class Checkpointer:
         The tensors are not copies, so that a checkpoint can be loaded into them. Frozen weights, which LoRA leaves as they
         are in the model's folder, are not part of a checkpoint.
         """
-        for name, parameter in trained_parameters(self.policy):
-            state = optimizer_state(self.scheduler.optimizer, parameter)
+        yield from self._trained_tensors(self.policy, self.scheduler.optimizer)
+        if self.critic is not None:
+            yield from self._trained_tensors(self.critic.model, self.critic.optimizer, CRITIC)
+            yield f"{SCHEDULE}.{CRITIC}", torch.tensor([self.critic.scheduler.last_epoch])
+        for name, tensor in self.reference():
+            yield f"reference.{name}", tensor
+        yield SCHEDULE, torch.tensor([self.scheduler.last_epoch])
+        yield f"random.cpu.{self.ranks.rank}", torch.get_rng_state()
+        if self.ranks.device.type == "cuda":
+            yield f"random.cuda.{self.ranks.rank}", torch.cuda.get_rng_state()
+
+    def _trained_tensors(
+        self, model: PolicyModel, optimizer: Optimizer, prefix: str = ""
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the trained weights of a model, their moments and their numbers of updates.
+
+        Args:
+            model: The policy or the critic.
+            optimizer: Its optimizer.
+            prefix: Beginning of the names of its weights.
+        """
+        for parameter_name, parameter in trained_parameters(model):
+            name = f"{prefix}.{parameter_name}" if prefix else parameter_name
+            state = optimizer_state(optimizer, parameter)
             yield f"weights.{name}", parameter.detach()
             for moment in MOMENTS:
                 if moment not in state:
@@ -249,12 +269,21 @@ class Checkpointer:
                 else:
                     yield f"{moment}.{name}", state[moment]
             yield f"updates.{name}", state["step"].reshape(1)
-        for name, tensor in self.reference():
-            yield f"reference.{name}", tensor
-        yield SCHEDULE, torch.tensor([self.scheduler.last_epoch])
-        yield f"random.cpu.{self.ranks.rank}", torch.get_rng_state()
-        if self.ranks.device.type == "cuda":
-            yield f"random.cuda.{self.ranks.rank}", torch.cuda.get_rng_state()
+
+
+def _restore_schedule(scheduler: LambdaLR, num_updates: int) -> None:
+    """Set the schedule of a new optimizer to a number of updates."""
+    if num_updates == 0:
+        # The schedule is at its first step already, as after steps that train only the critic
+        return
+    scheduler.load_state_dict(
+        {
+            "lr_lambdas": [None] * len(scheduler.base_lrs),  # None keeps the current function
+            "last_epoch": num_updates - 1,
+            "_step_count": num_updates + 1,
+        }
+    )
+    scheduler.step()
 
 
 def trained_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:

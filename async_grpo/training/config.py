@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
     adam_epsilon: float = _optimizer(1e-8, "Number added to AdamW's denominator.", range=POSITIVE)
     critic_learning_rate: float = option(
         1e-5,
-        "Peak learning rate of the value head. Only the estimator gae has a value head.",
+        "Peak learning rate of the critic: of the value head on the policy, or of the whole model in --critic-model.",
         "Critic",
         range=POSITIVE,
         portable=True,

@@ -4,10 +4,11 @@ import copy
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -58,9 +59,12 @@ class ModelExporter:
     lora: LoraSettings | None = (
         None  # settings of the adapter that is trained; None if all weights are trained
     )
+    folder_name: str = "hf_format"  # name of the folder of all exports, in the folder of the run
+    # Called on every rank after an export with its number of samples; it may save what belongs to it
+    also_save: Callable[[int], Any] = lambda samples: None
 
     def __post_init__(self) -> None:
-        self._folder = self.output_dir / "hf_format"
+        self._folder = self.output_dir / self.folder_name
         self._source = self._source_folder()
         self._dtype = torch_dtype(self.dtype)
         older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= self.resumed_at]
@@ -122,6 +126,7 @@ class ModelExporter:
             self._written.append(target)
             while self.keep_last and len(self._written) > self.keep_last:
                 shutil.rmtree(self._written.pop(0))
+        self.also_save(samples)
         return target
 
     def _write(

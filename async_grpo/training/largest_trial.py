@@ -38,9 +38,13 @@ def try_largest(
         OutOfMemory: The micro-batch, together with the moments, does not fit into the memory.
     """
     begin = time.perf_counter()
-    for group in accumulator.optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer_state(accumulator.optimizer, parameter)
+    optimizers = [accumulator.optimizer]
+    if accumulator.critic is not None:
+        optimizers.append(accumulator.critic.optimizer)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer_state(optimizer, parameter)
     micro_batch = largest_micro_batch(config, vocab_size, max_total_tokens)
     batch = BatchTensors(micro_batch, accumulator.policy.device)
     _add_step_terms(batch)
@@ -51,7 +55,7 @@ def try_largest(
             "the largest micro-batch that this run may have does not fit (tried before the first step; --no-longest-first "
             f"starts without the trial): {error}"
         ) from error
-    accumulator.optimizer.zero_grad(set_to_none=True)
+    accumulator.discard_gradients()
     log.info(
         "the largest possible micro-batch, of %d tokens, fits: tried in %.1f s (--longest-first)",
         len(micro_batch.input_ids),
@@ -94,3 +98,4 @@ def _add_step_terms(batch: BatchTensors) -> None:
     batch.old_values = torch.zeros_like(batch.advantages)
     batch.selected = torch.zeros_like(batch.mask)
     batch.weight_mean = 1.0
+    batch.kept = batch.mask

@@ -156,6 +156,8 @@ class Objective:
         # Whether the advantages of an estimator with a critic are whitened over the step
         self.whitens = bool(estimator_settings.pop("whiten", whitens_by_default))
         self.has_critic = config.estimator.critic_returns is not None
+        # Whether the critic is a value head on the policy, so that the policy's forward pass returns the values
+        self.has_value_head = self.has_critic and config.critic_model is None
         # Function (rewards, values, mask) -> (advantages before any whitening, returns), all (S, T); None without a
         # critic
         self.critic_returns = None
@@ -246,7 +248,7 @@ class Objective:
         kl = self._kl_to_reference(logprobs, batch, mask)
 
         token_losses, metrics = self._policy_loss(logprobs, batch, mask)
-        policy_loss = self._aggregate(token_losses, batch, mask)
+        policy_loss = self.aggregate(token_losses, batch, mask)
         if self.config.loss_kl_coef:
             token_losses = token_losses + self.config.loss_kl_coef * kl
         if self.config.entropy_coef:
@@ -257,12 +259,11 @@ class Objective:
             teacher_kl = forward_kl(batch.further_logprobs, batch.teacher_top_logprobs, mask)
             token_losses = token_losses + self.config.teacher_coef * teacher_kl
             metrics["teacher_forward_kl"] = teacher_kl
-        if self.has_critic:
-            value_losses, value_metrics = self._value_loss(further_outputs[0], batch, mask)
+        if self.has_value_head:
+            value_losses, value_metrics = self.value_losses(further_outputs[0], batch, mask)
             token_losses = token_losses + self.config.critic_coef * value_losses
-            metrics |= value_metrics
-            metrics["value_loss"] = value_losses
-        loss = self._aggregate(token_losses, batch, mask)
+            metrics |= value_metrics | {"value_loss": value_losses}
+        loss = self.aggregate(token_losses, batch, mask)
 
         if self.truncation is not None:
             metrics["outside_support_share"] = torch.where(mask, further_outputs[-1], 0)
@@ -320,14 +321,14 @@ class Objective:
             clamp=self.config.kl_clamp,
         )
 
-    def _value_loss(
+    def value_losses(
         self, values: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> tuple[Float[Tensor, "1 packed"], dict[str, Float[Tensor, "1 packed"]]]:
         """Return the critic's loss of each token, and its metrics."""
         assert batch.returns is not None and batch.old_values is not None, "`whole_step` sets them first"
         return value_loss(values, batch.returns, batch.old_values, mask, clip=self.config.critic_clip)
 
-    def _aggregate(
+    def aggregate(
         self, token_losses: Float[Tensor, "1 packed"], batch: BatchTensors, mask: Bool[Tensor, "1 packed"]
     ) -> Float[Tensor, ""]:
         """Return the sum of the micro-batch's losses, which is later divided by the number of units of the step."""

@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.critic import CriticModel
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.muon import MOMENTUM_BUFFER, MuonWithAdamW, split_parameters
@@ -97,15 +98,32 @@ def build_policy_optimizer(
             MuonWithAdamW(matrices, [{"params": remaining}, *head_groups], config), config, total_steps
         )
     trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    optimizer = _adamw([{"params": trained}, *head_groups], config, config.learning_rate)
+    return _scheduled(optimizer, config, total_steps)
+
+
+def build_critic_optimizer(
+    critic: CriticModel, config: OptimizerConfig, total_steps: int = 0
+) -> tuple[Optimizer, LambdaLR]:
+    """Return AdamW over the trained weights of a critic of its own, with `--critic-learning-rate`, and its schedule.
+
+    It is AdamW also if the policy is trained by Muon.
+    """
+    trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
+    optimizer = _adamw([{"params": trained}], config, config.critic_learning_rate)
+    return _scheduled(optimizer, config, total_steps)
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, learning_rate: float) -> Optimizer:
+    """Return AdamW over parameter groups. A group without a learning rate gets `learning_rate`."""
     make_optimizer = _adamw_8bit() if config.optimizer == "adamw_8bit" else partial(AdamW, fused=True)
-    optimizer = make_optimizer(
-        [{"params": trained}, *head_groups],
-        lr=config.learning_rate,
+    return make_optimizer(
+        groups,
+        lr=learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
-    return _scheduled(optimizer, config, total_steps)
 
 
 def _scheduled(optimizer: Optimizer, config: OptimizerConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.load import model_folder, torch_dtype
+from async_grpo.modeling.load import empty_causal_lm, model_folder, torch_dtype
 from async_grpo.modeling.lora import name_without_adapter
 from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.modeling.packed import compile_around_attention
@@ -137,6 +137,19 @@ def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
 def weight_names(path: str | Path) -> Collection[str]:
     """Return the names of the weights in a folder's safetensors files; none if it has no such files."""
     return weight_shapes(model_folder(path))
+
+
+def empty_model(path: str) -> Any | None:
+    """Return the model without weights if each rank can load only its own shard of the weights, else None.
+
+    Loading a shard is possible if the safetensors files in the folder use the model's names for all weights.
+    """
+    names_in_files = weight_names(path)
+    if not names_in_files:
+        return None
+    model = empty_causal_lm(path)
+    are_all_in_files = all(name in names_in_files for name, _ in model.named_parameters())
+    return model if are_all_in_files else None
 
 
 @torch.no_grad()

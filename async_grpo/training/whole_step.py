@@ -20,6 +20,7 @@ from async_grpo.algorithm.off_policy import weight_totals
 from async_grpo.algorithm.policy_losses import LossBatch
 from async_grpo.algorithm.statistics import merge_moments, whitened, whitening_moments
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.critic import Critic
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.sharding import release_gathered
@@ -31,7 +32,12 @@ MIXER = 1_000_003
 
 
 def add_step_terms(
-    policy: PolicyModel, objective: Objective, rows: Sequence[BatchTensors], ranks: Ranks, step: int
+    policy: PolicyModel,
+    objective: Objective,
+    rows: Sequence[BatchTensors],
+    ranks: Ranks,
+    step: int,
+    critic: Critic | None = None,
 ) -> None:
     """Write the terms that the objective needs into the rows. A collective.
 
@@ -41,14 +47,17 @@ def add_step_terms(
         rows: The micro-batches of this rank. Every rank must pass the same number.
         ranks: The ranks of the training.
         step: Number of the step. It is added to the seed of clip_cov's random selection.
+        critic: The critic, if it is a model of its own.
     """
     with torch.no_grad():
         for row in rows:
             row.logprobs, _, *further_outputs = objective.forward(policy, row)
             release_gathered(policy)
             # In later passes over a batch, advantages, returns and old values are those of the first pass
-            if objective.has_critic and not row.is_repeated:
+            if objective.has_value_head and not row.is_repeated:
                 row.old_values = further_outputs[0]
+            if critic is not None and not row.is_repeated:
+                row.old_values = critic.values(row)
             row.kept = objective.kept_tokens(row.logprobs, row)
     if objective.has_critic and not rows[0].is_repeated:
         _estimate_advantages(rows, objective, ranks)

@@ -6,12 +6,22 @@ import statistics
 
 import pytest
 import torch
-from advantage_reference import NAMES, batches, call, definition, participants, with_equal_rewards
+from advantage_reference import (
+    NAMES,
+    NO_GROUP,
+    batches,
+    call,
+    definition,
+    participants,
+    with_equal_rewards,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.algorithm.decoupled_gae import decoupled_gae_returns, policy_lam
+from async_grpo.algorithm.process_advantages import gae_returns
 from async_grpo.algorithm.statistics import (
     merge_moments,
     returns_to_go,
@@ -20,7 +30,8 @@ from async_grpo.algorithm.statistics import (
     whitening_moments,
 )
 
-GROUP_BASELINE = [name for name in NAMES if name not in ("remax", "reinforce_plus_plus", "gae")]
+NO_BASELINE_OF_THE_BATCH = ("remax", "reinforce_plus_plus", "gae", "decoupled_gae", "running_mean")
+GROUP_BASELINE = [name for name in NAMES if name not in NO_BASELINE_OF_THE_BATCH]
 GROUP_LOCAL = {"grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "remax", "grpo_process"}
 REWARDS = torch.tensor([[0.0, 1, 0, 0], [0, 2, 0, 0]])
 MASK = torch.tensor([[True, True, False, False]] * 2)
@@ -38,6 +49,7 @@ def one_group(size):
         *((name, {}) for name in NAMES),
         ("grpo_passk", {"normalize": False}),
         ("grpo_batch_std", {"centred": False}),
+        ("decoupled_gae", {"alpha": 0.5}),
     ],
 )
 @given(rows=batches())
@@ -59,7 +71,8 @@ def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(nam
     placed = torch.zeros(6, 4, dtype=torch.float64)
     placed[range(6), [n - 1 for n in lengths]] = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.0, 0.5]).double()
     groups, valid = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([True] * 5 + [False])
-    inputs = {"baselines": torch.tensor([0.5] * 6)} if ADVANTAGE_ESTIMATORS[name].required_inputs else {}
+    inputs = {"baselines": torch.full((6,), 0.5), "keys": groups, "means": torch.full((6,), 0.25)}
+    inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].required_inputs}
     by_token = ADVANTAGE_ESTIMATORS[name](placed, mask, groups, valid=valid, **inputs)
     column, counts = placed.sum(dim=1, keepdim=True), torch.tensor(lengths)[:, None]
     by_sample = ADVANTAGE_ESTIMATORS[name](column, counts, groups, valid=valid, **inputs)
@@ -92,7 +105,7 @@ def test_advantages_are_zero_where_nothing_is_trained_on_and_garbage_there_chang
     clean = call(ADVANTAGE_ESTIMATORS, name, rows, garbage=0.0)
     for garbage in (math.nan, math.inf, -1e300):
         assert torch.equal(call(ADVANTAGE_ESTIMATORS, name, rows, garbage=garbage), clean)
-    learns = torch.tensor([row.mask for row in rows]) & torch.tensor(participants(rows))[:, None]
+    learns = torch.tensor([row.mask for row in rows]) & torch.tensor(participants(rows, name))[:, None]
     assert clean[~learns].count_nonzero() == 0
 
 
@@ -100,6 +113,7 @@ def test_advantages_are_zero_where_nothing_is_trained_on_and_garbage_there_chang
 def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name):
     for shape in ((0, 3), (2, 0), (0, 0)):
         inputs = {"values": torch.zeros(shape), "baselines": torch.zeros(shape[0])}
+        inputs |= {"keys": one_group(shape[0]), "means": torch.zeros(shape[0])}
         inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].required_inputs}
         advantages = ADVANTAGE_ESTIMATORS[name](
             torch.zeros(shape), torch.zeros(shape), one_group(shape[0]), **inputs
@@ -138,11 +152,13 @@ def test_statistics_are_float64_whatever_the_rewards_are():
 
 
 def test_the_registry_says_what_each_estimator_is_for():
-    assert set(ADVANTAGE_ESTIMATORS) == {*NAMES, "gigpo"}  # that one: test_gigpo.py
-    assert {name for name, e in ADVANTAGE_ESTIMATORS.items() if e.group_local} == GROUP_LOCAL | {"gigpo"}
-    process_only, both = {"grpo_process", "prime_rloo"}, {"reinforce_plus_plus", "gae", "gigpo"}
+    elsewhere = {"gigpo", "teacher"}  # test_gigpo.py, and the tests of teachers
+    assert set(ADVANTAGE_ESTIMATORS) == {*NAMES, *elsewhere}
+    assert {name for name, e in ADVANTAGE_ESTIMATORS.items() if e.group_local} == GROUP_LOCAL | elsewhere
+    process_only = {"grpo_process", "prime_rloo"}
+    both = {"reinforce_plus_plus", "gae", "decoupled_gae", "gigpo", "teacher"}
     assert set(AlgorithmConfig.estimators_for(process=True)) == process_only | both
-    assert set(AlgorithmConfig.estimators_for(process=False)) == {*NAMES, "gigpo"} - process_only
+    assert set(AlgorithmConfig.estimators_for(process=False)) == {*NAMES, *elsewhere} - process_only
 
 
 def test_required_inputs_are_the_inputs_without_a_default():  # the options: tests/house/test_golden.py
@@ -150,7 +166,63 @@ def test_required_inputs_are_the_inputs_without_a_default():  # the options: tes
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
         if estimator.required_inputs:
             needs[name] = estimator.required_inputs
-    assert needs == {"remax": ("baselines",), "gae": ("values",), "gigpo": ("turns", "states")}
+    assert needs == {
+        "remax": ("baselines",),
+        "running_mean": ("keys", "means"),
+        "gae": ("values",),
+        "decoupled_gae": ("values",),
+        "gigpo": ("turns", "states"),
+    }
+
+
+def test_estimators_that_compare_with_something_else_need_no_group():
+    assert {name for name, e in ADVANTAGE_ESTIMATORS.items() if not e.needs_group} == {*NO_GROUP, "teacher"}
+    alone = torch.arange(3)
+    scores = torch.tensor([[2.0], [0.0], [1.0]])
+    for name in ("grpo", "rloo", "gpg", "reinforce_plus_plus_baseline"):
+        assert ADVANTAGE_ESTIMATORS[name](scores, torch.ones(3, 1), alone).count_nonzero() == 0
+    flash = ADVANTAGE_ESTIMATORS["flash_reinforce"]
+    assert flash(scores, torch.ones(3, 1), alone).flatten().tolist() == [1.0, -1.0, 0.0]
+    # A sample without a reward moves no mean
+    valid = torch.tensor([True, False, True])
+    assert flash(scores, torch.ones(3, 1), alone, valid=valid).flatten().tolist() == [0.5, 0.0, -0.5]
+
+
+def test_flash_reinforce_has_the_values_of_openrlhf():
+    """`tests/test_reward_shaping.py` there: the rewards of four samples minus their mean, on each token."""
+    rewards = torch.tensor([1.0, 1.0, 1.0, 1.0078125])
+    placed = torch.stack([torch.zeros(4), rewards], dim=1)
+    got = ADVANTAGE_ESTIMATORS["flash_reinforce"](placed, torch.ones(4, 2), torch.arange(4))
+    assert torch.allclose(got, (rewards - rewards.mean())[:, None].expand(-1, 2), atol=1e-7)
+
+
+@given(rows=batches())
+@settings(max_examples=30, deadline=None)
+def test_with_equal_lambdas_decoupled_gae_is_gae(rows):
+    options = {"gamma": 0.9, "lam": 0.7}
+    plain = call(ADVANTAGE_ESTIMATORS, "gae", rows, **options)
+    assert torch.equal(call(ADVANTAGE_ESTIMATORS, "decoupled_gae", rows, **options, critic_lam=0.7), plain)
+    rewards, values = (torch.tensor([getattr(row, key) for row in rows]) for key in ("a", "values"))
+    mask = torch.tensor([row.mask for row in rows])
+    both = decoupled_gae_returns(rewards, values, mask, **options, critic_lam=0.7)
+    for got, expected in zip(both, gae_returns(rewards, values, mask, **options), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_critic_learns_its_own_lambda_and_the_policy_one_of_its_length():
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    values = torch.tensor([[0.5, 0.25, 0.5, 0.75], [0.5, 0.25, 9.0, 9.0]], dtype=torch.float64)
+    advantages, returns = decoupled_gae_returns(rewards, values, mask, alpha=1.0)
+    # Lambda is 1 - 1/4 and 1 - 1/2. Differences of the values: -0.25 0.25 0.25 0.25, and -0.25 0.75
+    first = [0.25]
+    for difference in (0.25, 0.25, -0.25):
+        first.insert(0, difference + 0.75 * first[0])
+    assert advantages[0].tolist() == pytest.approx(first, abs=1e-12)
+    assert advantages[1].tolist() == pytest.approx([-0.25 + 0.5 * 0.75, 0.75, 0, 0], abs=1e-12)
+    # With lambda 1, the returns are the rewards that follow, whatever the values
+    assert returns.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert policy_lam(mask, lam=0.3, alpha=0.05).flatten().tolist() == [0, 0]  # shorter than 20 tokens
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,23 @@ def test_the_lead_of_the_best_sample_follows_the_gradient_of_the_expected_best(g
     assert same(group_size * estimate, true_gradient(two_tokens, best_of=group_size))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_sample_per_question_with_the_mean_of_the_batch_costs_one_part_in_the_batch_size(policy):
+    """Every sample is a group of its own: the true gradient times (B - 1)/B, whatever the lengths."""
+    batch_size = 3
+    logits = LOGITS.clone().requires_grad_()
+    logprobs, rewards, mask = policy(logits)
+    batches, chance = all_groups(policy, logits, batch_size)
+    estimates = []
+    for rows in batches:
+        advantages = ADVANTAGE_ESTIMATORS["flash_reinforce"](
+            rewards[rows], mask[rows], torch.arange(batch_size)
+        )
+        estimates.append((advantages * logprobs[rows]).sum(dim=1).mean())
+    (gradient,) = torch.autograd.grad((chance.detach() * torch.stack(estimates)).sum(), logits)
+    assert same(gradient, true_gradient(policy) * (batch_size - 1) / batch_size)
+
+
 @pytest.mark.parametrize("lam, unbiased", [(1.0, True), (0.5, False)])
 def test_gae_expects_the_true_gradient_whatever_the_critic_says_of_a_prefix_if_nothing_is_discounted(
     lam, unbiased

@@ -39,6 +39,15 @@ PAPERS = {
     # Lu and Thinking Machines Lab 2025: the teacher alone, importance sampling; here the weight is bounded at 5
     "opd": {"advantage_estimator": "teacher", "policy_loss": "cispo", "clip_high": 4.0, **NO_KL,
             "loss_aggregation": "token_mean", "mask_truncated": False},
+    # Yue et al. 2025, 3 and 4.1: value pre-training of 50 steps, lambda 1 for the critic and 1 - 1/(0.05 l) for the policy,
+    # clip 0.2 and 0.28, token-level loss, the critic's learning rate 2e-6. Not here: the loss of imitation on right answers
+    "vapo": {"advantage_estimator": "decoupled_gae", "estimator_options": "alpha=0.05,critic_lam=1", **PPO_CLIP,
+             "clip_high": 0.28, "loss_aggregation": "token_mean", "critic_model": "same", "critic_warmup_steps": 50,
+             "critic_learning_rate": 2e-6, "mask_truncated": False, **NO_KL},
+    # FlashREINFORCE in OpenRLHF and TRL: one sample per prompt, minus the batch's mean; mean over samples of their token
+    # mean; no KL; truncated samples train. The bound on the binary KL is per token here (dppo_kl)
+    "flash_reinforce": {"advantage_estimator": "flash_reinforce", "policy_loss": "dppo_kl", "samples_per_question": 1,
+                        "loss_aggregation": "sequence_mean_token_mean", "mask_truncated": False, **NO_KL},
 }  # fmt: skip
 
 

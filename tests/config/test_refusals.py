@@ -51,6 +51,9 @@ VALUES = [  # refused by the configuration itself
     ({"groups_alive": 127}, "do not fit: a step takes 128 groups, and 256 can be alive"),
     ({"min_valid_samples": 99, "samples_per_question": 8}, "must lie between 2"),
     ({"clip_low": 1.5}, "a share between 0 and 1"),
+    ({"min_valid_samples": 3, "samples_per_question": 1}, "must lie between 2"),
+    ({"samples_per_question": 1, "retire_solved_above": 0.5}, "a single completion does not say that a question is solved"),
+    ({"samples_per_question": 1, "on_reward_failure": "a=group_mean"}, "no other reward that could stand in"),
     ({"reward_weights": "a=x"}, "no finite number"),
     ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
     ({"on_reward_failure": "judge=constant:much"}, "judge=constant:much: known are"),
@@ -85,6 +88,25 @@ VALUES = [  # refused by the configuration itself
 ]  # fmt: skip
 METHODS = [  # refused once the estimator, the loss, the schedule or the transport is known
     ({"critic_coef": 0.7}, "--critic-coef 0.7 does nothing without an --advantage-estimator that has a critic"),
+    (
+        {"samples_per_question": 1},
+        "--samples-per-question 1 --advantage-estimator grpo do not fit: a group of one has nothing to compare with; give "
+        "at least 2, or .*: remax, flash_reinforce, running_mean, reinforce_plus_plus, gae, decoupled_gae, teacher$",
+    ),
+    ({"min_valid_samples": 1}, "--min-valid-samples 1 --advantage-estimator grpo do not fit: a group with a single reward"),
+    ({"running_mean_column": "agent"}, "--running-mean-column agent does nothing without .* running_mean"),
+    ({"critic_model": "same"}, "--critic-model same does nothing without an --advantage-estimator that has a critic"),
+    ({"advantage_estimator": "gae", "critic_warmup_steps": 5}, "--critic-warmup-steps 5 does nothing without --critic-m"),
+    (
+        {"advantage_estimator": "gae", "critic_model": "same", "critic_coef": 0.7},
+        "--critic-coef 0.7 does nothing with --critic-model",
+    ),
+    ({"advantage_estimator": "decoupled_gae", "estimator_options": "alpha=1,lam=1"}, "both lam and alpha"),
+    (
+        {"advantage_estimator": "gae", "critic_model": "same", "critic_warmup_steps": 7, "num_training_batches": 17,
+         "lr_scheduler": "cosine"},
+        "which must lie beyond the warm-up",
+    ),
     ({"old_policy": "proximal", "policy_loss": "grpo"}, "--old-policy proximal does nothing with --policy-loss grpo"),
     ({"old_policy": "current", "policy_loss": "dro"}, "leave the loss without its pull to the old policy"),
     ({"old_policy": "current", "policy_loss": "decoupled"}, "current leaves none"),
@@ -119,6 +141,11 @@ REWARDS = [  # refused once the rewards are known
     ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, STEPS, "weigh them by"),
     ({"advantage_estimator": "reinforce_plus_plus", "zero_variance": "filter"}, OUTCOME, "whole batch"),
     ({"advantage_estimator": "prime_rloo", "reward_weights": "a=2"}, BOTH, "names a"),
+    (
+        {"advantage_estimator": "gae", "samples_per_question": 1},
+        {"vote": vote},
+        "vote scores by the whole group, and a group of one has nothing to compare with",
+    ),
     ({"advantage_estimator": "remax"}, {"vote": vote}, "compares with a single greedy completion, which vote"),
     ({"on_reward_failure": "b=refill"}, OUTCOME, "names b"),
     ({"verifiers": "b=2"}, OUTCOME, "--verifiers b=2 names b; the rewards are"),
@@ -200,8 +227,8 @@ def test_a_worker_without_its_model_folder_is_refused():
 def test_an_estimator_takes_the_rewards_that_fit_it_and_refuses_others_with_the_way_out(name):
     entry, made = ADVANTAGE_ESTIMATORS[name], config(advantage_estimator=name)
     check(made, OUTCOME if entry.outcome else STEPS)
-    assert GroupAdvantages(made).group_local == (entry.group_local or name == "gae")
-    assert Objective(made).needs_whole_step == (name == "gae")
+    assert GroupAdvantages(made).group_local == (entry.group_local or entry.needs_critic)
+    assert Objective(made).needs_whole_step == entry.needs_critic
     unfit = [] if entry.process else [(BOTH, "step by step; estimators that fit: .*grpo_process")]
     unfit += (
         [] if entry.outcome else [(OUTCOME, "one score per sample; estimators that fit: .*grpo, dr_grpo")]

@@ -31,7 +31,7 @@ def finish(first: FirstTrajectories, *groups: Group) -> None:
 
 def test_two_groups_of_failures_end_the_run_and_show_the_first_reason_whole():
     other = replace(FAILED, outcome=Outcome(failure="EnvironmentFailed: no board"))
-    first = FirstTrajectories(groups_per_step=4)
+    first = FirstTrajectories(groups_per_step=4, samples_per_question=4)
     finish(first, group_of(1, FAILED, other))
     with pytest.raises(EnvironmentNeverWorked) as error:
         finish(first, group_of(0, other, other))
@@ -40,9 +40,16 @@ def test_two_groups_of_failures_end_the_run_and_show_the_first_reason_whole():
     assert REASON in text and "async-grpo try-environment" in text
 
 
+def test_with_one_trajectory_per_group_eight_groups_must_fail():
+    first = FirstTrajectories(groups_per_step=100, samples_per_question=1)
+    finish(first, *(group_of(number, FAILED) for number in range(7)))
+    with pytest.raises(EnvironmentNeverWorked, match="all 8 trajectories of the first 8 groups failed"):
+        finish(first, group_of(7, FAILED))
+
+
 def test_a_step_of_one_group_needs_only_one():
     with pytest.raises(EnvironmentNeverWorked):
-        finish(FirstTrajectories(groups_per_step=1), group_of(0, FAILED))
+        finish(FirstTrajectories(groups_per_step=1, samples_per_question=4), group_of(0, FAILED))
 
 
 @pytest.mark.parametrize(
@@ -56,15 +63,15 @@ def test_a_step_of_one_group_needs_only_one():
     ],
 )
 def test_runs_in_which_the_environment_may_work_go_on(groups):
-    finish(FirstTrajectories(groups_per_step=4), *groups)
+    finish(FirstTrajectories(groups_per_step=4, samples_per_question=4), *groups)
 
 
 def test_a_success_in_an_unfinished_group_counts():
-    first = FirstTrajectories(groups_per_step=4)
+    first = FirstTrajectories(groups_per_step=4, samples_per_question=4)
     first.ended(PLAYED)
     finish(first, group_of(0, FAILED), group_of(1, FAILED))
 
 
 def test_a_run_without_an_environment_never_fails_here():
-    first = FirstTrajectories(groups_per_step=1)
+    first = FirstTrajectories(groups_per_step=1, samples_per_question=4)
     finish(first, group_of(0, completion(3)))

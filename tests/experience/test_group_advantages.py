@@ -175,7 +175,10 @@ def test_filtering_takes_groups_of_equal_rewards_out_of_the_loss():
 
 
 OUTCOME_ESTIMATORS = [
-    name for name, e in ADVANTAGE_ESTIMATORS.items() if e.outcome and name not in ("remax", "gdpo", "gae")
+    name
+    for name, e in ADVANTAGE_ESTIMATORS.items()
+    # Those with a critic, a greedy completion or a memory have tests of their own
+    if e.outcome and name not in ("remax", "gdpo", "gae", "decoupled_gae", "running_mean")
 ]
 
 
@@ -334,6 +337,80 @@ def test_columns_of_runs_and_scores_give_what_columns_of_tokens_give(name, proce
     )
     coarse = advantages(plan, *groups)
     plan.estimator = replace(plan.estimator, flat_between_rewards=False, sums=False)
+    plan.restore({})  # running means begin anew
     for got, expected in zip(coarse, advantages(plan, *groups), strict=True):
         assert (got is None) == (expected is None)
         assert got is None or np.allclose(got, expected, atol=1e-6)
+
+
+def alone(length, reward, number, *, agent="a", question=0):
+    """A group of a single sample, of one agent's row."""
+    prompt = Prompt(number, np.ones(2, np.int32), {"input": "q", "agent": agent}, question)
+    one = replace(sample(length, reward), prompt=prompt)
+    return Group(prompt, (one,), 0, number)
+
+
+def test_with_one_sample_per_question_flash_reinforce_compares_with_the_mean_of_the_batch():
+    plan = rule(advantage_estimator="flash_reinforce", samples_per_question=1)
+    groups = [alone(2, 1.0, 0), alone(1, 0.0, 1), alone(3, 0.5, 2), alone(2, None, 3)]
+    # The sample without a reward counts in no mean, and is not trained on
+    assert advantages(plan, *groups) == [[0.5, 0.5], [-0.5], [0.0, 0.0, 0.0], None]
+    assert [plan.has_signal(group) for group in groups] == [True, True, True, False]
+    assert [plan.mean_reward(group) for group in groups] == [1.0, 0.0, 0.5, None]
+
+
+def test_with_one_sample_per_question_remax_compares_with_its_greedy_completion():
+    plan = rule(advantage_estimator="remax", samples_per_question=1)
+    better, same = Verdict(OK, 0.25), Verdict(OK, 1.0)
+    assert advantages(plan, group(sample(2, 1.0), baseline=better)) == [[0.75, 0.75]]
+    assert plan.has_signal(group(sample(2, 1.0), baseline=better))
+    assert not plan.has_signal(group(sample(2, 1.0), baseline=same))
+
+
+def test_with_one_sample_per_question_a_critic_gets_the_rewards_of_every_token():
+    plan = rule(advantage_estimator="gae", samples_per_question=1)
+    assert advantages(plan, alone(3, 1.0, 0)) == [[0.0, 0.0, 1.0]]
+    assert advantages(plan, alone(3, None, 0)) == [None]
+
+
+def test_a_group_that_is_larger_still_needs_as_many_rewards_as_the_option_says():
+    groups = group(sample(2, 1.0), sample(2, None))
+    assert advantages(rule(advantage_estimator="flash_reinforce"), groups) == [None, None]
+    allowing = rule(advantage_estimator="flash_reinforce", min_valid_samples=1)
+    assert advantages(allowing, groups) == [[0.0, 0.0], None]
+
+
+MEANS = dict(advantage_estimator="running_mean", samples_per_question=1, estimator_options="decay=0.5")
+
+
+def test_a_running_mean_is_read_before_the_reward_changes_it_in_the_order_of_admission():
+    plan = rule(running_mean_column="agent", **MEANS)
+    assembler = StepAssembler(StalenessBudget(3, 0), Packer(1, 10_000), plan)
+    step = [alone(1, 1.0, 0), alone(1, 0.5, 1, agent="b"), alone(1, 0.0, 2)]
+    done = [event for n in (2, 0, 1) for event in assembler.offer(step[n])][-1]
+    # Agent a: 1 - 0, then 0 - 0.5; agent b: 0.5 - 0
+    assert [g.samples[0].advantages.tolist() for g in done.groups] == [[1.0], [0.5], [-0.5]]
+    assert plan.memory(1) == {"a": 0.25, "b": 0.25}
+    (later,) = plan([alone(1, 1.0, 3)], 1)
+    assert later.samples[0].advantages.tolist() == [0.75]
+
+
+def test_a_checkpoint_has_the_running_means_before_the_groups_that_are_still_alive():
+    plan = rule(**MEANS)  # by question
+    plan([alone(1, 1.0, 0, question=4)], 0)
+    plan([alone(1, 0.0, 1, question=4), alone(1, 3.0, 2, question=9)], 1)
+    assert plan.memory(0) == {} and plan.memory(1) == {"4": 0.5}
+    assert plan.memory(2) == {"4": 0.25, "9": 1.5}
+    resumed = rule(**MEANS)
+    resumed.restore(plan.memory(1))
+    groups = [alone(1, 0.0, 1, question=4), alone(1, 3.0, 2, question=9)]
+    assert advantages(resumed, *groups, step=1) == [[-0.5], [3.0]]
+    assert resumed.memory(2) == plan.memory(2)
+    plan.weights_live(1)
+    assert plan.memory(1) == {"4": 0.5}  # step 1 is still alive
+
+
+def test_a_sample_without_a_reward_changes_no_running_mean():
+    plan = rule(**MEANS)
+    assert advantages(plan, alone(1, None, 0), alone(1, 1.0, 1)) == [None, [1.0]]
+    assert plan.memory(1) == {"0": 0.5}

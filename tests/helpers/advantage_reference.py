@@ -13,7 +13,14 @@ import torch
 from hypothesis import strategies as st
 
 WEIGHTS = {"a": 0.5}  # of the two rewards a and b; b is not named
-SCALARS = {"reinforce_plus_plus": {"gamma": 0.9}, "gae": {"gamma": 0.95, "lam": 0.8}}
+SCALARS = {
+    "reinforce_plus_plus": {"gamma": 0.9},
+    "gae": {"gamma": 0.95, "lam": 0.8},
+    "decoupled_gae": {"gamma": 0.95, "lam": 0.8},
+    "running_mean": {"decay": 0.75},
+}
+# Estimators that do not compare within groups: a sample may be the only one of its group
+NO_GROUP = ("remax", "reinforce_plus_plus", "gae", "decoupled_gae", "flash_reinforce", "running_mean")
 DYADIC = [0.0, 0.5, 1.0, -2.5, 0.125]  # their sums are exact in any order
 DECIMAL = [0.0, 0.1, 0.3, 1.0, -2.5]
 
@@ -89,8 +96,11 @@ def call(estimators, name, rows, dtype=torch.float64, garbage=math.nan, **option
     match name:
         case "remax":
             inputs["baselines"] = torch.where(valid, stack(lambda row: row.baseline, dtype), garbage)
-        case "gae":
+        case "gae" | "decoupled_gae":
             inputs["values"] = tokens("values")
+        case "running_mean":
+            inputs["keys"] = stack(lambda row: row.group)
+            inputs["means"] = stack(lambda row: mean_before(row.group), torch.float64)
         case "gdpo":
             rewards, inputs["weights"] = {"a": rewards, "b": tokens("b")}, WEIGHTS
         case "grpo_process":
@@ -103,8 +113,15 @@ def call(estimators, name, rows, dtype=torch.float64, garbage=math.nan, **option
     return estimators[name](rewards, mask, groups, valid=valid, **{**inputs, **options})
 
 
-def participants(rows):
+def mean_before(key):
+    """The running mean of a key before the batch."""
+    return (key % 7) / 4
+
+
+def participants(rows, name):
     teaches = [row.valid and any(row.mask) for row in rows]
+    if name in NO_GROUP:
+        return teaches
     return [
         teaches[i] and sum(teaches[j] for j, other in enumerate(rows) if other.group == row.group) >= 2
         for i, row in enumerate(rows)
@@ -114,7 +131,7 @@ def participants(rows):
 def definition(name, rows, **options):
     """Advantages of every token of every row, by the formula."""
     advantages = [[0.0] * len(row.mask) for row in rows]
-    taking_part = [i for i, takes_part in enumerate(participants(rows)) if takes_part]
+    taking_part = [i for i, takes_part in enumerate(participants(rows, name)) if takes_part]
     members, where = [rows[i] for i in taking_part], [(i, t) for i in taking_part for t in rows[i].used]
     for i, t in where:
         peers = [member for member in members if member.group == rows[i].group]
@@ -206,6 +223,25 @@ def gae(row, t, peers, members, gamma, lam):
     return math.fsum((gamma * lam) ** k * delta for k, delta in enumerate(deltas))
 
 
+def decoupled_gae(row, t, peers, members, gamma, lam, alpha=0):
+    if alpha:
+        lam = max(0, 1 - 1 / (alpha * len(row.used)))
+    return gae(row, t, peers, members, gamma, lam)
+
+
+def flash_reinforce(row, t, peers, members):
+    return score(row) - fmean(scores(members))
+
+
+def running_mean(row, t, peers, members, decay):
+    mean = mean_before(row.group)
+    for peer in peers:
+        if peer is row:
+            return score(row) - mean
+        mean = decay * mean + (1 - decay) * score(peer)
+    raise AssertionError("the row is one of its peers")
+
+
 def grpo_process(row, t, peers, members):
     pool = [peer.a[u] for peer in peers for u in peer.used if peer.steps_a[u]]
     if len(pool) < 2 or min(pool) == max(pool):
@@ -227,12 +263,19 @@ def prime_rloo(row, t, peers, members):
     return total
 
 
-OUTCOME = (grpo, dr_grpo, rloo, opo, gpg, grpo_passk, grpo_batch_std)
-OTHERS = (reinforce_plus_plus, remax, gdpo, gae, grpo_process, prime_rloo)
+OUTCOME = (grpo, dr_grpo, rloo, opo, gpg, grpo_passk, grpo_batch_std, flash_reinforce, running_mean)
+OTHERS = (reinforce_plus_plus, remax, gdpo, gae, decoupled_gae, grpo_process, prime_rloo)
 FORMULAS = {formula.__name__: formula for formula in OUTCOME + OTHERS}
 FORMULAS["reinforce_plus_plus_baseline"] = dr_grpo
 NAMES = tuple(FORMULAS)
-WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "prime_rloo", "gae"}
+WHITENED = {
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gdpo",
+    "prime_rloo",
+    "gae",
+    "decoupled_gae",
+}
 
 
 def with_equal_rewards(rows, reward):

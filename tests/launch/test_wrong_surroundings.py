@@ -26,7 +26,7 @@ SETTINGS = [  # beside a run that could work: what is changed, the reason, the c
     ({"learning-rate": -1}, "--learning-rate must be above 0, not -1.0", "must be above 0"),
     ({"learning-rate": "nan"}, "--learning-rate nan", "it must be a finite number"),
     ({"kl-coef": -0.1}, "--kl-coef cannot be negative, not -0.1", "cannot be negative"),
-    ({"samples-per-question": 1}, "a group of one has nothing to compare with", "must be 2 or more"),
+    ({"samples-per-question": 1}, "a group of one has nothing to compare with", "give at least 2"),
     ({"min-valid-samples": 9}, "--min-valid-samples 9 --samples-per-question 4 do not fit", "must lie between 2"),
     ({"train-minibatch-size": 6}, "a step is not a whole number of groups of 4", "use 4"),
     ({"batch-size": 4, "train-minibatch-size": 12}, "the batch is not a whole number of steps", "use a multiple"),

@@ -14,7 +14,7 @@ from real_runs import OPTIONS, left_behind, lines, wait_for_step
 from async_grpo.training.checkpoint_folder import newest
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
-STEPS, GROUPS = 20, 8
+STEPS, GROUPS = 20, 64
 
 
 def start(folder: Path, **changes) -> subprocess.Popen:
@@ -25,6 +25,12 @@ def start(folder: Path, **changes) -> subprocess.Popen:
         "checkpoint-every-s": 1,
         "kl-coef": 0,  # processes less at each of its starts
         "nproc-per-node": 1,
+        # One sample per question, with a critic of its own that is resumed, too
+        "batch-size": GROUPS,
+        "samples-per-question": 1,
+        "advantage-estimator": "gae",
+        "critic-model": "same",
+        "critic-warmup-steps": 2,
     }
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in (OPTIONS | own | changes).items()]
@@ -37,7 +43,7 @@ def check_whole(folder: Path) -> None:
     """Every step has one line; every prompt was trained once, in the order of its step, none skipped."""
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
     trained = lines(folder, "samples.jsonl")
-    assert len(trained) == STEPS * GROUPS * 8
+    assert len(trained) == STEPS * GROUPS
     of_step: dict[int, set[int]] = {}
     for sample in trained:
         of_step.setdefault(sample["step"], set()).add(sample["group"])

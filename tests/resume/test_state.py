@@ -16,6 +16,7 @@ from tiny_policy import pack, random_sequence, tiny_model
 from two_ranks import full, on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.modeling.policy import PolicyModel
@@ -265,3 +266,18 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_good_checkpoint_stays(tmp_p
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000001"]
     checkpointer.save(3, 24)
     assert checkpointer.wait() and verify_checkpoint(checkpoints_of(tmp_path)[0]).step == 3
+
+
+def test_running_means_come_back_and_those_of_a_hostile_file_are_refused(tmp_path):
+    cursor = PromptCursor(QUESTIONS, 3)
+    ExperienceState(2, 0, cursor.state(), {}, {"7": 0.1 + 0.2}).save(tmp_path)
+    assert ExperienceState.load(tmp_path, cursor.prompt).running_means == {"7": 0.1 + 0.2}
+    path = tmp_path / "experience.json"
+    content = json.loads(path.read_text())
+    for means in ([1.0], {"7": "1"}, {"7": float("inf")}, {"7": True}):
+        path.write_text(json.dumps(content | {"running_means": means}))
+        with pytest.raises(CheckpointBroken, match="the running mean"):
+            ExperienceState.load(tmp_path, cursor.prompt)
+    del content["running_means"]  # as in a checkpoint of an earlier version
+    path.write_text(json.dumps(content))
+    assert ExperienceState.load(tmp_path, cursor.prompt).running_means == {}

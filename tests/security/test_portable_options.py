@@ -30,6 +30,7 @@ FREE_TEXT = {
     "loss_options": "numbers and words that the loss knows",
     "reward_weights": "numbers by name",
     "reward_limits": "numbers by name",
+    "running_mean_column": "a column of the data",
     "on_reward_failure": "one of four policies by name",
     "environment_options": "taken over for shipped environments alone",
     "lora_targets": "names of layers of the model",
@@ -37,7 +38,7 @@ FREE_TEXT = {
     "reasoning_parser": "one of vLLM's parsers by name",
     "eval_data_path": "a file, not of the hub, that is read as rows, and that no judge of the user's is sent",
 }
-OF_A_TABLE = {"reward_fns", "reward_options", "environment"}
+OF_A_TABLE = {"reward_fns", "reward_options", "environment", "critic_model"}
 # Options of shipped rewards that only the user may give, and why
 THE_USERS_ALONE = {"allow_unsandboxed": "runs code that nothing keeps off the network"}
 
@@ -59,6 +60,14 @@ def test_what_names_code_files_commands_and_addresses_is_not_portable():
         name
     ) in "model_name_or_path data_path output_dir weight_folder weight_transport track verdict_cache".split():
         assert not RunConfig.__dataclass_fields__[name].metadata["portable"], name
+
+
+def test_a_folder_may_say_that_the_critic_starts_from_the_policy_and_names_no_other_folder(tmp_path):
+    assert portable_options(RunConfig, {"critic_model": "same"}, {"critic_model"}, tmp_path) == {
+        "critic_model": "same"
+    }
+    with pytest.raises(ConfigurationError, match="--critic-model /etc"):
+        portable_options(RunConfig, {"critic_model": "/etc"}, {"critic_model"}, tmp_path)
 
 
 def test_the_shipped_rewards_are_those_of_the_shipped_registry_that_ask_nobody():

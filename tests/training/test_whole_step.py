@@ -12,7 +12,7 @@ import torch
 from dealt_micro_batches import deal
 from supports import in_support
 from tiny_policy import critic_policy, pack, random_sequence, tiny_model
-from two_ranks import on_two_ranks, recording_accumulator, relative_error
+from two_ranks import RecordingOptimizer, on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
@@ -20,8 +20,10 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
-from async_grpo.algorithm.process_advantages import gae_returns, value_loss
+from async_grpo.algorithm.process_advantages import value_loss
+from async_grpo.modeling.critic import CriticModel
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.critic import Critic
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
 
@@ -32,6 +34,7 @@ REJECTED = dict(rejection_statistic="token_k1", rejection_low=0.8, rejection_hig
 OF_GROUPS = dict(loss_aggregation="prompt_mean")
 WIDE = dict(importance_low=1e-4, importance_high=1e4)
 GAE = dict(advantage_estimator="gae")
+OWN_CRITIC = dict(advantage_estimator="decoupled_gae", critic_model="same", critic_clip=0.1)
 CASES = {
     **{name: dict(policy_loss=name) for name in POLICY_LOSSES},
     **{f"aggregation {name}": dict(loss_aggregation=name) for name in AGGREGATIONS},
@@ -65,6 +68,12 @@ CASES = {
     ),
     "critic and probable tokens": dict(GAE, critic_coef=0.7, top_p=0.9),
     "probable tokens": dict(top_k=30, min_p=0.001, entropy_coef=0.3, policy_loss="cispo"),
+    "critic of its own": dict(OWN_CRITIC, estimator_options="gamma=0.9,lam=0.6,critic_lam=0.95"),
+    "critic of its own with a lambda by length": dict(
+        OWN_CRITIC, estimator_options="alpha=0.3", loss_aggregation="sequence_mean_token_mean"
+    ),
+    "critic of its own of several sequences": dict(OWN_CRITIC, estimator_options="gamma=0.9,alpha=0.2"),
+    "critic of its own and rejected tokens": dict(OWN_CRITIC, **REJECTED),
 }
 
 
@@ -98,8 +107,16 @@ def add_times(sequences: list[dict], rng: np.random.Generator) -> None:
             part["times"][part["mask"]] = np.flatnonzero(owners == number)
 
 
-def gae_in_time(sequences, rewards, values, mask, gamma, lam):
+def lam_of(settings, num_tokens):
+    """The policy's lambda for a trajectory of so many tokens."""
+    if settings.get("alpha"):
+        return max(0.0, 1 - 1 / (settings["alpha"] * max(num_tokens, 1)))
+    return settings["lam"]
+
+
+def gae_in_time(sequences, rewards, values, mask, settings):
     """Advantages and returns (B, T) of trajectories, token by token back from the last one in time."""
+    gamma = settings["gamma"]
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     for group in {sequence["group"] for sequence in sequences}:
         tokens = [
@@ -108,27 +125,53 @@ def gae_in_time(sequences, rewards, values, mask, gamma, lam):
             for place in range(len(sequence["ids"]))
             if sequence["group"] == group and mask[row, place]
         ]
-        ahead, value_ahead = 0.0, 0.0
+        lam = lam_of(settings, len(tokens))
+        critic_lam = settings.get("critic_lam", lam)
+        ahead, ahead_of_critic, value_ahead = 0.0, 0.0, 0.0
         for _, row, place in sorted(tokens, reverse=True):
             value = values[row, place].item()
-            ahead = rewards[row, place].item() + gamma * value_ahead - value + gamma * lam * ahead
-            advantages[row, place], returns[row, place], value_ahead = ahead, ahead + value, value
+            delta = rewards[row, place].item() + gamma * value_ahead - value
+            ahead = delta + gamma * lam * ahead
+            ahead_of_critic = delta + gamma * critic_lam * ahead_of_critic
+            advantages[row, place], returns[row, place] = ahead, ahead_of_critic + value
+            value_ahead = value
     return advantages, returns
 
 
 def policy_of(objective: Objective) -> PolicyModel:
-    if objective.has_critic:
+    if objective.has_value_head:
         return critic_policy(13, value_trunk_gradient=objective.config.critic_trunk_gradient)
     return PolicyModel(tiny_model(), chunk_tokens=13)
+
+
+def own_critic() -> CriticModel:
+    """A critic of other weights than the policy, whose head is not at its initial zero, and whose LM head is untied."""
+    critic = CriticModel(tiny_model(seed=1, tie_word_embeddings=False))
+    torch.nn.init.normal_(critic.value_head.weight, std=0.5)
+    torch.nn.init.normal_(critic.value_head.bias, std=0.5)
+    return critic
+
+
+def recording_critic(ranks, warmup_steps=0) -> Critic:
+    model = shard_policy(own_critic(), ranks)
+    optimizer = RecordingOptimizer(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return Critic(model, optimizer, scheduler, max_grad_norm=1e9, warmup_steps=warmup_steps)
 
 
 def step_gradients(ranks, case, micro_batches):
     objective = objective_of(case)
     policy = shard_policy(policy_of(objective), ranks)
     accumulator, optimizer = recording_accumulator(policy, objective, ranks)
+    if objective.config.critic_model:
+        accumulator.critic = recording_critic(ranks)
     for micro_batch in micro_batches:
         accumulator.add(micro_batch)
-    return accumulator.finish(), optimizer.gradients
+    metrics, gradients = accumulator.finish(), optimizer.gradients
+    if accumulator.critic is not None:
+        critic_gradients = accumulator.critic.optimizer.gradients
+        gradients |= {f"critic.{name}": gradient for name, gradient in critic_gradients.items()}
+    return metrics, gradients
 
 
 def work(ranks, folder):
@@ -182,24 +225,21 @@ def reference_gradients(case, sequences):
         options = {name: getattr(config, f"importance_{name}") for name in names}
         weights = importance_weights(proximal, behaviour, kept, **options)
     values = returns = None
+    critic = own_critic() if config.critic_model else None
     if objective.has_critic:
-        states = output.hidden_states[-1][:, :-1]
+        states, head = output.hidden_states[-1], policy.value_head
+        if critic is not None:
+            critic.model.set_attn_implementation("eager")
+            states, head = critic.model(ids, output_hidden_states=True).hidden_states[-1], critic.value_head
+        states = states[:, :-1]
         if not config.critic_trunk_gradient:
             states = states.detach()
-        values = policy.value_head(states.flatten(0, 1)).view(states.shape[:2])
+        values = head(states.flatten(0, 1)).view(states.shape[:2])
         values = torch.nn.functional.pad(values, (1, 0))
-        settings = {"gamma": 1.0, "lam": 1.0, **config.estimator_settings}
-        discounts = {name: settings[name] for name in ("gamma", "lam")}
-        _, returns = gae_returns(advantages, values, full_mask, **discounts)
-        one_group = torch.zeros(len(sequences), dtype=torch.int64)
-        if "times" in sequences[0]:
-            raw, returns = gae_in_time(sequences, advantages, values.detach(), full_mask, **discounts)
-            pool = raw[full_mask]
-            advantages = torch.where(full_mask, (raw - pool.mean()) / (pool.var() + 1e-8).sqrt(), 0)
-        else:
-            advantages = ADVANTAGE_ESTIMATORS["gae"](
-                advantages, full_mask, one_group, values=values.detach(), **settings
-            )
+        settings = {**config.estimator.options, **config.estimator_settings}
+        advantages, returns = reference_advantages(
+            config, settings, sequences, advantages, values.detach(), full_mask
+        )
     options, old = dict(objective.loss_settings), behaviour
     if objective.loss.needs_proximal:
         options["proximal_logprobs"] = proximal
@@ -214,10 +254,27 @@ def reference_gradients(case, sequences):
     loss = loss - config.entropy_coef * torch.where(kept, entropy, 0)
     if objective.has_critic:
         value_losses, _ = value_loss(values, returns, values.detach(), kept, clip=config.critic_clip)
-        loss = loss + config.critic_coef * value_losses
+        loss = loss + (config.critic_coef if critic is None else 1.0) * value_losses
     groups = torch.tensor([s["group"] for s in sequences])
     aggregate_loss(loss, kept, config.loss_aggregation, group_ids=groups, scale=SCALE).backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in policy.named_parameters()}
+    parameters = dict(policy.named_parameters())
+    if critic is not None:
+        trained = [(name, p) for name, p in critic.named_parameters() if p.requires_grad]
+        parameters |= {f"critic.{name}": parameter for name, parameter in trained}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+
+
+def reference_advantages(config, settings, sequences, rewards, values, mask):
+    """Advantages and returns of a critic's estimator, computed once for the whole padded batch."""
+    if "times" in sequences[0]:
+        raw, returns = gae_in_time(sequences, rewards, values, mask, settings)
+        pool = raw[mask]
+        return torch.where(mask, (raw - pool.mean()) / (pool.var() + 1e-8).sqrt(), 0), returns
+    discounts = {name: value for name, value in settings.items() if name != "whiten"}
+    _, returns = config.estimator.critic_returns(rewards, values, mask, **discounts)
+    estimator = ADVANTAGE_ESTIMATORS[config.advantage_estimator]
+    one_group = torch.zeros(len(sequences), dtype=torch.int64)
+    return estimator(rewards, mask, one_group, values=values, **settings), returns
 
 
 @pytest.mark.slow  # the gradients of the fast tests are those of test_gradient_exactness.py
