@@ -122,13 +122,11 @@ class AlgorithmConfig(TeacherConfig):
         "Number of optimizer steps between two updates of the reference policy, which mix the trained policy into it. 0 "
         "keeps the initial model. The trainer keeps one more copy of the weights.",
         range=NOT_NEGATIVE,
-        aliases=("ref_model_sync_steps",),
     )
     ref_mix: float = _algorithm(
         0.6,
         "Share of the trained policy in the reference at each of its updates; 1 resets the reference to the policy.",
         range=POSITIVE_SHARE,
-        aliases=("ref_model_mixup_alpha",),
     )
     ref_reset_optimizer: bool = _algorithm(
         False, "Set the optimizer's moments to zero at each update of the reference."

@@ -32,7 +32,7 @@ SETTINGS = [  # beside a run that could work: what is changed, the reason, the c
     ({"batch-size": 4, "train-minibatch-size": 12}, "the batch is not a whole number of steps", "use a multiple"),
     ({"groups-alive": 99}, "--groups-alive 99 --max-staleness 1 do not fit", "give a number between them"),
     ({"max-num-seqs": 1, "overhead-seqs": 2}, "a group of 4 (--samples-per-question)", "--max-num-seqs + --overhead-seqs"),
-    ({"top-p": 0.9}, "log-probs of the truncated policy", "use --top-p 1"),
+    ({"top-p": 1.5}, "--top-p is a share above 0 and at most 1", "not 1.5"),
     ({"policy-loss": "ppo"}, "--policy-loss 'ppo' is unknown", "known: "),
     ({"advantage-estimator": "grpoo"}, "--advantage-estimator 'grpoo' is unknown", "did you mean grpo"),
     ({"lr-scheduler": "cosine", "num-training-batches": 5}, "decays until the run's end at step 5", "beyond the warm-up"),
