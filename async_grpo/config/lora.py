@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.inference.config import ADAPTER_RANKS
+from async_grpo.inference.config import LORA_RANKS
 from async_grpo.messages import LoraSettings
 from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.lora import (
@@ -43,9 +43,9 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
             config.lora_rank, config.lora_scaling, tuple(sorted(layers)), config.lora_sync
         )
         refuse_unfitting(model, settings)
-    if settings.sync == "adapter" and settings.rank > ADAPTER_RANKS[-1]:
+    if settings.sync == "adapter" and settings.rank > LORA_RANKS[-1]:
         raise ConfigurationError(
-            f"--lora-sync adapter: engines apply adapters of at most rank {ADAPTER_RANKS[-1]}, not {settings.rank}: choose "
+            f"--lora-sync adapter: engines apply adapters of at most rank {LORA_RANKS[-1]}, not {settings.rank}: choose "
             "a lower --lora-rank, or --lora-sync merged, with which every rank is served"
         )
     _log_size(model, settings)

@@ -85,7 +85,7 @@ NO_SLEEP_ON_CPU = (
     "vLLM's engine on the CPU has no sleep mode, and would ignore the call; leave the option out"
 )
 # Largest ranks of a LoRA adapter for which vLLM can reserve memory
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Number of tokens in a block of the KV cache on the CPU: the minimum of vLLM's kernels. Sequences share only whole
 # blocks, so with vLLM's default of 128, completions would never share the cache of a short prompt
 CPU_BLOCK_SIZE = 32

@@ -12,7 +12,6 @@ from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.inference.adapter import adapter_arguments, served_adapter
 from async_grpo.inference.config import (
     CPU_BLOCK_SIZE,
     MAX_CPU_SEQUENCES,
@@ -25,6 +24,7 @@ from async_grpo.inference.config import (
     kv_cache_bytes,
 )
 from async_grpo.inference.image_requests import image_arguments
+from async_grpo.inference.served_lora import lora_arguments, served_lora
 from async_grpo.inference.vllm_edges.continued_draws import model_runner
 from async_grpo.inference.vllm_edges.cpu_drafts import DRAFT_ARGUMENTS, problem_with_drafts
 from async_grpo.messages import SharedRunSettings
@@ -75,9 +75,9 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
     }
     if settings.unsampled_token_ids:
         arguments.update(image_arguments(settings))
-    adapter = served_adapter(settings)
+    adapter = served_lora(settings)
     if adapter is not None:
-        arguments.update(adapter_arguments(options, adapter))
+        arguments.update(lora_arguments(options, adapter))
     if settings.sleep_level:
         refuse(not torch.cuda.is_available(), f"--engine-sleep {settings.sleep_level}: {NO_SLEEP_ON_CPU}")
         arguments["enable_sleep_mode"] = True

@@ -19,7 +19,6 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_grpo.errors import WorkerLost
-from async_grpo.inference.adapter import POLICY_ADAPTER, served_adapter
 from async_grpo.inference.completions import finished_completion
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import describe_engine, engine_arguments
@@ -30,6 +29,7 @@ from async_grpo.inference.image_requests import (
     check_image_processor,
     without_tokens,
 )
+from async_grpo.inference.served_lora import POLICY_LORA, served_lora
 from async_grpo.inference.memory_cures import lack_in_step
 from async_grpo.inference.received_weights import ReceivedWeights
 from async_grpo.inference.requests import (
@@ -93,7 +93,7 @@ class GenerationWorker:
         self._broken_reason: str | None = None  # why the engine takes no more requests; None if it takes them
         self._requests = RequestTimes()
         self._watch = StallWatch(timeline, self._requests)
-        self._adapter = served_adapter(settings)
+        self._adapter = served_lora(settings)
         self._received = ReceivedWeights(engine, self._adapter)
         self._grammar_replay = GrammarReplay(engine, tokenizer)
 
@@ -236,7 +236,7 @@ class GenerationWorker:
     async def _last_output(
         self, prompt: TokensInput, params: SamplingParams, name: str, with_adapter: bool = True
     ) -> RequestOutput:
-        adapter = POLICY_ADAPTER if self._adapter is not None and with_adapter else None
+        adapter = POLICY_LORA if self._adapter is not None and with_adapter else None
         try:
             generator = self.engine.generate(prompt, params, name, lora_request=adapter)
             outputs = [output async for output in generator]

@@ -109,7 +109,7 @@ def wrapper_name(cls: Any) -> str:
     return f"{GroupedPunica.__module__}.{GroupedPunica.__name__}"
 
 
-def install_grouped_adapters() -> None:
+def install_grouped_lora() -> None:
     """Replace `get_punica_wrapper`, only on the CPU. Must be called before the model is loaded."""
     if current_platform.is_cpu():
         type(current_platform).get_punica_wrapper = classmethod(wrapper_name)

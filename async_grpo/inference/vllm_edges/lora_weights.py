@@ -23,15 +23,15 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from async_grpo.weights.read_back import fingerprint
 
 # Number of the policy's adapter in the engine, the only one that the engine has
-ADAPTER_ID = 1
+LORA_ID = 1
 MATRICES = (".lora_A.", ".lora_B.")
 NUM_NAMES = 5  # maximum number of names in an error message
 
 
-def is_of_adapter(name: str) -> bool:
+def is_of_lora(name: str) -> bool:
     """Return whether a tensor belongs to an adapter.
 
-    >>> is_of_adapter("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
+    >>> is_of_lora("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
     True
     """
     return any(matrix in name for matrix in MATRICES)
@@ -66,7 +66,7 @@ class HeldMatrix:
         return rank % num_replicas == 0
 
 
-class EngineAdapter:
+class EngineLora:
     """The policy's adapter in one process of an engine.
 
     Args:
@@ -134,13 +134,13 @@ class EngineAdapter:
             layers[module] = LoRALayerWeights(module, self._rank, self._rank, a, b, scaling=1)
         _refuse("lack one of their two matrices", incomplete)
         _refuse(f"have another rank than {self._rank}", of_other_rank)
-        self._manager.remove_adapter(ADAPTER_ID)
-        self._manager.add_adapter(LoRAModel(ADAPTER_ID, self._rank, layers))
-        self._manager.activate_adapter(ADAPTER_ID)
+        self._manager.remove_adapter(LORA_ID)
+        self._manager.add_adapter(LoRAModel(LORA_ID, self._rank, layers))
+        self._manager.activate_adapter(LORA_ID)
 
     def is_in_place(self) -> bool:
         """Return whether the layers hold an adapter. Without it, the next request of the policy would end the engine."""
-        return ADAPTER_ID in self._manager.lora_index_to_id
+        return LORA_ID in self._manager.lora_index_to_id
 
     def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the fingerprints of the matrices that the layers hold, and of those that were received.
@@ -149,7 +149,7 @@ class EngineAdapter:
         module instead. The sums over all processes of the first are to be compared with the second.
         """
         slots = self._manager.lora_index_to_id
-        slot = slots.index(ADAPTER_ID) if ADAPTER_ID in slots else None
+        slot = slots.index(LORA_ID) if LORA_ID in slots else None
         used: dict[str, int] = dict.fromkeys(self._received, 0)
         received = dict(self._received)
         if slot is not None:

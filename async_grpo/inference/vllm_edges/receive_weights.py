@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_grpo.inference.vllm_edges import addresses, tied_heads
-from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter, is_of_adapter
+from async_grpo.inference.vllm_edges.lora_weights import EngineLora, is_of_lora
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.delta_tensors import ReceivedTensors
 from async_grpo.weights.package import record
@@ -52,7 +52,7 @@ class Receipts:
     model_config: Any
     vllm_config: Any
     fingerprints: dict[str, int]  # tensor name -> fingerprint of the tensor's last received values
-    adapter: EngineAdapter | None = None  # the policy's adapter; None if whole weights are received
+    adapter: EngineLora | None = None  # the policy's adapter; None if whole weights are received
 
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
@@ -87,7 +87,7 @@ class Receipts:
         """Yield the weights, and record each of them."""
         for name, tensor in weights:
             self.received[name] = record(tensor)
-            if not is_of_adapter(name):
+            if not is_of_lora(name):
                 self.fingerprints[name] = fingerprint(sampled(tensor))
             yield name, tensor
 
@@ -100,7 +100,7 @@ class Receipts:
             RuntimeError: The engine was started without an adapter.
         """
         for name, tensor in weights:
-            if not is_of_adapter(name):
+            if not is_of_lora(name):
                 yield name, tensor
             elif self.adapter is None:
                 raise RuntimeError(f"received {name}, but this engine was started without an adapter")

@@ -16,8 +16,8 @@ import torch
 from async_grpo.inference.vllm_edges.continued_draws import install_continued_draws
 from async_grpo.inference.vllm_edges.cpu_generators import install_cpu_generators
 from async_grpo.inference.vllm_edges.experts import install_packing_of_experts
-from async_grpo.inference.vllm_edges.lora_on_cpu import install_grouped_adapters
-from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter
+from async_grpo.inference.vllm_edges.lora_on_cpu import install_grouped_lora
+from async_grpo.inference.vllm_edges.lora_weights import EngineLora
 from async_grpo.inference.vllm_edges.part_names import by_received_names
 from async_grpo.inference.vllm_edges.receive_weights import register_transports
 from async_grpo.inference.vllm_edges.uncompiled_ranks import install_uncompiled_ranks
@@ -42,7 +42,7 @@ class WeightReceipts:
             layers: Names of the model's layers that the adapter changes.
         """
         manager = self.model_runner.lora_manager._adapter_manager
-        adapter = EngineAdapter(manager, rank, scaling)
+        adapter = EngineLora(manager, rank, scaling)
         self.weight_transfer_engine.adapter = adapter
         return adapter.missing_layers(layers)
 
@@ -59,7 +59,7 @@ class WeightReceipts:
             )
 
     def adapter_fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return fingerprints of the adapter in use and of the received one. See `EngineAdapter.fingerprints`."""
+        """Return fingerprints of the adapter in use and of the received one. See `EngineLora.fingerprints`."""
         return self.weight_transfer_engine.adapter.fingerprints()
 
     def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
@@ -95,4 +95,4 @@ install_continued_draws()
 install_cpu_generators()
 install_packing_of_experts()
 install_uncompiled_ranks()
-install_grouped_adapters()
+install_grouped_lora()

@@ -37,7 +37,7 @@ def policy() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def engine(engine_environment, policy) -> Iterator[EngineThread]:
     lora = lora_settings(policy, RANK, SCALING)
-    with closing(EngineThread(extension="faulty_adapter.FaultyAdapter", lora=lora)) as thread:
+    with closing(EngineThread(extension="faulty_lora.FaultyLora", lora=lora)) as thread:
         yield thread
 
 

@@ -7,16 +7,16 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_grpo.inference.vllm_edges import lora_on_cpu, tied_heads
-from async_grpo.inference.vllm_edges.lora_weights import EngineAdapter
+from async_grpo.inference.vllm_edges.lora_weights import EngineLora
 from async_grpo.inference.vllm_edges.worker_extension import WeightReceipts
 
 FAULT = ""
 MODULE = ""  # the module that is wrong
 LAST: dict[str, torch.Tensor] = {}  # the matrices of the update before
-put_in_place, add_lora_linear = EngineAdapter.put_in_place, lora_on_cpu.GroupedPunica.add_lora_linear
+put_in_place, add_lora_linear = EngineLora.put_in_place, lora_on_cpu.GroupedPunica.add_lora_linear
 
 
-def _put_in_place(self: EngineAdapter) -> None:
+def _put_in_place(self: EngineLora) -> None:
     correct = dict(self._matrices)
     a, b = (f"{MODULE}.{kind}" for kind in ("lora_A", "lora_B"))
     if FAULT == "stale" and LAST:
@@ -43,11 +43,11 @@ def _add_lora_linear(self: Any, *args: Any, **options: Any) -> None:
         add_lora_linear(self, *args, **options)
 
 
-EngineAdapter.put_in_place = _put_in_place
+EngineLora.put_in_place = _put_in_place
 lora_on_cpu.GroupedPunica.add_lora_linear = _add_lora_linear
 
 
-class FaultyAdapter(WeightReceipts):
+class FaultyLora(WeightReceipts):
     def fail_by(self, fault: str, module: str = "") -> None:
         global FAULT, MODULE
         FAULT, MODULE = fault, module

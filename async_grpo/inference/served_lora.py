@@ -6,8 +6,8 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.inference.config import ADAPTER_RANKS, EngineConfig
-from async_grpo.inference.vllm_edges.lora_weights import ADAPTER_ID
+from async_grpo.inference.config import LORA_RANKS, EngineConfig
+from async_grpo.inference.vllm_edges.lora_weights import LORA_ID
 from async_grpo.messages import LoraSettings, SharedRunSettings
 from async_grpo.modeling.load import load_config
 
@@ -17,24 +17,24 @@ EMBEDDINGS = ("embed_tokens", "lm_head")
 MERGE_INSTEAD = "; with --lora-sync merged, engines receive whole weights and serve every adapter"
 # Every request of the policy names this adapter. The path is never read, because the adapter's tensors arrive by weight
 # updates. If the adapter were missing, vLLM would look for the path, and the request would fail
-POLICY_ADAPTER = LoRARequest("policy", ADAPTER_ID, "/the adapter arrives by weight updates only")
+POLICY_LORA = LoRARequest("policy", LORA_ID, "/the adapter arrives by weight updates only")
 
 
-def served_adapter(settings: SharedRunSettings) -> LoraSettings | None:
+def served_lora(settings: SharedRunSettings) -> LoraSettings | None:
     """Return the adapter that engines apply to each request; None if they receive whole (merged) weights."""
     adapter = settings.lora
     return adapter if adapter is not None and adapter.sync == "adapter" else None
 
 
-def adapter_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str, Any]:
+def lora_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str, Any]:
     """Return the arguments with which vLLM's engine can serve an adapter.
 
     Raises:
         ConfigurationError: No engine can serve this adapter with these options.
     """
-    if adapter.rank > ADAPTER_RANKS[-1]:
+    if adapter.rank > LORA_RANKS[-1]:
         raise ConfigurationError(
-            f"--lora-rank {adapter.rank}: vLLM serves adapters up to rank {ADAPTER_RANKS[-1]}{MERGE_INSTEAD}"
+            f"--lora-rank {adapter.rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}{MERGE_INSTEAD}"
         )
     names = sorted({layer.rpartition(".")[2] for layer in adapter.layers})
     embeddings = [name for name in names if name in EMBEDDINGS]
@@ -51,7 +51,7 @@ def adapter_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str,
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": min(rank for rank in ADAPTER_RANKS if rank >= adapter.rank),
+        "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= adapter.rank),
         # vLLM prepares only layers with these names for an adapter, because an adapter that is zero costs time as well
         "lora_target_modules": names,
     }

@@ -1,6 +1,6 @@
 """Tokens per CPU second of an engine that applies an adapter (LoRA), beside an engine without one.
 
-    python -m tests.long.adapter_speed [--model FOLDER] [--dtype float32] [--rank 16] [--sequences 64] [--tokens 64]
+    python -m tests.long.lora_speed [--model FOLDER] [--dtype float32] [--rank 16] [--sequences 64] [--tokens 64]
 
 CPU seconds of all processes of the engine and of its worker are counted, because other work may share the machine. The
 engines take turns, in many short rounds. Other work makes each CPU second worth less, so the fastest rounds tell most.

@@ -22,10 +22,10 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_edge import assert_needed, source_of
 
-from async_grpo.inference.config import ADAPTER_RANKS
+from async_grpo.inference.config import LORA_RANKS
 from async_grpo.inference.vllm_edges import lora_weights
-from async_grpo.inference.vllm_edges.lora_on_cpu import GroupedPunica, install_grouped_adapters
-from async_grpo.inference.vllm_edges.lora_weights import ADAPTER_ID, EngineAdapter, HeldMatrix
+from async_grpo.inference.vllm_edges.lora_on_cpu import GroupedPunica, install_grouped_lora
+from async_grpo.inference.vllm_edges.lora_weights import LORA_ID, EngineLora, HeldMatrix
 from async_grpo.weights.read_back import fingerprint
 
 on_the_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="an edge of the CPU alone")
@@ -84,7 +84,7 @@ def test_this_vllm_still_gives_tokens_without_an_adapter_the_last_one():
 def test_vllm_makes_the_wrapper_of_the_edge(monkeypatch):
     platform = type(current_platform)
     monkeypatch.setattr(platform, "get_punica_wrapper", platform.get_punica_wrapper)
-    install_grouped_adapters()
+    install_grouped_lora()
     made = get_punica_wrapper(64, max_batches=4, device=torch.device("cpu"), lora_config=None)
     assert type(made) is GroupedPunica
 
@@ -114,7 +114,7 @@ def test_the_arguments_for_an_adapter_exist_and_the_ranks_are_those_of_this_vllm
 
     names = {field.name for field in fields(AsyncEngineArgs)}
     assert {"enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"} <= names
-    assert get_args(MaxLoRARanks) == ADAPTER_RANKS
+    assert get_args(MaxLoRARanks) == LORA_RANKS
 
 
 # -- layers that are split over processes
@@ -191,12 +191,12 @@ class Manager(SimpleNamespace):
 
 
 @pytest.fixture
-def adapter(monkeypatch) -> EngineAdapter:
+def adapter(monkeypatch) -> EngineLora:
     monkeypatch.setattr(lora_weights, "get_tensor_model_parallel_rank", lambda: 0)
-    return EngineAdapter(Manager(), RANK, scaling=3.0)
+    return EngineLora(Manager(), RANK, scaling=3.0)
 
 
-def receive(adapter: EngineAdapter, module: str, *parts: str) -> dict[str, torch.Tensor]:
+def receive(adapter: EngineLora, module: str, *parts: str) -> dict[str, torch.Tensor]:
     tensors = {"lora_A": torch.randn(RANK, INPUT), "lora_B": torch.randn(6, RANK)}
     named = {f"base_model.model.m.{module}.{part}.weight": tensors[part] for part in parts}
     for name, tensor in named.items():
@@ -213,7 +213,7 @@ def test_the_received_matrices_are_compared_as_they_should_be_used_with_b_scaled
     ) == {0}
     adapter.put_in_place()
     used, received = adapter.fingerprints()
-    assert adapter._manager.lora_index_to_id == [ADAPTER_ID] and used == received
+    assert adapter._manager.lora_index_to_id == [LORA_ID] and used == received
     assert {used[name] for name in used.keys() - tensors.keys()} == {
         0
     }  # nothing was received, and nothing is there
