@@ -53,12 +53,12 @@ class WorkerMemory:
         from async_grpo.modeling.load import load_config
         from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS
 
-        model = load_config(self._config.model_path).get_text_config()
         try:
             num_parameters = parameters_of(Path(self._config.model_path))
         except ConfigurationError:
             return 0
         if self._is_engine:
+            model = load_config(self._config.model_path).get_text_config()
             return engine_bytes(
                 settings,
                 model,
@@ -68,7 +68,6 @@ class WorkerMemory:
             )
         return logprob_worker_bytes(
             settings,
-            model,
             num_parameters=num_parameters,
             num_chunk_tokens=min(DEFAULT_CHUNK_TOKENS, self._config.max_tokens_per_gpu),
         )

@@ -59,7 +59,9 @@ def trainer_rank_bytes(
 
     dtype_bytes = torch_dtype(settings.dtype).itemsize
     num_bytes: float = config.max_tokens_per_gpu * token_activation_bytes(config, model, dtype_bytes)
-    num_bytes += head_bytes(settings, model, chunk_tokens(config))
+    num_bytes += logits_bytes(settings, chunk_tokens(config))
+    if num_trained is None:
+        num_bytes += 4 * settings.vocab_size * model.hidden_size  # the head's gradient in float32
     if not config.cpu_offload:
         num_bytes += trainer_state_bytes(
             config,
@@ -144,19 +146,17 @@ def chunk_tokens(config: RunConfig) -> int:
     return min(config.logprob_chunk_size, config.max_tokens_per_gpu)
 
 
-def head_bytes(settings: SharedRunSettings, model: Any, num_chunk_tokens: int) -> int:
-    """Return the memory of the log-probs: three float32 tensors as large as a chunk's logits, and the head's gradient."""
-    return 4 * settings.vocab_size * (3 * num_chunk_tokens + model.hidden_size)
+def logits_bytes(settings: SharedRunSettings, num_chunk_tokens: int) -> int:
+    """Return the memory of the log-probs' computation: three float32 tensors as large as a chunk's logits."""
+    return 3 * 4 * settings.vocab_size * num_chunk_tokens
 
 
-def logprob_worker_bytes(
-    settings: SharedRunSettings, model: Any, *, num_parameters: int, num_chunk_tokens: int
-) -> int:
+def logprob_worker_bytes(settings: SharedRunSettings, *, num_parameters: int, num_chunk_tokens: int) -> int:
     """Return the memory of a logprob worker: its weights, and the logits of a chunk of tokens."""
     from async_grpo.modeling.load import torch_dtype
 
     weight_bytes = torch_dtype(settings.dtype).itemsize * num_parameters
-    return weight_bytes + head_bytes(settings, model, num_chunk_tokens)
+    return weight_bytes + logits_bytes(settings, num_chunk_tokens)
 
 
 def engine_bytes(

@@ -244,15 +244,11 @@ def roles(
 
 def _logprob_bytes(config: LocalConfig, settings: "SharedRunSettings", kind: str, num_parameters: int) -> int:
     """Return the estimated memory of a logprob worker of a kind, in bytes. A teacher has its own model."""
-    from async_grpo.modeling.load import load_config
-
     folder = config.teacher_folders.get(kind)
-    path = folder or config.model_name_or_path
-    model = load_config(path).get_text_config()
     if folder is not None:
         num_parameters = parameters_of(Path(folder))
     return logprob_worker_bytes(
-        settings, model, num_parameters=num_parameters, num_chunk_tokens=chunk_tokens(config)
+        settings, num_parameters=num_parameters, num_chunk_tokens=chunk_tokens(config)
     )
 
 

@@ -137,9 +137,11 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
+        # With LoRA the head is frozen. Its gradient would be as large as the head in float32
+        _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
         # The sum over chunks is float32. A bfloat16 sum would be rounded again with each chunk
-        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if needs_grad_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=normalisers.dtype) if needs_grad_bias else None
         for rows in chunks(len(hidden), ctx.chunk_tokens):
             scale = pull = grad_logprobs[rows, None] / ctx.temperature
             logits = scaled_logits(hidden[rows], weight, bias, ctx.temperature)
@@ -157,14 +159,18 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
+            if grad_weight is None:
+                continue
             if grad_logits.is_cuda and grad_logits.dtype != grad_weight.dtype:
                 add_product(grad_weight, grad_logits, hidden[rows])
             else:
                 # addmm_ adds in place, so no second tensor of the head's size is allocated
                 grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
 def chunks(total: int, size: int) -> list[slice]:

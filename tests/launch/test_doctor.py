@@ -309,11 +309,12 @@ def test_memory_of_the_roles_by_hand(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     cache = 2 * 4 * 64 * 4  # keys and values of a token
     tokens = 4 * 4 * (16 * 128 + 4 * 384) + 2 * cache
-    head = 4 * 266 * (3 * 100 + 128)
+    logits = 4 * 266 * 3 * 100
+    head = logits + 4 * 266 * 128  # with the gradient of the head
     found = roles_of(LocalConfig(**given))
     assert found["trainer rank"] == (2, 1, 20e6 / 2 + 1000 * tokens + head)
     assert found["engine"] == (2, 1, 4e6 + (3 << 30))
-    assert found["reference worker"] == (1, 1, 4e6 + head)
+    assert found["reference worker"] == (1, 1, 4e6 + logits)
     assert found["rank 0's machine"] == (1, 0, 20e6)  # two packed copies, and masters with both moments
     less = roles_of(LocalConfig(**given, gradient_checkpointing=True, update_stats=False))
     assert less["trainer rank"][2] == 16e6 / 2 + 1000 * (4 * 4 * 128 + tokens // 4) + head

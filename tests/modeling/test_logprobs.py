@@ -94,6 +94,37 @@ def test_logits_exist_for_one_chunk_at_a_time_and_an_entropy_without_a_gradient_
     assert logit_tensors_of_a_backward("log-probs") < logit_tensors_of_a_backward("both")
 
 
+class HeadTensors(TorchDispatchMode):
+    """Counts the tensors of the head's shape that operations give."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_tensors = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.num_tensors += isinstance(out, torch.Tensor) and out.shape == (VOCAB, HIDDEN)
+        return out
+
+
+def test_a_frozen_head_as_with_lora_costs_no_tensor_of_its_size_and_the_other_gradients_stay():
+    gradients = {}
+    counts = {}
+    for is_frozen in (False, True):
+        hidden, weight, bias, targets = head_inputs(20, 0)
+        if is_frozen:
+            weight.requires_grad_(False)
+            bias.requires_grad_(False)
+        logprobs, entropies = chunked_logprobs(hidden, weight, bias, targets, 0.7, 9)
+        with HeadTensors() as tensors:
+            (logprobs.sum() + entropies.square().sum()).backward()
+        gradients[is_frozen] = hidden.grad
+        counts[is_frozen] = tensors.num_tensors
+        assert is_frozen == (weight.grad is None) == (bias.grad is None)
+    assert counts[True] == 0 < counts[False]
+    assert torch.equal(gradients[True], gradients[False])
+
+
 def test_the_head_s_gradient_on_a_gpu_needs_no_second_tensor_of_its_size(monkeypatch):
     monkeypatch.setattr(module, "PRODUCT_ROWS", 5)
     generator = torch.Generator().manual_seed(0)
