@@ -29,7 +29,6 @@ from async_grpo.inference.image_requests import (
     check_image_processor,
     without_tokens,
 )
-from async_grpo.inference.served_lora import POLICY_LORA, served_lora
 from async_grpo.inference.memory_cures import lack_in_step
 from async_grpo.inference.received_weights import ReceivedWeights
 from async_grpo.inference.requests import (
@@ -43,6 +42,7 @@ from async_grpo.inference.requests import (
     new_tokens_by_member,
     prompt_logprobs,
 )
+from async_grpo.inference.served_lora import POLICY_LORA, served_lora
 from async_grpo.inference.sleep_mode import SleepMode
 from async_grpo.inference.stall_watch import StallWatch
 from async_grpo.inference.vllm_edges.model_inspection import inspect_models_here

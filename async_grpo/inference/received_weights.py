@@ -3,8 +3,8 @@
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.inference.served_lora import MERGE_INSTEAD
 from async_grpo.inference.read_back_places import ReadBack
+from async_grpo.inference.served_lora import MERGE_INSTEAD
 from async_grpo.messages import LoraSettings
 from async_grpo.protocols import Manifest, TensorRecord
 

@@ -48,6 +48,15 @@ class MergedWeight:
 Weight = Tensor | MergedWeight
 
 
+def is_lora_tensor(name: str) -> bool:
+    """Return whether a tensor is a matrix A or B of a LoRA adapter, by its name in peft's files.
+
+    >>> is_lora_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
+    True
+    """
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def local_shard(weight: Weight) -> Tensor:
     """Return this rank's shard of a weight, or the weight itself if it is not sharded.
 

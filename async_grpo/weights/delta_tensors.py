@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.modeling import is_lora_tensor
 from async_grpo.weights.changes import LARGEST_SHARE, apply_changes, encode_changes
 from async_grpo.weights.package import tensor_digest
 from async_grpo.weights.traffic import Traffic
@@ -48,7 +49,9 @@ class SentTensors:
         last_digest, last_tensor = self._last[name]
         self.keep(name, tensor, digest)
         _, kept_tensor = self._last[name]
-        changes = encode_changes(_bytes_of(last_tensor), _bytes_of(kept_tensor))
+        changes = encode_changes(
+            _bytes_of(last_tensor), _bytes_of(kept_tensor), compress=is_lora_tensor(name)
+        )
         self._traffic.num_words += kept_tensor.nbytes // 2
         self._traffic.num_changed += changes.num_changed
         if len(changes.payload) < LARGEST_SHARE * kept_tensor.nbytes:

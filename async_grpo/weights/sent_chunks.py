@@ -1,8 +1,10 @@
 """The trainer's side of `--weight-sync-deltas`, for packages: chunks of weights travel as changes to the last chunks.
 
 The trainer keeps the chunks that it sent last, and each worker those that it received last, in main memory. A chunk
-travels as changes (see `changes`) if that is smaller. A worker turns it into the whole chunk again (`received_chunks`)
-before its engine sees it, so that every kind of engine loads whole tensors and reports their digests.
+travels as changes (see `changes`) if that is smaller. The changes of an adapter are compressed: it is small, so that
+this takes little time, and in float32 each step changes nearly all of its values. A worker turns changes into the whole
+chunk again (`received_chunks`) before its engine sees it, so that every kind of engine loads whole tensors and reports
+their digests.
 
 Changes name the digest of the chunk to which they apply. A worker without this chunk refuses them, is fenced, and gets
 whole chunks when it joins again. If the bytes of a worker's chunk have been damaged in memory, the digests of the whole
@@ -13,6 +15,7 @@ import hashlib
 
 import numpy as np
 
+from async_grpo.modeling import is_lora_tensor
 from async_grpo.protocols import ChunkDigest, Manifest, WeightPackage
 from async_grpo.weights.changes import LARGEST_SHARE, encode_changes
 from async_grpo.weights.package import SELF_TEST
@@ -68,7 +71,7 @@ class SentChunks:
         base_digest = ""
         if names in self._bases:
             last_digest, last_image = self._bases.pop(names)
-            changes = encode_changes(last_image, image)
+            changes = encode_changes(last_image, image, compress=all(map(is_lora_tensor, names)))
             self._traffic.num_words += len(image) // 2
             self._traffic.num_changed += changes.num_changed
             if len(changes.payload) < LARGEST_SHARE * len(image):

@@ -12,11 +12,14 @@ from two_ranks import on_two_ranks
 
 from async_grpo.cluster.worker_actors import _mapped
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.protocols import WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, unpack
+from async_grpo.weights.package import SELF_TEST, pack_weights, record, unpack
 from async_grpo.weights.publisher import Publisher
 from async_grpo.weights.received_chunks import ReceivedChunks
+from async_grpo.weights.sent_chunks import SentChunks
 from async_grpo.weights.shared_files import SharedFilesPublisher
+from async_grpo.weights.traffic import Traffic
 
 # The trainer computes in float32 and the worker with bfloat16 values, which the canary tolerates
 DELTAS = WeightConfig(weight_sync_deltas=True, canary_tolerance=1.0)
@@ -131,6 +134,28 @@ def test_changes_are_smaller_and_weights_that_all_change_travel_whole():
     assert sender.publish(model, 2)()["weight_sync_bytes"] == whole_bytes
     assert_equal_bits(worker, model)
     assert sender.publish(model, 3)()["weight_sync_bytes"] == 4  # nothing changed
+
+
+@pytest.mark.parametrize(("dtype", "largest_share"), [(torch.float32, 0.75), (torch.bfloat16, 0.5)])
+def test_steps_of_an_adapter_travel_compressed_and_arrive_bit_by_bit(dtype, largest_share):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.empty(16, 576).uniform_(-1 / 24, 1 / 24, generator=generator)
+    b = torch.zeros(576, 16)
+    sent = SentChunks(True, Traffic())
+    received = ReceivedChunks()
+    for version in range(30):
+        weights = {f"base_model.model.q.lora_{name}.weight": value for name, value in (("A", a), ("B", b))}
+        image, tensors = pack_weights(weights, dtype)
+        whole = image.tobytes()
+        manifest = {name: record(tensor) for name, tensor in tensors.items()}
+        package = WeightPackage(version, manifest, [], [], np.zeros(0), 1.0)
+        payload, digest = sent.encode(package, image, manifest)
+        (arrived,) = received.restore([payload.data], [digest])
+        assert arrived.tobytes() == whole
+        if version > 20:
+            assert digest.base_digest and len(payload) < largest_share * len(whole)
+        a = a + 2e-5 * torch.randn(a.shape, generator=generator)
+        b = b + 2e-5 * torch.randn(b.shape, generator=generator)
 
 
 def test_without_the_option_workers_keep_nothing_and_all_weights_travel():

@@ -24,17 +24,7 @@ from async_grpo.weights.read_back import fingerprint
 
 # Number of the policy's adapter in the engine, the only one that the engine has
 LORA_ID = 1
-MATRICES = (".lora_A.", ".lora_B.")
 NUM_NAMES = 5  # maximum number of names in an error message
-
-
-def is_of_lora(name: str) -> bool:
-    """Return whether a tensor belongs to an adapter.
-
-    >>> is_of_lora("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
-    True
-    """
-    return any(matrix in name for matrix in MATRICES)
 
 
 @dataclass(frozen=True)

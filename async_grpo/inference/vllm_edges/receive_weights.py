@@ -31,7 +31,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_grpo.inference.vllm_edges import addresses, tied_heads
-from async_grpo.inference.vllm_edges.lora_weights import EngineLora, is_of_lora
+from async_grpo.inference.vllm_edges.lora_weights import EngineLora
+from async_grpo.modeling import is_lora_tensor
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.delta_tensors import ReceivedTensors
 from async_grpo.weights.package import record
@@ -87,7 +88,7 @@ class Receipts:
         """Yield the weights, and record each of them."""
         for name, tensor in weights:
             self.received[name] = record(tensor)
-            if not is_of_lora(name):
+            if not is_lora_tensor(name):
                 self.fingerprints[name] = fingerprint(sampled(tensor))
             yield name, tensor
 
@@ -100,7 +101,7 @@ class Receipts:
             RuntimeError: The engine was started without an adapter.
         """
         for name, tensor in weights:
-            if not is_of_lora(name):
+            if not is_lora_tensor(name):
                 yield name, tensor
             elif self.adapter is None:
                 raise RuntimeError(f"received {name}, but this engine was started without an adapter")
