@@ -187,7 +187,7 @@ def _is_ready(reference: Any) -> bool:
 
 
 def write_evaluation(
-    path: Path, step: int, name: str, result: Mapping[str, Any], **entries: Any
+    path: Path, step: int, name: str, result: Mapping[str, Any], adapter: str = "", **entries: Any
 ) -> dict[str, Any]:
     """Write the result of an evaluation to files, and log it.
 
@@ -196,6 +196,7 @@ def write_evaluation(
         step: The step that was evaluated.
         name: Name of the evaluation file; "" if there is a single file without a name.
         result: A result of `Rollouts.evaluate`.
+        adapter: Name of the evaluated adapter, if there are several.
         entries: Additional entries of the line.
 
     Returns:
@@ -205,15 +206,17 @@ def write_evaluation(
     line: dict[str, Any] = {"step": step}
     if name:
         line["file"] = name
+    if adapter:
+        line["adapter"] = adapter
     line |= entries
     line["seconds"] = result["seconds"]
     line |= {f"eval_{key}": value for key, value in numbers.items()}
     with path.open("a", encoding="utf-8") as lines:
         lines.write(as_json(line))
-    suffix = f"_{name}" if name else ""
+    suffix = "".join(f"_{part}" for part in (adapter, name) if part)
     samples_path = path.with_name(f"eval_samples_{step}{suffix}.jsonl")
     samples_path.write_text("".join(map(as_json, result["samples"])), encoding="utf-8")
-    _log_evaluation(step, name, result, numbers)
+    _log_evaluation(step, f"{adapter} {name}".strip(), result, numbers)
     return numbers
 
 

@@ -34,7 +34,7 @@ def lora_settings(config: LoraConfig, model_path: str) -> LoraSettings | None:
     model = empty_causal_lm(model_path)
     if config.init_adapter is not None:
         settings = _initial_settings(config, Path(config.init_adapter).expanduser().absolute(), model_path)
-        _refuse_other_model(model, settings)
+        refuse_other_model(model, settings)
     else:
         layers = linear_layers(model)
         if config.lora_targets != ALL_LINEAR:
@@ -59,24 +59,38 @@ def _initial_settings(config: LoraConfig, folder: Path, model_path: str) -> Lora
     Raises:
         ConfigurationError: The folder holds no such adapter, or the options ask for another rank.
     """
+    settings = settings_of_folder(folder, model_path, config.lora_sync)
+    if config.lora_rank not in (0, settings.rank):
+        raise ConfigurationError(
+            f"--lora-rank {config.lora_rank}: the adapter in --init-adapter {folder} has the rank {settings.rank}: leave "
+            "--lora-rank out"
+        )
+    return settings
+
+
+def settings_of_folder(folder: Path, model_path: str, sync: str) -> LoraSettings:
+    """Return the settings of the adapter in a folder. Warn if it names another base than the model.
+
+    Args:
+        folder: A folder in peft's format.
+        model_path: The model to which the adapter is to be applied.
+        sync: How the adapter reaches the engines.
+
+    Raises:
+        ConfigurationError: The folder holds no adapter that computes W + s B A.
+    """
     description = read_lora_config(folder)
-    rank = description["r"]
     base = description.get("base_model_name_or_path")
     if isinstance(base, str) and not _has_part(model_path, Path(base).name):
         log.warning(
-            "--init-adapter %s was trained on %.120r and goes on with %s: an adapter computes what it learned only on its "
+            "the adapter in %s was trained on %.120r and is used with %s: an adapter computes what it learned only on its "
             "own base",
             folder,
             base,
             model_path,
         )
-    if config.lora_rank not in (0, rank):
-        raise ConfigurationError(
-            f"--lora-rank {config.lora_rank}: the adapter in --init-adapter {folder} has the rank {rank}: leave "
-            "--lora-rank out"
-        )
     layers = tuple(layers_in_file(folder))
-    return LoraSettings(rank, scaling_of(description), layers, config.lora_sync, str(folder))
+    return LoraSettings(description["r"], scaling_of(description), layers, sync, str(folder))
 
 
 def _has_part(model_path: str, name: str) -> bool:
@@ -84,8 +98,12 @@ def _has_part(model_path: str, name: str) -> bool:
     return any(part == name or part.endswith(f"--{name}") for part in Path(model_path).parts)
 
 
-def _refuse_other_model(model: Any, settings: LoraSettings) -> None:
-    """Refuse an initial adapter whose layers or shapes are not those of the model."""
+def refuse_other_model(model: Any, settings: LoraSettings) -> None:
+    """Refuse an adapter in a folder whose layers, shapes or values do not fit the model.
+
+    Raises:
+        ConfigurationError: See `refuse_unfitting` and `read_lora_tensors`.
+    """
     refuse_unfitting(model, settings)
     shapes = {}
     for name in settings.layers:

@@ -4,13 +4,11 @@ The folder of the checkpoint is untrusted, so only the portable options of its r
 (`options/portable.py`).
 """
 
+import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from async_grpo.algorithm.config import TOP_K
 from async_grpo.config.run import RunConfig
@@ -27,8 +25,7 @@ from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_config import LocalConfig, MayHaveNoTrainer
 from async_grpo.launch.local_run import parameters, start
 from async_grpo.launch.process_variables import gpus
-from async_grpo.metrics.console import means_of, show_waiting
-from async_grpo.metrics.writer import ConsoleHandler, claim
+from async_grpo.metrics.writer import claim
 from async_grpo.options.fields import (
     POSITIVE,
     POSITIVE_SHARE,
@@ -42,7 +39,6 @@ from async_grpo.options.fields import (
     refuse,
     required,
 )
-from async_grpo.options.log_setup import set_up_logging
 from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.processes.hub import local_model
 from async_grpo.processes.private_folder import private_folder
@@ -53,7 +49,6 @@ COMPLETIONS_AT_ONCE = 1024  # fewer if the engines have room for fewer
 EVALUATION_TIMEOUT_S = 7 * 86_400.0
 # No limit: an evaluation has no trainer rank for which a sequence could be too long
 MAX_TOKENS_PER_GPU = 1 << 30
-RESULTS_FILE = "eval_results.jsonl"
 # Options that are taken from the checkpoint's run only, because `async-grpo eval` does not have them
 OPTIONS_OF_THE_RUN = (
     "infinite_sampler_seed",
@@ -107,6 +102,13 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         everyday=True,
         aliases=("data",),
         portable=True,  # the file is only read as rows; see ADDRESS_OPTIONS
+        form=TABLE,
+    )
+    lora_adapters: str = option(
+        "",
+        "LoRA adapters to compare on the base model PATH, on the same engines, one after the other: NAME=FOLDER,"
+        "NAME=FOLDER, or a folder that holds adapters, such as hf_format of a run. The base is evaluated as well.",
+        "Evaluation",
         form=TABLE,
     )
     max_generation_tokens: int | None = option(
@@ -187,7 +189,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
         for field in fields(self):
             value = getattr(self, field.name)
             is_default = value is None and field.name in OPTIONS_WITH_A_DEFAULT_OF_RUN
-            if field.name != "path" and not is_default:
+            if field.name not in ("path", "lora_adapters") and not is_default:
                 options[field.name] = value
         if options.get("dtype", "auto") == "auto":
             # "auto" is resolved here, because the evaluation program sees no GPU: the engines have all of them
@@ -222,6 +224,7 @@ def evaluate(config: EvalConfig) -> None:
     names_of_valid_folders = ("config.json", ADAPTER_CONFIG_FILE, "checkpoints", MANIFEST)
     is_valid_folder = any((model / name).exists() for name in names_of_valid_folders)
     refuse(not is_valid_folder, f"{model} holds no model (config.json), no adapter, no run and no checkpoint")
+    adapters = _absolute_adapters(config.lora_adapters, model)
     with private_folder("grpo-eval-") as scratch:
         if not (model / "config.json").exists():
             model = scratch / "model"
@@ -231,16 +234,36 @@ def evaluate(config: EvalConfig) -> None:
         run = config.as_run(model)
         arguments = [
             "-m",
-            "async_grpo.launch.evaluate",
+            "async_grpo.launch.evaluator",
             parameters(run),
             f"--evaluated={config.path}",
             f"--step={step}",
+            f"--lora-adapters={adapters}",
         ]
         refuse_at_once(run)
         with early_start(run) as early:
             check(run, early)
             claim(run.output_path)
             start(run, early, arguments)
+
+
+def _absolute_adapters(adapters: str, model: Path) -> str:
+    """Return `--lora-adapters` as a table of absolute paths; "" if the option is not set.
+
+    Raises:
+        ConfigurationError: A folder holds no adapter, or the model is none.
+    """
+    if not adapters:
+        return ""
+    refuse(
+        not (model / "config.json").exists(),
+        f"--lora-adapters are compared on their base, but {model} is no model: give the folder of the base",
+    )
+    # This import takes seconds
+    from async_grpo.config.compared_adapters import adapter_folders
+
+    folders = {name: str(folder.absolute()) for name, folder in adapter_folders(adapters).items()}
+    return json.dumps(folders)
 
 
 def _options_of(folder: Path) -> dict[str, Any]:
@@ -276,65 +299,3 @@ def _names_only_shipped(option_name: str, value: Any) -> bool:
     """Return whether all entries of an option's value, a comma list, ship with this library."""
     portable = EvalConfig.__dataclass_fields__[option_name].metadata["portable"]
     return not value or {part.strip() for part in str(value).split(",")} <= {*names_in(portable)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatorConfig(RunConfig):
-    """Options of the evaluation program: those of a run. Options that concern training are ignored."""
-
-    evaluated: str = option("", "Name of the evaluated model in the results.")
-    step: int = option(0, "Policy version of the evaluated weights.")
-
-
-def ask_and_score(config: EvaluatorConfig) -> None:
-    """Evaluate the model on every file, print a table of the results, and append them to `RESULTS_FILE`.
-
-    Raises:
-        AsyncGrpoError: An input cannot work, or a call of the controller failed.
-    """
-    set_up_logging(config.logging_level, "[evaluator] ", ConsoleHandler())
-    # These imports take seconds, so a wrong option is refused before them
-    from async_grpo.cluster.ray_session import answer, connect
-    from async_grpo.cluster.remote_experience import start_batcher, write_evaluation
-    from async_grpo.cluster.trainer_rank import await_workers, close_run, open_run
-    from async_grpo.config.preflight import prepare
-
-    prepared = prepare(config).store_images()
-    questions = prepared.eval_questions
-    path = config.output_path / RESULTS_FILE
-    connect(config.run_name, config.logging_level)
-    controller = open_run(config, replace(prepared.settings, trains=False))
-    answer(start_batcher(controller, prepared), config.start_timeout_s)
-    await_workers(controller, config)
-    with show_waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
-        results = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
-    columns = {}
-    for name, result in results.items():
-        # The engines number their weights from 0. The results name the training step of the weights instead
-        result |= {"version_min": config.step, "version_max": config.step}
-        for sample in result["samples"]:
-            sample["oldest_version"] = config.step
-        line = write_evaluation(path, config.step, name, result, evaluated=config.evaluated)
-        columns[name or "held-out"] = {
-            **means_of(line),
-            "scored": f"{result['num_reward_ok']} of {result['num_samples']}",
-            "seconds": f"{result['seconds']:.1f}",
-        }
-    close_run(controller, "the evaluation is done")
-    _print_table(columns, config.evaluated)
-    Console().print(f"results: {path}", soft_wrap=True, highlight=False)
-
-
-def _print_table(columns: Mapping[str, Mapping[str, str]], title: str) -> None:
-    table = Table("", *columns, title=title, title_justify="left")
-    labels = dict.fromkeys(label for column in columns.values() for label in column)
-    for label in labels:
-        table.add_row(label, *(column.get(label, "-") for column in columns.values()))
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    from async_grpo.launch.commands import foreign_keys
-    from async_grpo.options.command_line import run_command
-
-    run_command(EvaluatorConfig, ask_and_score, help="See `async-grpo eval`.", foreign=foreign_keys)

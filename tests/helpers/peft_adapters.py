@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from engine_thread import hf_logprobs
 
 from async_grpo.messages import LoraSettings
+from async_grpo.types import Completion
 
 
 def new_adapter(
@@ -36,3 +39,24 @@ def lora_settings(policy: torch.nn.Module, rank: int, scaling: float) -> LoraSet
     names = [name for name in peft_tensors(policy) if ".lora_A." in name]
     layers = [name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in names]
     return LoraSettings(rank, scaling, tuple(sorted(layers)), "adapter")
+
+
+@torch.no_grad()
+def move(policy: torch.nn.Module, size: float, seed: int = 0) -> None:
+    """Add noise to both matrices of every module."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, matrix in policy.named_parameters():
+        if "lora_" in name:
+            matrix.add_(torch.randn(matrix.shape, generator=generator) * size)
+
+
+def base_logprobs(policy: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
+    """Log-probs of a sequence without the adapter."""
+    with policy.disable_adapter():
+        return hf_logprobs(policy, ids)
+
+
+def error_of(completion: Completion, policy: torch.nn.Module, prompt: np.ndarray) -> float:
+    """Largest difference to peft's log-probs at the sampling temperature."""
+    ids = np.concatenate([prompt, completion.token_ids])
+    return np.abs(completion.logprobs - hf_logprobs(policy, ids, temperature=0.7)[len(prompt) :]).max()

@@ -10,7 +10,8 @@ from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch.commands import COMMANDS, config_class
-from async_grpo.launch.evaluate import EvalConfig, EvaluatorConfig, evaluate
+from async_grpo.launch.evaluate import EvalConfig, _absolute_adapters, evaluate
+from async_grpo.launch.evaluator import EvaluatorConfig
 from async_grpo.training.checkpoint_folder import Manifest, complete, partial_folder
 
 OF_THE_RUN = {
@@ -160,11 +161,34 @@ def test_a_broken_checkpoint_is_refused_by_name(checkpoint):
         evaluate(config)
 
 
+def test_adapters_are_compared_on_a_model_alone_and_named_by_absolute_paths(
+    checkpoint, tmp_path, monkeypatch
+):
+    options = {"eval_data_path": "x.jsonl", "reward_fns": "format"}
+    config = given(checkpoint, lora_adapters=str(tmp_path), **options)
+    with pytest.raises(ConfigurationError, match="is no model: give the folder of the base"):
+        evaluate(config)
+    base = tmp_path / "base"
+    adapter = tmp_path / "adapters" / "a"
+    for folder, name in ((base, "config.json"), (adapter, "adapter_config.json")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"a=nowhere: there is no adapter_config\.json"):
+        evaluate(given(base, lora_adapters="a=nowhere", **options))
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(_absolute_adapters("adapters", base)) == {"a": str(adapter)}
+    assert not hasattr(given(base, lora_adapters="adapters", **options).as_run(base), "lora_adapters")
+
+
 def test_its_own_program_and_the_workers_read_the_same_parameters(tmp_path):
     """Every key of the file is an option of the run, of the worker, or of the evaluator."""
     (tmp_path / "config.json").write_text("{}")
     run = given(tmp_path, eval_data_path="x.jsonl", reward_fns="format").as_run(tmp_path)
     known = {one.name for name in ("run", "worker") for one in dataclasses.fields(config_class(name))}
     assert set(json.loads(json.dumps(dataclasses.asdict(run)))) <= known
-    assert {one.name for one in dataclasses.fields(EvaluatorConfig)} - known == {"evaluated", "step"}
+    assert {one.name for one in dataclasses.fields(EvaluatorConfig)} - known == {
+        "evaluated",
+        "step",
+        "lora_adapters",
+    }
     assert COMMANDS["eval"].config == "EvalConfig"

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from long_tests import long_test
+from peft_adapters import new_adapter
 from real_runs import DATA, left_behind
+from transformers import AutoModelForCausalLM
 
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
@@ -100,3 +102,48 @@ def test_a_checkpoint_is_evaluated_with_its_own_weights_and_the_options_of_its_r
     assert {"evaluator.log", "ray.log", "controller", "generation"} <= logs
     (engine,) = [path for path in (results / "logs").glob("generation-*") if "worker" not in path.name]
     assert "vllm" in engine.read_text().lower()
+
+
+@pytest.mark.exhaustive
+def test_adapters_are_compared_on_one_engine_in_one_table(tmp_path):
+    """An adapter that changes nothing answers as the base does, and one of noise answers nothing."""
+    base = DATA / "tiny-model"
+    for name, size in (("nothing", 0.0), ("noise", 3.0)):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        new_adapter(model, 4 if size else 2, 2.0, ("q_proj", "up_proj"), size=size).save_pretrained(
+            tmp_path / "adapters" / name
+        )
+    held_out = tmp_path / "held_out.jsonl"
+    questions = (DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join(questions[:16]))
+    results = tmp_path / "results"
+    command = [
+        sys.executable,
+        "-m",
+        "async_grpo",
+        "eval",
+        str(base),
+        f"--lora-adapters={tmp_path / 'adapters'}",
+    ]
+    command += [f"--data={held_out}", "--reward-fns=countdown,format", f"--eval-samples={SAMPLES}"]
+    command += [f"--output-dir={results}", "--max-generation-tokens=24", "--enforce-eager"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(text) for text in (results / "eval_results.jsonl").read_text().splitlines()]
+    assert [line["adapter"] for line in lines] == ["base", "noise", "nothing"]
+    assert [Path(line["evaluated"]).name for line in lines] == ["tiny-model", "noise", "nothing"]
+    answers = {}
+    for name in ("base", "noise", "nothing"):
+        texts = (results / f"eval_samples_0_{name}.jsonl").read_text().splitlines()
+        samples = [json.loads(text) for text in texts]
+        answers[name] = {(sample["group"], sample["member"]): sample["completion"] for sample in samples}
+        assert len(answers[name]) == 16 * SAMPLES
+    equal = [answers["nothing"][key] == text for key, text in answers["base"].items()]
+    assert np.mean(equal) > 0.9  # the same seeds; what shares a batch may change a last bit
+    equal = [answers["noise"][key] == text for key, text in answers["base"].items()]
+    assert np.mean(equal) < 0.1
+    rewards = {line["adapter"]: line["eval_avg_reward"] for line in lines}
+    assert rewards["noise"] < rewards["base"]
+    assert "the adapter nothing as with the base alone" in done.stdout + done.stderr
+    for word in ("adapter", "base", "noise", "nothing", "64 of 64"):
+        assert word in done.stdout, done.stdout
