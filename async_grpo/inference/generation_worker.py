@@ -96,7 +96,6 @@ class GenerationWorker:
         self._adapter = served_lora(settings)
         self._received = ReceivedWeights(engine, self._adapter)
         self._grammar_replay = GrammarReplay(engine, tokenizer)
-
         # Locked from `pause`, or `sleep`, to `resume`
         self._update_lock = asyncio.Lock()
         self._paused_at = 0.0
@@ -273,6 +272,7 @@ class GenerationWorker:
             return False
         # The new trainer reuses version numbers for other weights. A new salt prevents the use of old cached prefixes
         self._num_starts += 1
+        self._received.begin_anew()
         self.policy_version = UNSYNCED
         return True
 

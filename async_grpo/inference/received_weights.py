@@ -45,6 +45,10 @@ class ReceivedWeights:
             )
         self.read_back.begin(await self._engine.collective_rpc("fingerprints"))
 
+    def begin_anew(self) -> None:
+        """Serve no requests with the adapter of an earlier trainer. The first update of the next one brings another."""
+        self.is_ready = self._adapter is None
+
     async def put_adapter_in_place(self) -> None:
         """Let the engine compute with the adapter that it has received. Called at the end of each update."""
         if self._adapter is not None:

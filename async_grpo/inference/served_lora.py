@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import torch
 from vllm.lora.request import LoRARequest
 
 from async_grpo.errors import ConfigurationError
@@ -14,6 +15,9 @@ from async_grpo.modeling.load import load_config
 log = logging.getLogger(__name__)
 # Modules that vLLM 0.32 can adapt only in some models, and the head only if it is not tied to the embedding
 EMBEDDINGS = ("embed_tokens", "lm_head")
+# Fields of a model's configuration with its number of experts (MoE). For such models, vLLM 0.32 chooses kernels written in
+# Triton once it serves adapters, also on a CPU, where the first request ends the engine
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MERGE_INSTEAD = "; with --lora-sync merged, engines receive whole weights and serve every adapter"
 # Every request of the policy names this adapter. The path is never read, because the adapter's tensors arrive by weight
 # updates. If the adapter were missing, vLLM would look for the path, and the request would fail
@@ -42,7 +46,13 @@ def lora_arguments(options: EngineConfig, adapter: LoraSettings) -> dict[str, An
         raise ConfigurationError(
             f"--lora-targets: engines cannot apply an adapter to {', '.join(embeddings)}{MERGE_INSTEAD}"
         )
-    is_quantized = getattr(load_config(options.model_path), "quantization_config", None) is not None
+    model_config = load_config(options.model_path)
+    has_experts = any(getattr(model_config.get_text_config(), name, None) for name in NUMBERS_OF_EXPERTS)
+    if has_experts and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"--lora-sync adapter: on a CPU, vLLM cannot compute experts in an engine that applies adapters{MERGE_INSTEAD}"
+        )
+    is_quantized = getattr(model_config, "quantization_config", None) is not None
     if is_quantized or options.further_options.get("quantization"):
         raise ConfigurationError(
             "an engine with quantized weights cannot show that it applies an adapter to the right base: leave out "

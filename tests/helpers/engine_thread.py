@@ -1,6 +1,7 @@
 """A real vLLM engine in a thread of its own, and the log-probs that transformers computes with the same weights."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -14,6 +15,7 @@ from safetensors.torch import save
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import context_length, model_fingerprint, stop_token_ids
 from async_grpo.protocols import Manifest
+from async_grpo.types import Completion, Sampling
 from async_grpo.weights.canary import Canary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,8 @@ SETTINGS = SharedRunSettings(
     seed=0,
     char_ends=True,
 )
+
+_seeds = itertools.count()
 
 
 class EngineThread:
@@ -97,3 +101,10 @@ def send(engine: EngineThread, tensors: dict[str, torch.Tensor], version: int) -
     """Send weights to an engine and return (its receipt, its log-probs of the canary)."""
     received = engine.run(engine.worker.update(version, [memoryview(save(tensors))]))
     return received, engine.run(engine.worker.canary(CANARY))
+
+
+async def completions(engine: EngineThread, prompt: np.ndarray, count: int, tokens: int) -> list[Completion]:
+    """Sample several completions of a prompt, each with a seed of its own."""
+    seeds = {member: next(_seeds) for member in range(count)}
+    answers = engine.worker.complete(prompt, seeds, Sampling(max_tokens=tokens))
+    return [answer async for answer in answers if isinstance(answer, Completion)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tiny_policy import SETTINGS
+from transformers import Qwen3MoeConfig
 
 pytest.importorskip("vllm")
 
@@ -12,10 +13,13 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.inference.config import EngineConfig
 from async_grpo.inference.engine_arguments import engine_arguments
 from async_grpo.inference.read_back_places import ReadBack
+from async_grpo.inference.served_lora import lora_arguments
 from async_grpo.messages import LoraSettings
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
 LAYERS = ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj")
+
+LORA = LoraSettings(4, 2.0, LAYERS, "adapter")
 
 
 def arguments(options: str = "", model: Path = MODEL, rank: int = 4, sync: str = "adapter", layers=LAYERS):
@@ -59,6 +63,22 @@ def test_a_model_folder_with_quantized_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(config + ', "quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(ConfigurationError, match="an engine with quantized weights"):
         arguments(model=tmp_path)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_model_with_experts_is_refused_on_a_cpu_alone(tmp_path, monkeypatch, has_gpu):
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = Qwen3MoeConfig(vocab_size=300, num_hidden_layers=2, num_experts=4)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    if has_gpu:
+        assert lora_arguments(EngineConfig(model_path=str(tmp_path)), LORA)["enable_lora"]
+        return
+    with pytest.raises(
+        ConfigurationError, match="on a CPU, vLLM cannot compute experts .*--lora-sync merged"
+    ):
+        lora_arguments(EngineConfig(model_path=str(tmp_path)), LORA)
 
 
 # -- read-back

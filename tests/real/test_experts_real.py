@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 from engine_thread import CANARY, MODEL, EngineThread, hf_logprobs, send
+from real_fleet import LoraTrainer, RealFleet
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from async_grpo.messages import LoraSettings
+from async_grpo.modeling.load import load_causal_lm
+from async_grpo.modeling.lora import linear_layers
 from async_grpo.modeling.policy import PolicyModel, named_weights
 
 pytestmark = pytest.mark.real
@@ -82,3 +86,19 @@ def test_experts_and_their_router_compute_with_the_weights_of_every_update(
                 Exception, match=r"size of tensor a \(128\) must match the size of tensor b \(80\)"
             ):
                 update(5, "packed experts")
+
+
+def test_an_adapter_of_the_attention_is_merged_beside_the_frozen_experts(engine_environment, tmp_path):
+    save_fresh_experts(tmp_path, ALIGNED_WIDTH)
+    layers = linear_layers(load_causal_lm(tmp_path, "float32"))
+    assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    lora = LoraSettings(4, 2.0, tuple(sorted(layers)), "merged")
+    with closing(EngineThread(tmp_path, lora=lora)) as engine:
+        fleet = RealFleet(early=engine)
+        trainer = LoraTrainer(tmp_path, lora, fleet)
+        before = trainer.logprobs()
+        for _ in range(3):
+            trainer.step()
+            logprobs = engine.run(engine.worker.canary(CANARY))
+            assert np.abs(logprobs - trainer.logprobs()).max() < 1e-4
+        assert not fleet.fenced and np.abs(trainer.logprobs() - before).max() > 0.01

@@ -2,29 +2,31 @@
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
-from engine_thread import CANARY, MODEL, EngineThread, hf_logprobs, weights
+from engine_thread import CANARY, MODEL, EngineThread, completions, hf_logprobs, weights
 from long_tests import long_test
-from peft_adapters import lora_settings, new_adapter, peft_tensors
+from peft_adapters import base_logprobs, error_of, lora_settings, move, new_adapter, peft_tensors
+from real_fleet import LoraTrainer, RealFleet, restart
 from safetensors.torch import save, save_file
 from transformers import AutoModelForCausalLM
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.messages import LoraSettings
 from async_grpo.protocols import WeightPackage
-from async_grpo.types import Completion, Sampling
+from async_grpo.types import Completion
 from async_grpo.weights.package import prove_landed, record
 from async_grpo.weights.self_test import MIN_TOLERANCE
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("engine_environment")]
 RANK, SCALING = 4, 2.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-VERSIONS, SEEDS = itertools.count(), itertools.count()
+VERSIONS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +55,6 @@ def fail_by(engine: EngineThread, fault: str, module: str = "") -> None:
     engine.run(engine.worker.engine.collective_rpc("fail_by", args=(fault, module)))
 
 
-@torch.no_grad()
-def move(policy: torch.nn.Module, size: float, seed: int = 0) -> None:
-    """Add noise to both matrices of every module."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, matrix in policy.named_parameters():
-        if "lora_" in name:
-            matrix.add_(torch.randn(matrix.shape, generator=generator) * size)
-
-
 def land(engine: EngineThread, policy: torch.nn.Module) -> None:
     """Send the adapter, and prove as the trainer does that it has landed. Raise WeightsDidNotLand or WorkerLost."""
     tensors, version = peft_tensors(policy), next(VERSIONS)
@@ -77,23 +70,6 @@ def land(engine: EngineThread, policy: torch.nn.Module) -> None:
         tolerance=MIN_TOLERANCE,
     )
     prove_landed(package, "w0", (received, logprobs))
-
-
-async def completions(engine: EngineThread, prompt: np.ndarray, count: int, tokens: int) -> list[Completion]:
-    seeds = {member: next(SEEDS) for member in range(count)}
-    answers = engine.worker.complete(prompt, seeds, Sampling(max_tokens=tokens))
-    return [answer async for answer in answers if isinstance(answer, Completion)]
-
-
-def base_logprobs(policy: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
-    with policy.disable_adapter():
-        return hf_logprobs(policy, ids)
-
-
-def error_of(completion: Completion, policy: torch.nn.Module, prompt: np.ndarray) -> float:
-    """Largest difference to peft's log-probs at the sampling temperature."""
-    ids = np.concatenate([prompt, completion.token_ids])
-    return np.abs(completion.logprobs - hf_logprobs(policy, ids, temperature=0.7)[len(prompt) :]).max()
 
 
 # -- exactness
@@ -286,6 +262,108 @@ def test_a_base_that_has_changed_is_refused_by_name_until_it_is_as_it_was(engine
         load_base()
         engine.worker._broken_reason = None
         land(engine, policy)
+
+
+# -- engines that join late, or start again
+
+
+@pytest.fixture(scope="module")
+def late_engine(engine_environment, policy) -> Iterator[EngineThread]:
+    lora = lora_settings(policy, RANK, SCALING)
+    with closing(EngineThread(extension="faulty_lora.FaultyLora", lora=lora)) as thread:
+        yield thread
+
+
+def largest_error(engine: EngineThread, trainer: LoraTrainer) -> float:
+    return float(np.abs(engine.run(engine.worker.canary(CANARY)) - trainer.logprobs()).max())
+
+
+def test_an_engine_that_joins_late_serves_only_with_the_proven_base_and_the_current_adapter(
+    engine, late_engine, policy, model
+):
+    fleet = RealFleet(early=engine)
+    trainer = LoraTrainer(MODEL, lora_settings(policy, RANK, SCALING), fleet)
+    for _ in range(3):
+        trainer.step()
+    assert largest_error(engine, trainer) < 1e-4
+    sent_to_early = dict(fleet.packages[-1].manifest)
+    assert all(".lora_" in name for name in sent_to_early)
+
+    restart(late_engine)
+    fleet.join("late", late_engine)
+    with pytest.raises(WorkerLost, match="has not received the policy's adapter"):
+        late_engine.run(completions(late_engine, CANARY[:8], 1, 4))
+    num_packages = len(fleet.packages)
+    trainer.serve_late()
+    late_packages = fleet.packages[num_packages:]
+    assert all(package.for_late for package in late_packages)
+    # The same adapter as that of the other engine, and the whole base, which the self-test has changed and restored
+    final = late_packages[-1].manifest
+    assert final.items() >= sent_to_early.items()
+    assert {name for name in final if ".lora_" not in name} == set(weights(model))
+    assert not fleet.fenced and not fleet.late
+    assert largest_error(late_engine, trainer) < 1e-4
+    (answer,) = late_engine.run(completions(late_engine, CANARY[:8], 1, 4))
+    assert set(answer.versions) == {trainer.version}
+
+    trainer.step()
+    assert set(fleet.packages[-1].manifest) == set(sent_to_early)
+    assert largest_error(engine, trainer) < 1e-4 and largest_error(late_engine, trainer) < 1e-4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_late_engine_that_loses_the_adapter_is_fenced_by_name_and_the_others_go_on(
+    engine, late_engine, policy, fault
+):
+    lora = lora_settings(policy, RANK, SCALING)
+    fleet = RealFleet(early=engine)
+    trainer = LoraTrainer(MODEL, lora, fleet)
+    trainer.step()
+    trainer.step()
+    restart(late_engine)
+    fleet.join("late", late_engine)
+    module = next(name for name in lora.layers if name.endswith("q_proj"))
+    fail_by(late_engine, fault, module)
+    trainer.serve_late()
+    fail_by(late_engine, "")
+    assert re.search(FAULTS[fault].format(module=module), fleet.fenced["late"])
+    trainer.step()
+    assert list(fleet.engines) == ["early"] and largest_error(engine, trainer) < 1e-4
+
+    restart(late_engine)
+    fleet.join("late", late_engine)
+    trainer.serve_late()
+    assert not fleet.late and largest_error(late_engine, trainer) < 1e-4
+
+
+def test_an_engine_serves_a_restarted_trainer_only_once_it_has_that_trainer_s_adapter(engine, policy):
+    lora = lora_settings(policy, RANK, SCALING)
+    LoraTrainer(MODEL, lora, RealFleet(early=engine)).step()
+    assert engine.run(engine.worker.begin_anew())
+    with pytest.raises(WorkerLost, match="has not received the policy's adapter"):
+        engine.run(completions(engine, CANARY[:8], 1, 4))
+    trainer = LoraTrainer(MODEL, lora, RealFleet(early=engine))
+    trainer.step()
+    trainer.step()
+    assert largest_error(engine, trainer) < 1e-4
+
+
+@pytest.mark.exhaustive
+def test_an_engine_whose_process_ended_and_started_again_gets_the_base_and_the_current_adapter(
+    engine_environment, engine, policy
+):
+    lora = lora_settings(policy, RANK, SCALING)
+    fleet = RealFleet(early=engine)
+    trainer = LoraTrainer(MODEL, lora, fleet)
+    for _ in range(2):
+        with closing(EngineThread(extension="faulty_lora.FaultyLora", lora=lora)) as again:
+            trainer.step()
+            fleet.join("again", again)
+            trainer.serve_late()
+            trainer.step()
+            assert not fleet.fenced and not fleet.late and largest_error(again, trainer) < 1e-4
+            fleet.fence("again", WorkerLost("its process ended"))
+        fleet.fenced.clear()
 
 
 # -- what an engine refuses
