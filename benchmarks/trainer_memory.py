@@ -2,7 +2,7 @@
 
     python -m benchmarks.trainer_memory [--model FOLDER] [--rank 16] [--tokens 512] [--length 128]
 
-Each case runs in a process of its own: it loads the model, takes two steps with the largest micro-batch of the options
+Each case runs in a process of its own: it loads the model, takes some steps with the largest micro-batch of the options
 (`largest_micro_batch`), as a rank does, and prints the largest resident memory as it is, and without what the process
 had before it loaded the model. Loading maps the files of the model, which counts as resident.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from async_grpo.data import smollm2
 
-STEPS = 2
+STEPS = 6
 CASE = """
 import dataclasses, json, sys
 import numpy as np

@@ -15,6 +15,9 @@ from async_grpo.messages import Truncation
 from async_grpo.modeling.token_masks import TokenMasks, forbid
 from async_grpo.modeling.truncated import forbid_below, lowest_logits
 
+# Tokens whose logits are in memory at once on a CPU if the head is frozen. There, as few as these are computed as fast as
+# more. With a gradient of the head, each chunk also adds to a tensor of the head's size, which takes longer
+FROZEN_CHUNK_TOKENS_ON_CPU = 64
 PRODUCT_ROWS = 1 << 14  # rows of the head whose gradient is computed at once on a GPU
 
 
@@ -57,6 +60,8 @@ def chunked_logprobs(
     >>> (logprobs.exp()).tolist()
     [0.25, 0.25, 0.25]
     """
+    if not (weight.requires_grad or weight.is_cuda):
+        chunk_tokens = min(chunk_tokens, FROZEN_CHUNK_TOKENS_ON_CPU)
     indices = None if masks is None else masks.indices
     bits = None if masks is None else masks.bits
     logprobs, entropies, is_outside = _ChunkedHead.apply(
@@ -103,7 +108,8 @@ class _ChunkedHead(torch.autograd.Function):
             normalisers[rows] = logits.logsumexp(dim=1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
-            entropies[rows] = normalisers[rows] - torch.linalg.vecdot(probs, logits)
+            # Multiplied in place, because the product would be one more tensor of the logits' size
+            entropies[rows] = normalisers[rows] - probs.mul_(logits).sum(dim=1)
         ctx.save_for_backward(
             hidden,
             weight,

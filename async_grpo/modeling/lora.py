@@ -64,6 +64,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from async_grpo.modeling.lora_layer import LeanLoraLinear
+
     refuse_unfitting(model, settings)
     # peft multiplies by lora_alpha / r
     config = LoraConfig(
@@ -72,6 +74,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
         target_modules=list(settings.layers),
         task_type="CAUSAL_LM",
     )
+    config._register_custom_module({nn.Linear: LeanLoraLinear})
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
 

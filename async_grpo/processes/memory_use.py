@@ -1,9 +1,10 @@
 """How much memory this process takes, and how much it was planned to take."""
 
+import ctypes
 import os
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import psutil
 from rich.filesize import decimal
 
 KIB = 1024
+# Before the end of a step, memory is returned to the operating system if the process holds this many times what it held
+# after the last return
+GROWTH_BEFORE_RETURN = 1.5
 # The estimate for this process in bytes, by the name of the process: at most one entry, because a process has one task
 _planned_bytes: dict[str, int] = {}
 
@@ -88,3 +92,36 @@ def _peak_of(process_id: int) -> int:
             if line.startswith("VmHWM:"):
                 return KIB * int(line.split()[1])
     return 0
+
+
+class FreedMemory:
+    """Returns the memory of freed tensors to the operating system, where the C library keeps it.
+
+    Torch allocates tensors in main memory with an alignment. glibc before version 2.38 does not find room for them in the
+    gaps that earlier ones of the same size left, so that a trainer on a CPU grows with each micro-batch, although all
+    tensors are freed (docs/log.md, 2026-11-28).
+    """
+
+    def __init__(self) -> None:
+        self._trim = _malloc_trim()
+        self._resident_bytes = 0  # what this process held after the last return
+        self.release()
+
+    def release(self) -> None:
+        """Return all freed memory. The next tensors take longer, because the system must assign their memory anew."""
+        if self._trim is not None:
+            self._trim(0)
+            self._resident_bytes = resident_bytes()
+
+    def release_if_grown(self) -> None:
+        """Return all freed memory if this process has grown much since the last time."""
+        if resident_bytes() > GROWTH_BEFORE_RETURN * self._resident_bytes:
+            self.release()
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return the function of glibc that returns freed memory; None in another C library."""
+    with suppress(OSError, AttributeError):
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        return trim
+    return None

@@ -20,6 +20,7 @@ from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.metrics.memory_report import PEAK, memory_entry
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.processes.memory_use import FreedMemory
 from async_grpo.processes.out_of_memory import naming_out_of_memory
 from async_grpo.training.base_reference import add_base_logprobs
 from async_grpo.training.config import OptimizerConfig
@@ -69,6 +70,8 @@ class GradientAccumulator:
         self._waiting: list[BatchTensors] = []  # micro-batches that are kept until the end of their step
         # Sums and maxima over the micro-batches of this step, on the device
         self._totals: dict[str, Tensor] = {}
+        # Returns main memory after micro-batches; None where they are computed on a GPU
+        self._freed_memory = FreedMemory() if self.ranks.device.type == "cpu" else None
 
     def add(self, micro_batch: MicroBatch) -> None:
         """Run forward and backward of a micro-batch, or keep it until `finish` if the loss needs the whole step.
@@ -86,6 +89,8 @@ class GradientAccumulator:
 
     def _backward(self, batch: BatchTensors) -> None:
         totals = self.compute_gradient(batch)
+        if self._freed_memory is not None:
+            self._freed_memory.release_if_grown()
         for observe in self.observers:
             observe(batch)
         for name, value in totals.items():
@@ -180,6 +185,8 @@ class GradientAccumulator:
                     gradients, count, totals["backward_loss"], gradient_square, critic_square
                 )
         self.discard_gradients()
+        if self._freed_memory is not None:
+            self._freed_memory.release()
 
         report: dict[str, Any] = _metrics(totals, histogram, count)
         report |= update
