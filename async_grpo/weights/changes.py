@@ -32,7 +32,8 @@ WORD = np.dtype("<u2")
 COUNT = np.dtype("<u4")
 ALIGNMENT_BYTES = 4
 # Senders send changes only if they are smaller than this share of the whole. Above it, they save little
-LARGEST_SHARE = 0.9
+LARGEST_SHARE = 0.6
+LARGEST_COMPRESSED_SHARE = 0.9  # the same for compressed changes, which are of small tensors
 COMPRESSED = 1 << 31  # added to the count of a compressed block
 # A block is compressed if more than one word in this number has changed. Fewer changes are small without compression
 MIN_CHANGES_TO_COMPRESS = 8
@@ -48,6 +49,9 @@ class Changes:
 
     payload: np.ndarray  # (n,) uint8, see the layout above
     num_changed: int  # number of words that differ
+    is_worthwhile: (
+        bool  # whether the changes are so much smaller than the whole that they should be sent instead
+    )
 
 
 def encode_changes(base: np.ndarray, new: np.ndarray, *, compress: bool = False) -> Changes:
@@ -92,7 +96,9 @@ def encode_changes(base: np.ndarray, new: np.ndarray, *, compress: bool = False)
             parts.append(new_block[positions].view(np.uint8))
     num_bytes = sum(len(part) for part in parts)
     parts.append(np.zeros(-num_bytes % ALIGNMENT_BYTES, np.uint8))
-    return Changes(np.concatenate(parts), num_changed)
+    payload = np.concatenate(parts)
+    largest_share = LARGEST_COMPRESSED_SHARE if compress else LARGEST_SHARE
+    return Changes(payload, num_changed, is_worthwhile=len(payload) < largest_share * len(new))
 
 
 def apply_changes(base: np.ndarray, payload: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling import is_lora_tensor
-from async_grpo.weights.changes import LARGEST_SHARE, apply_changes, encode_changes
+from async_grpo.weights.changes import apply_changes, encode_changes
 from async_grpo.weights.package import tensor_digest
 from async_grpo.weights.traffic import Traffic
 
@@ -54,7 +54,7 @@ class SentTensors:
         )
         self._traffic.num_words += kept_tensor.nbytes // 2
         self._traffic.num_changed += changes.num_changed
-        if len(changes.payload) < LARGEST_SHARE * kept_tensor.nbytes:
+        if changes.is_worthwhile:
             return f"{CHANGES}{last_digest}:{name}", torch.from_numpy(changes.payload)
         return KEEP + name, kept_tensor
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from async_grpo.modeling import is_lora_tensor
 from async_grpo.protocols import ChunkDigest, Manifest, WeightPackage
-from async_grpo.weights.changes import LARGEST_SHARE, encode_changes
+from async_grpo.weights.changes import encode_changes
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.traffic import Traffic
 
@@ -74,7 +74,7 @@ class SentChunks:
             changes = encode_changes(last_image, image, compress=all(map(is_lora_tensor, names)))
             self._traffic.num_words += len(image) // 2
             self._traffic.num_changed += changes.num_changed
-            if len(changes.payload) < LARGEST_SHARE * len(image):
+            if changes.is_worthwhile:
                 payload = changes.payload
                 base_digest = last_digest
         self._last[names] = digest, image
