@@ -2,11 +2,15 @@
 
     python -m benchmarks.delta_sync        # SmolLM2-135M-Instruct, 4 steps at each of 1e-7, 1e-6, 1e-5 and 1e-4: minutes
     python -m benchmarks.delta_sync --model sample-data/tiny-model --learning-rates 1e-6 --steps 100
+    python -m benchmarks.delta_sync --learning-rates 1e-6 --steps 100 --sample-every 10
+    python -m benchmarks.delta_sync --learning-rates 2e-5 --steps 20 --lora-rank 16 --dtype float32
+
+With --lora-rank, an adapter of all linear layers is trained and sent alone, as with `--lora-sync adapter`.
 
 The policy is trained in float32 with the library's optimizer at its defaults, without warm-up. Completions are sampled
-anew every `--sample-every` steps; a completion's reward is the share of its characters that are an "e". After each step the
-bfloat16 weights go through a publisher to a worker without an engine, which applies the changes and compares every tensor
-with the trainer's, bit by bit.
+anew every `--sample-every` steps; a completion's reward is the share of its characters that are an "e". After each step
+the weights go, in --dtype, through a publisher to a worker without an engine, which applies the changes and compares
+every tensor with the trainer's, bit by bit.
 
 It prints bytes and seconds of each learning rate, as means over the steps: ENCODE compares and encodes on rank 0, APPLY
 makes the whole weights in the worker, COPY is a copy of the whole weights in memory, which is what one way over the network
@@ -24,8 +28,10 @@ import torch
 from transformers import AutoTokenizer
 
 from async_grpo.data.smollm2 import cached_smollm2
-from async_grpo.modeling.load import load_causal_lm
-from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.messages import LoraSettings
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
+from async_grpo.modeling.lora import add_lora, fill_lora, linear_layers
+from async_grpo.modeling.policy import PolicyModel, named_adapters, named_full_tensors, named_weights
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.weights import sent_chunks
@@ -38,6 +44,7 @@ from async_grpo.weights.received_chunks import ReceivedChunks
 PROMPT = "The capital of France is Paris. The capital of Germany is Berlin. Mathematics is the study of"
 GROUP_SIZE = 4
 COMPLETION_TOKENS = 16
+LORA_ALPHA = 32.0  # as --lora-alpha by default
 MB = 1e6
 
 
@@ -66,10 +73,16 @@ class Worker:
 class Trainer:
     """A model that is trained by GRPO on groups of one prompt."""
 
-    def __init__(self, folder: Path, learning_rate: float) -> None:
+    def __init__(self, folder: Path, learning_rate: float, lora_rank: int) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = load_causal_lm(folder, "float32")
-        self.policy = PolicyModel(load_causal_lm(folder, "float32"))
+        trained_model = load_causal_lm(folder, "float32")
+        if lora_rank:
+            layers = tuple(linear_layers(trained_model))
+            lora = LoraSettings(lora_rank, LORA_ALPHA / lora_rank, layers, "adapter")
+            add_lora(trained_model, lora)
+            fill_lora(trained_model, lora, seed=0, device=torch.device("cpu"))
+        self.policy = PolicyModel(trained_model)
         config = OptimizerConfig(learning_rate=learning_rate, num_warmup_steps=0)
         self.max_norm = config.max_grad_norm
         self.optimizer, self.schedule = build_policy_optimizer(self.policy, config)
@@ -78,7 +91,8 @@ class Trainer:
     @torch.no_grad()
     def sample(self) -> None:
         """Sample a group of completions with the current weights, and compute their advantages."""
-        self.model.load_state_dict(self.policy.model.state_dict())
+        weights = dict(named_full_tensors(self.policy))
+        self.model.load_state_dict(weights, strict=False)  # tied weights have one name only
         self.sequences = self.model.generate(
             self.prompt.repeat(GROUP_SIZE, 1),
             do_sample=True,
@@ -113,21 +127,26 @@ def copy_s(num_bytes: int) -> float:
     return time.monotonic() - begun
 
 
-def measure(folder: Path, learning_rate: float, steps: int, sample_every: int) -> None:
+def measure(folder: Path, learning_rate: float, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    trainer = Trainer(folder, learning_rate)
+    steps = options.steps
+    dtype = torch_dtype(options.dtype)
+    words = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    trainer = Trainer(folder, learning_rate, options.lora_rank)
+    model_bytes = sum(weight.numel() for _, weight in named_weights(trainer.policy)) * dtype.itemsize
+    named = named_adapters if options.lora_rank else named_weights
     worker = Worker()
     # The canary is not what is measured here, and takes a second on a CPU
     canary = Canary([Canary.text(1000, 4)], lambda model, *texts: np.zeros(4, np.float32))
     config = WeightConfig(weight_sync_deltas=True, canary_tolerance=1.0)
-    publisher = Publisher(worker, named_weights, canary, torch.bfloat16, 0, config)
+    publisher = Publisher(worker, named, canary, dtype, 0, config)
     encode_s = 0.0
     encode = sent_chunks.encode_changes
 
-    def timed_encode(*arrays: np.ndarray) -> Any:
+    def timed_encode(*arrays: np.ndarray, compress: bool) -> Any:
         nonlocal encode_s
         begun = time.monotonic()
-        changes = encode(*arrays)
+        changes = encode(*arrays, compress=compress)
         encode_s += time.monotonic() - begun
         return changes
 
@@ -136,20 +155,21 @@ def measure(folder: Path, learning_rate: float, steps: int, sample_every: int) -
     worker.apply_s = 0.0
     sizes, shares = [], []
     for step in range(steps):
-        if step % sample_every == 0:
+        if step % options.sample_every == 0:
             trainer.sample()
         trainer.step()
         metrics = publisher.publish(trainer.policy, step + 1)()
         sizes.append(metrics["weight_sync_bytes"])
         shares.append(metrics["weight_sync_changed_share"])
-        for name, weight in named_weights(trainer.policy):
-            expected = weight.detach().bfloat16().view(torch.int16)
-            assert torch.equal(worker.tensors[name].view(torch.int16), expected), name
+        for name, weight in named(trainer.policy):
+            expected = weight.detach().to(dtype).view(words)
+            assert torch.equal(worker.tensors[name].view(words), expected), name
     sent_chunks.encode_changes = encode
     print(
         f"lr {learning_rate:g}, {steps} steps: {100 * np.mean(shares):.2f} % of the values changed (at most "
         f"{100 * max(shares):.2f} %); {np.mean(sizes) / MB:.2f} of {whole_bytes / MB:.1f} MB = "
-        f"{100 * np.mean(sizes) / whole_bytes:.2f} % (at most {100 * max(sizes) / whole_bytes:.2f} %); ENCODE "
+        f"{100 * np.mean(sizes) / whole_bytes:.2f} % (at most {100 * max(sizes) / whole_bytes:.2f} %), "
+        f"{100 * np.mean(sizes) / model_bytes:.2f} % (at most {100 * max(sizes) / model_bytes:.2f} %) of the model; ENCODE "
         f"{encode_s / steps:.3f} s, APPLY {worker.apply_s / steps:.3f} s, COPY {copy_s(int(whole_bytes)):.3f} s; "
         "all weights bit-identical after each step",
         flush=True,
@@ -164,11 +184,13 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sample-every", type=int, default=2)
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engines")
     options = parser.parse_args()
     folder = options.model or cached_smollm2()
     print(f"{folder.name}, {os.cpu_count()} cores", flush=True)
     for learning_rate in options.learning_rates:
-        measure(folder, learning_rate, options.steps, options.sample_every)
+        measure(folder, learning_rate, options)
 
 
 if __name__ == "__main__":
