@@ -159,6 +159,18 @@ class FlowSettings:
 
 
 @dataclass(frozen=True)
+class ImageCanary:
+    """A text of the canary that has an image, so that the canary shows the weights of a vision tower, too."""
+
+    token_ids: tuple[int, ...]
+    image: ImageReference
+
+    def images_of(self, token_ids: np.ndarray) -> tuple[ImageReference, ...]:
+        """Return the images of a text (N,) of the canary: its image if it is this text, and none otherwise."""
+        return (self.image,) if token_ids.tolist() == list(self.token_ids) else ()
+
+
+@dataclass(frozen=True)
 class SharedRunSettings:
     """Settings that every worker must share. The trainer publishes them, so that a user sets them only once."""
 
@@ -198,6 +210,8 @@ class SharedRunSettings:
     # Fingerprint of each teacher that a logprob worker holds, by kind of worker
     teacher_fingerprints: Mapping[str, str] = field(default_factory=dict)
     truncation: Truncation | None = None  # None if tokens are sampled among all tokens
+    # Text of the canary that has an image; None if the model reads no images, or if the text does not fit its context
+    image_canary: ImageCanary | None = None
     flow: FlowSettings | None = None  # set if the policy draws; `temperature` is then its noise level
 
 

@@ -114,8 +114,8 @@ class Turn:
     fresh: bool = False  # whether the turn begins a sequence: the first, or one whose history was rewritten
     before_text: str = ""  # `before` as text
     text: str = ""  # the sampled tokens as text
-    # Sort key of the turns in time: the list has them sequence by sequence, and sequences may have alternated
-    number: int = 0
+    number: int = 0  # sort key of the turns in time, because the list has them sequence by sequence
+    images: tuple[ImageReference, ...] = ()  # images of `before`, in the order of their tokens
 
 
 @dataclass(frozen=True)

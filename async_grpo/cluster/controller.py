@@ -29,6 +29,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
+from async_grpo.experience.run_images import RunImages
 from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
@@ -209,7 +210,7 @@ class RunController:
         questions: Sequence[Question],
         make_verification: Callable[[], Verification],
         checkpoint: Path | None = None,
-        make_played: Callable[[Generation], Played] | None = None,
+        make_played: Callable[..., Played] | None = None,
         make_servers: Callable[[], TeacherServers] | None = None,
     ) -> None:
         """Start the verifiers and the environment, and create the batcher.
@@ -228,8 +229,9 @@ class RunController:
         self._resources.push_async_callback(verification.close)
         await verification.start()
         generation: Generation = self._generation
+        images = RunImages(questions, facts.kept_images, keeps_all=facts.keeps_images)
         if make_played is not None:
-            played = make_played(generation)
+            played = make_played(generation, run_images=images)
             self._resources.push_async_callback(played.close)
             await played.start()
             generation = played
@@ -245,6 +247,7 @@ class RunController:
             facts=facts,
             more_stats=self._loop_stats,
             before_step=None if self._sleep is None else self._sleep.begin,
+            images=images,
         )
         if checkpoint is not None:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)

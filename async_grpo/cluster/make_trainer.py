@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from async_grpo.algorithm.flow.config import FLOW, TEXT
@@ -322,12 +323,15 @@ def _language_objective(config: RunConfig, settings: SharedRunSettings) -> Objec
 
 
 def _language_canary(settings: SharedRunSettings, ranks: Ranks) -> Canary:
+    image = settings.image_canary
     return Canary.random(
-        canary_logprobs,
+        partial(canary_logprobs, images_of=None if image is None else image.images_of),
         settings.vocab_size,
         longest=settings.max_total_tokens - 1,
         seed=settings.seed,
         max_over_ranks=ranks.max,
+        excluded_token_ids=settings.unsampled_token_ids,
+        more_texts=[] if image is None else [np.array(image.token_ids, np.int32)],
     )
 
 

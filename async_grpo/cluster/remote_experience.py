@@ -28,7 +28,6 @@ from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.processes.untrusted_files import read_bytes
-from async_grpo.protocols import Generation
 
 SITUATION_TIMEOUT_S = 5.0
 MAX_EVALUATIONS_READ = 1000
@@ -305,7 +304,7 @@ def _budget_path(config: RunConfig, checkpoint: Path | None) -> str | None:
 
 def _environment_maker(
     config: RunConfig, settings: SharedRunSettings, variables: Mapping[str, str]
-) -> Callable[[Generation], Played] | None:
+) -> Callable[..., Played] | None:
     """Return a function that connects the engines to the run's environment, or None if the run has no environment."""
     if config.environment is None:
         return None

@@ -1,17 +1,28 @@
 """The images of a run's prompts: what the model needs for them, and what is refused with them."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.image_prompts import ImagePrompts
 from async_grpo.experience.prompts import PromptRenderer
+from async_grpo.messages import ImageCanary
 from async_grpo.modeling.auto_classes import reads_images
-from async_grpo.modeling.image_models import ImageReader, unsampled_token_ids
+from async_grpo.modeling.image_models import ImageReader, special_token_ids, unsampled_token_ids
 from async_grpo.modeling.load import load_config
 from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import IMAGE_MODEL_TYPES, RUN_IMAGES
+from async_grpo.weights.canary import Canary
+
+# Number of images that a conversation with an environment may have, if no row has more
+ENVIRONMENT_IMAGES = 16
+CANARY_PIXELS = 112  # width and height of the canary's image
+CANARY_TEXT_TOKENS = 32  # number of tokens after the canary's image
 
 
 def image_prompts(config: RunConfig, tokenizer: Any, renderer: PromptRenderer) -> ImagePrompts | None:
@@ -30,13 +41,9 @@ def image_prompts(config: RunConfig, tokenizer: Any, renderer: PromptRenderer) -
         )
         return None
     refuse(
-        config.has_lora,
-        f"--lora-rank {config.lora_rank}: adapters are not supported for models that read images ({model.model_type}): "
-        "train all weights, or the language model alone with --freeze-vision",
-    )
-    refuse(
-        config.torch_compile,
-        f"--torch-compile: the vision tower of a {model.model_type} is not compiled; leave the option out",
+        config.has_lora and config.lora_sync == "adapter",
+        f"--lora-sync adapter: engines do not apply adapters to models that read images ({model.model_type}): use "
+        "--lora-sync merged",
     )
     reader = ImageReader.load(config.model_name_or_path, model)
     folder = config.output_path / RUN_IMAGES
@@ -44,31 +51,49 @@ def image_prompts(config: RunConfig, tokenizer: Any, renderer: PromptRenderer) -
 
 
 def image_settings(
-    config: RunConfig, images: ImagePrompts | None, questions: Sequence[Question]
+    config: RunConfig, images: ImagePrompts | None, questions: Sequence[Question], max_total_tokens: int
 ) -> dict[str, Any]:
     """Return the fields of `SharedRunSettings` about images; {} for a model that reads none.
 
-    Raises:
-        ConfigurationError: A prompt has an image, and the run has an environment.
+    Args:
+        config: The run's options.
+        images: Renders prompts with images; None if the model reads none.
+        questions: All questions of the run.
+        max_total_tokens: Maximum length of prompt and completion together.
     """
     if images is None:
         return {}
-    _refuse_environment(config, questions)
+    most_images = max(len(question.images) for question in questions)
+    if config.environment is not None:
+        # The environment's replies may have further images
+        most_images = max(most_images, ENVIRONMENT_IMAGES)
     model = load_config(config.model_name_or_path)
     return {
         "image_token_id": model.image_token_id,
         "unsampled_token_ids": unsampled_token_ids(model),
-        "most_images": max(len(question.images) for question in questions),
+        "most_images": most_images,
         "image_processor": images.processor_name,
+        "image_canary": _image_canary(images, model, config.infinite_sampler_seed, max_total_tokens - 1),
     }
 
 
-def _refuse_environment(config: RunConfig, questions: Sequence[Question]) -> None:
-    """Refuse an environment if a prompt has an image, because environments send texts only."""
-    question = next((question for question in questions if question.images), None)
-    if question is not None:
-        refuse(
-            config.environment is not None,
-            f"{question.where}: the prompt has an image, and --environment {config.environment} reads texts only: drop the "
-            "images, or run without an environment",
-        )
+def _image_canary(images: ImagePrompts, model: Any, seed: int, longest: int) -> ImageCanary | None:
+    """Return the text of the canary that has an image, a picture of random pixels; None if it does not fit."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (CANARY_PIXELS, CANARY_PIXELS, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    image = images.add(file.getvalue())
+    placeholders = [model.image_token_id] * image.num_tokens
+    text = Canary.text(
+        model.get_text_config().vocab_size,
+        CANARY_TEXT_TOKENS,
+        seed,
+        special_token_ids(model),
+    )
+    token_ids = [
+        model.vision_start_token_id,
+        *placeholders,
+        model.vision_end_token_id,
+        *text.tolist(),
+    ]
+    return ImageCanary(tuple(token_ids), image) if len(token_ids) <= longest else None

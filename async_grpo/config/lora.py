@@ -119,7 +119,8 @@ def _warn_about_experts(model: Any) -> None:
     num_stacked = 0
     names = set()
     for name, weight in model.named_parameters():
-        if weight.dim() > 2:
+        # A vision tower, whose first layer is a convolution, gets no adapter at all
+        if weight.dim() > 2 and ".visual." not in name:
             num_stacked += weight.numel()
             names.add(".".join(name.split(".")[-2:]))
     if num_stacked:

@@ -53,10 +53,23 @@ class Prepared:
     images: ImagePrompts | None = None  # the images of the prompts; None if the model reads no images
 
     def store_images(self) -> "Prepared":
-        """Write the images of the prompts to the folder of the run. Return the inputs without them, to be sent."""
+        """Write the images that stay for the whole run to its folder. Return the inputs without them, to be sent."""
         if self.images is not None:
-            self.images.store()
+            self.images.store(self._kept_images)
         return replace(self, images=None)
+
+    @property
+    def _kept_images(self) -> frozenset[str]:
+        """Return the digests of the images that stay for the whole run.
+
+        These are the images of evaluations and of the canary, and with `--record` all.
+        """
+        canary = self.settings.image_canary
+        questions = list(chain.from_iterable(self.eval_questions.values()))
+        if self.config.record:
+            questions += self.questions
+        digests = {image.digest for question in questions for image in question.images}
+        return frozenset(digests if canary is None else digests | {canary.image.digest})
 
     @property
     def facts(self) -> RunFacts:
@@ -67,6 +80,8 @@ class Prepared:
             facts,
             hidden_size=self.hidden_size,
             unsampled_token_ids=self.settings.unsampled_token_ids,
+            kept_images=self._kept_images,
+            keeps_images=self.config.record,
         )
 
     def with_rewards(self, names: str) -> "Prepared":
@@ -133,7 +148,7 @@ def prepare(config: RunConfig) -> Prepared:
         checkpoint=str(folder.absolute()) if folder else "",
         library=library_version(),
         **_settings_of_options(config),
-        **image_settings(config, images, all_questions),
+        **image_settings(config, images, all_questions, max(max_sample_tokens, max_eval_tokens)),
     )
     return Prepared(
         config=config,

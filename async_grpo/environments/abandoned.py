@@ -10,11 +10,12 @@ turns cannot be distinguished from retries.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from async_grpo.environments.sequence import RecordedTurn, TrajectorySequence
-from async_grpo.types import Turn
+from async_grpo.types import ImageReference, Turn
 
 NO_TOKEN_IDS = np.empty(0, np.int32)
 # In place of the number of the latest turn that continued a turn: no turn continued it
@@ -62,9 +63,9 @@ def _turns_by_history(
     for length, turns in turns_by_length.items():
         if len(turns) < 2:
             continue
-        turns_by_history: dict[bytes, list[tuple[TrajectorySequence, int]]] = {}
+        turns_by_history: dict[Any, list[tuple[TrajectorySequence, int]]] = {}
         for sequence, index in turns:
-            history = sequence.token_ids[:length].tobytes()
+            history = (sequence.token_ids[:length].tobytes(), sequence.history_images(index))
             turns_by_history.setdefault(history, []).append((sequence, index))
         groups += [siblings for siblings in turns_by_history.values() if len(siblings) > 1]
     return groups
@@ -86,10 +87,16 @@ def _latest_continuation(
     token_ids = sequence.token_ids[: sequence.ends[index].num_tokens]
     for candidate in sequences:
         is_later = candidate.turns[0].turn.number > number
+        has_images = _begins_with_images(candidate, sequence.history_images(index))
         history = candidate.token_ids[: _history_tokens(candidate, 0)]
-        if is_later and np.array_equal(history[: len(token_ids)], token_ids):
+        if is_later and has_images and np.array_equal(history[: len(token_ids)], token_ids):
             latest = max(latest, candidate.turns[-1].turn.number)
     return latest
+
+
+def _begins_with_images(sequence: TrajectorySequence, images: tuple[ImageReference, ...]) -> bool:
+    """Return whether the first history of a sequence begins with these images."""
+    return sequence.history_images(0)[: len(images)] == images
 
 
 def without_turns(
@@ -134,6 +141,7 @@ def _shortened(sequence: TrajectorySequence, numbers: Collection[int]) -> Trajec
         sequence,
         token_ids=sequence.token_ids[: end.num_tokens],
         text=sequence.text[: end.num_characters],
+        images=sequence.images[: end.num_images],
         turns=sequence.turns[:num_turns],
         ends=sequence.ends[:num_turns],
     )
@@ -147,7 +155,8 @@ def _longest_history(
     matches = []
     for candidate in candidates:
         is_beginning = np.array_equal(history[: len(candidate.token_ids)], candidate.token_ids)
-        if is_beginning and sequence.text.startswith(candidate.text):
+        has_images = _begins_with_images(sequence, candidate.images)
+        if is_beginning and has_images and sequence.text.startswith(candidate.text):
             matches.append(candidate)
     return max(matches, key=lambda candidate: len(candidate.token_ids), default=None)
 
@@ -160,11 +169,13 @@ def _append(earlier: TrajectorySequence, later: TrajectorySequence) -> None:
         before=first.turn.before[len(earlier.token_ids) :],
         before_text=first.turn.before_text[len(earlier.text) :],
         fresh=False,
+        images=first.turn.images[len(earlier.images) :],
     )
     earlier.turns += [RecordedTurn(turn, first.completion), *later.turns[1:]]
     earlier.ends += later.ends
     earlier.token_ids = later.token_ids
     earlier.text = later.text
+    earlier.images = later.images
 
 
 def abandoned_turns(sequences: Sequence[TrajectorySequence], numbers: Collection[int]) -> tuple[Turn, ...]:

@@ -19,11 +19,13 @@ from async_grpo.environments.call_reader import CallReader
 from async_grpo.environments.config import ENFORCE
 from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.environments.grammars import OutputGrammars
+from async_grpo.environments.images import ConversationImages
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompt_options import MODEL_DEFAULTS, PromptOptions
 from async_grpo.experience.prompts import PromptRenderer
-from async_grpo.experience.row_messages import Message, template_message
+from async_grpo.experience.row_messages import Message, message_with_parts
 from async_grpo.experience.template_turns import lost_roles, opening_of_turn
+from async_grpo.types import ImageReference
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Chat:
         options: Options of the chat template.
         make_reader: Function that makes the reader of the policy's turns.
         typed_output: What happens if a request requires a form of the answer, see `typed_output`.
+        images: Stores images of conversations; None if the model reads none.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Chat:
         options: PromptOptions = MODEL_DEFAULTS,
         make_reader: Callable[[PromptRenderer], CallReader] = CallReader,
         typed_output: str = ENFORCE,
+        images: ConversationImages | None = None,
     ) -> None:
         self.typed_output = typed_output
+        self.images = images
         self.control_tokens = ControlTokens(tokenizer) if split_control_tokens else None
         self._tokenizer = tokenizer
         self._longest = longest
@@ -118,7 +123,7 @@ class Chat:
                 if index < len(is_trusted) and is_trusted[index]:
                     marked_messages.append(message)
                 else:
-                    parsed = template_message(message)
+                    parsed = message_with_parts(message)
                     marked_messages.append(self.control_tokens.marked(parsed, marker))
             marked_tools = self.control_tokens.marked(tools, marker) if tools else None
         except RecursionError as error:
@@ -165,6 +170,24 @@ class Chat:
         if text_ids is None:
             raise TrajectoryOver(too_long(self._longest))
         return np.asarray(ids + text_ids, np.int32)
+
+    def with_features(self, token_ids: np.ndarray, images: Sequence[ImageReference]) -> np.ndarray:
+        """Return token ids with as many placeholders for each image as it has features; see `ConversationImages`.
+
+        Raises:
+            ConfigurationError: There are more or fewer placeholders than images.
+        """
+        return token_ids if self.images is None else self.images.with_features(token_ids, images)
+
+    def images_of_tokens(
+        self, token_ids: np.ndarray, prompt_images: tuple[ImageReference, ...]
+    ) -> tuple[ImageReference, ...]:
+        """Return the images of a history that is given as token ids: none, or those of the row.
+
+        Raises:
+            ConfigurationError: The tokens have placeholders of other images.
+        """
+        return () if self.images is None else self.images.images_of_tokens(token_ids, prompt_images)
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text."""

@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 from async_grpo.experience.control_spellings import control_token_spellings
+from async_grpo.types import ImageReference
 
 MAX_COMPOSED_CHARACTERS = 4  # characters that a normalizer may turn into one, such as a letter with accents
 # Random bytes of a marker. These are so many that an existing text practically never contains the marker
@@ -32,10 +33,17 @@ MARKER_BYTES = 10
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text, and its breaks: positions (`0 < position < len(text)`, ascending) that no token may span."""
+    """A text, its breaks, and its images.
+
+    Attributes:
+        text: The text, with one placeholder for each image.
+        breaks: Positions (`0 < position < len(text)`, ascending) that no token may span.
+        images: The images, in the order of their placeholders.
+    """
 
     text: str
     breaks: tuple[int, ...] = ()
+    images: tuple[ImageReference, ...] = ()
 
 
 class ControlTokens:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, validate_call
 from async_grpo.environments.constructor import check_constructor_options
 from async_grpo.environments.failure_text import user_traceback
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.plain_values import plain
 from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits
@@ -185,6 +186,8 @@ def _situation(environment: Any, observation: Any) -> dict[str, Any]:
     """Check what the policy is to read next, and return it with the environment's state and numbers."""
     if isinstance(observation, list):
         is_observation = all(isinstance(message, Mapping) and "role" in message for message in observation)
+        if any(isinstance(message.get("content"), list) for message in observation if is_observation):
+            observation = plain(observation)  # images of Pillow become data URLs
     else:
         is_observation = observation is None or isinstance(observation, str)
     if not is_observation:

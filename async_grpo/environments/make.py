@@ -11,17 +11,20 @@ from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import DROP, ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.constructor import check_constructor_options
 from async_grpo.environments.host import kind_of
+from async_grpo.environments.images import ConversationImages
 from async_grpo.environments.openai_server.endpoint import AgentEndpoint
 from async_grpo.environments.played import Played
 from async_grpo.environments.processes import EnvironmentProcess, EnvironmentProcesses
 from async_grpo.environments.programs import Play, UseTools
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.run_images import RunImages
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.options.fields import nearest, refuse
 from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.processes.http_server import MAX_CONNECTIONS
+from async_grpo.processes.image_files import RUN_IMAGES
 from async_grpo.processes.output_log import OutputLog
 from async_grpo.protocols import Generation
 
@@ -142,6 +145,8 @@ def make_played(
     generation: Generation,
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    *,
+    run_images: RunImages | None = None,
 ) -> Played:
     """Return a `Generation` that returns trajectories of the environment.
 
@@ -154,9 +159,13 @@ def make_played(
         folder: Output folder of the run. Agents that run elsewhere find the endpoint's address there, and what
             environments, tools and agents print is written to OUTPUT_FILE in it. Without it, this goes to stderr.
         variables: Environment variables for the processes of environments or agents, in addition to the allow-list.
+        run_images: Files of the run's images. Without them, or if the model reads none, conversations have texts only.
     """
     limits = _limits_of(config, settings)
-    chat = _chat_of(config, model_path, limits)
+    images = None
+    if run_images is not None and folder is not None and settings.image_token_id >= 0:
+        images = _images_of(model_path, settings, folder, run_images)
+    chat = _chat_of(config, model_path, limits, images)
     output_log = OutputLog(folder / OUTPUT_FILE, redacted) if folder is not None else None
     if source is None:
         return _played_by_agents(config, chat, limits, generation, folder, variables, output_log)
@@ -196,7 +205,30 @@ def _limits_of(config: EnvironmentConfig, settings: SharedRunSettings) -> Trajec
     )
 
 
-def _chat_of(config: EnvironmentConfig, model_path: str, limits: TrajectoryLimits) -> Chat:
+def _images_of(
+    model_path: str, settings: SharedRunSettings, folder: Path, run_images: RunImages
+) -> ConversationImages:
+    """Return what stores the images of conversations. It needs the model's image processor."""
+    # It imports torch, which the controller needs only if the model reads images
+    from async_grpo.modeling.image_models import ImageReader
+    from async_grpo.modeling.load import load_config
+
+    reader = ImageReader.load(model_path, load_config(model_path))
+    return ConversationImages(
+        reader,
+        settings.image_token_id,
+        settings.most_images,
+        folder / RUN_IMAGES,
+        run_images,
+    )
+
+
+def _chat_of(
+    config: EnvironmentConfig,
+    model_path: str,
+    limits: TrajectoryLimits,
+    images: ConversationImages | None,
+) -> Chat:
     """Return the model's tokenizer with its chat template."""
     make_reader = partial(
         CallReader,
@@ -211,6 +243,7 @@ def _chat_of(config: EnvironmentConfig, model_path: str, limits: TrajectoryLimit
         options=config,
         make_reader=make_reader,
         typed_output=config.typed_output,
+        images=images,
     )
 
 

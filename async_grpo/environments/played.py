@@ -95,7 +95,7 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """Play one trajectory. A program's error fails only its trajectory, and an engine's error is raised."""
         async with self._places:
-            recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt.row), self.observer)
+            recorder = TrajectoryRecorder(self._chat, trusted_messages(prompt), self.observer, prompt.images)
             policy = TrajectoryClient(self._generation, recorder, prompt, member, self._limits, sampling)
             try:
                 returned = await self._run_program(prompt, policy)

@@ -3,6 +3,7 @@
 import hashlib
 from typing import Any
 
+from async_grpo.environments.images import row_conversation
 from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses, Place
 from async_grpo.environments.trajectory_client import (
     Context,
@@ -10,7 +11,7 @@ from async_grpo.environments.trajectory_client import (
     TrajectoryClient,
     row_of,
 )
-from async_grpo.experience.row_messages import messages_of, row_tools
+from async_grpo.experience.row_messages import row_tools
 from async_grpo.types import Completion, Prompt
 
 
@@ -48,7 +49,7 @@ class Play:
                 )
 
             policy.at_limit = trajectory_so_far
-            plays_the_row = answer["observation"] is None and bool(messages_of(prompt.row))
+            plays_the_row = answer["observation"] is None and bool(row_conversation(prompt))
             tools = row_tools(prompt.row) if plays_the_row else None
             while not answer.get("done"):
                 states.append(answer["state"])
@@ -75,7 +76,7 @@ class UseTools:
 
     async def __call__(self, prompt: Prompt, policy: TrajectoryClient) -> Completion:
         """Play one trajectory."""
-        messages = messages_of(prompt.row) or [{"role": "user", "content": prompt.row["input"]}]
+        messages = row_conversation(prompt) or [{"role": "user", "content": prompt.row["input"]}]
         num_calls = 0
         num_errors = 0
         async with self._processes.place() as place:
@@ -142,7 +143,7 @@ def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *
     The context is a conversation if the row or the environment uses messages. Otherwise it is token ids or a text.
     """
     if is_first and observation is None:
-        messages += messages_of(prompt.row)
+        messages += row_conversation(prompt)
         return messages or prompt.token_ids
     is_plain_text = all(message["role"] == "assistant" for message in messages)
     if not is_first and is_plain_text:

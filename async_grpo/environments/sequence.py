@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_grpo.environments.control_tokens import Rendered
-from async_grpo.types import Completion, Turn
+from async_grpo.types import Completion, ImageReference, Turn
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class TurnEnd:
 
     num_tokens: int
     num_characters: int
+    num_images: int = 0
+
+
+NO_END = TurnEnd(0, 0)
 
 
 @dataclass
@@ -32,6 +36,7 @@ class TrajectorySequence:
     Attributes:
         breaks: Positions in the text that no token spans (see `control_tokens`). Equal texts with different breaks have
             different tokens.
+        images: Images of the sequence, in the order of their tokens.
     """
 
     token_ids: np.ndarray  # (N,) int32
@@ -39,28 +44,41 @@ class TrajectorySequence:
     breaks: tuple[int, ...] = ()
     ends: list[TurnEnd] = field(default_factory=list)  # end of each turn
     turns: list[RecordedTurn] = field(default_factory=list)
+    images: tuple[ImageReference, ...] = ()
 
-    def is_history_of(self, conversation: Rendered, num_characters: int) -> bool:
-        """Return whether the conversation begins with this sequence's first `num_characters`, and with the same breaks.
+    @property
+    def end(self) -> TurnEnd:
+        """Return the end of the last turn."""
+        return self.ends[-1]
 
-        If so, the two also begin with the same tokens.
+    def is_history_of(self, conversation: Rendered, end: TurnEnd) -> bool:
+        """Return whether the conversation begins with this sequence up to the end of a turn.
+
+        Text, breaks and images must be equal. The two then also begin with the same tokens.
         """
-        if not conversation.text.startswith(self.text[:num_characters]):
+        if not conversation.text.startswith(self.text[: end.num_characters]):
             return False
-        breaks = _breaks_before(conversation.breaks, num_characters)
-        return breaks == _breaks_before(self.breaks, num_characters)
+        if conversation.images[: end.num_images] != self.images[: end.num_images]:
+            return False
+        breaks = _breaks_before(conversation.breaks, end.num_characters)
+        return breaks == _breaks_before(self.breaks, end.num_characters)
+
+    def history_images(self, index: int) -> tuple[ImageReference, ...]:
+        """Return the images that the engine read before it sampled a turn."""
+        return self.images[: self.ends[index].num_images]
 
 
 def _breaks_before(breaks: tuple[int, ...], place: int) -> tuple[int, ...]:
     return breaks[: bisect_left(breaks, place)]
 
 
-def text_after(rendered: Rendered, num_characters: int) -> Rendered:
-    """Return the text without its first `num_characters`."""
+def text_after(rendered: Rendered, end: TurnEnd) -> Rendered:
+    """Return the text after the end of a turn."""
+    num_characters = end.num_characters
     first = bisect_right(rendered.breaks, num_characters)
     # numpy for speed, because this runs in the event loop, and a text of 4 MB may have a break at every tenth character
     breaks = np.subtract(rendered.breaks[first:], num_characters, dtype=np.int64, casting="unsafe").tolist()
-    return Rendered(rendered.text[num_characters:], tuple(breaks))
+    return Rendered(rendered.text[num_characters:], tuple(breaks), rendered.images[end.num_images :])
 
 
 @dataclass(frozen=True)

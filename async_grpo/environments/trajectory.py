@@ -19,6 +19,7 @@ from async_grpo.environments.control_tokens import Rendered
 from async_grpo.environments.joined import NO_TOKEN_IDS, joined_completion
 from async_grpo.environments.sampled_history import SampledHistory, SampledTurn, Spelling, spelled
 from async_grpo.environments.sequence import (
+    NO_END,
     EngineInput,
     RecordedTurn,
     TrajectorySequence,
@@ -29,7 +30,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.row_messages import Message
 from async_grpo.experience.template_turns import lost_roles
 from async_grpo.processes.offload import offloaded
-from async_grpo.types import Completion, Outcome, Turn
+from async_grpo.types import Completion, ImageReference, Outcome, Turn
 
 CHARACTERS_PER_TOKEN = 4  # an estimate, to get the size of a text from its number of tokens
 # Rendering one message, or the schema of one tool, takes as long as processing this many characters
@@ -50,6 +51,7 @@ class TrajectoryRecorder:
         trusted_messages: Messages of the user's data. Control tokens that are spelled in them become control tokens, as
             in a row that is tokenized without an environment.
         observer: Function that is called with each recorded turn and its message.
+        prompt_images: Images of the row, which are those of a turn whose history is given as the row's token ids.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class TrajectoryRecorder:
         chat: Chat,
         trusted_messages: Sequence[Message] = (),
         observer: TurnObserver | None = None,
+        prompt_images: tuple[ImageReference, ...] = (),
     ) -> None:
         self.chat = chat
+        self._prompt_images = prompt_images
         self._observer = observer
         self.num_turns = 0
         self._trusted_messages = {
@@ -81,10 +85,11 @@ class TrajectoryRecorder:
                 histories.append(sequence)
         size = CHARACTERS_PER_TOKEN * len(token_ids)
         if not histories:
+            images = self.chat.images_of_tokens(token_ids, self._prompt_images)
             text = await offloaded(size, self.chat.decode, token_ids, NO_TOKEN_IDS)
             return EngineInput(
                 token_ids,
-                rendered=Rendered(text),
+                rendered=Rendered(text, images=images),
                 num_new=len(token_ids),
                 new_text=text,
                 continued=None,
@@ -93,10 +98,11 @@ class TrajectoryRecorder:
         # A copy, because another turn may be added to the sequence while a thread decodes the tokens of this turn
         snapshot = replace(history)
         new_token_ids = token_ids[len(snapshot.token_ids) :]
+        self.chat.images_of_tokens(new_token_ids, ())
         new_text = await offloaded(size, self.chat.decode, new_token_ids, snapshot.token_ids)
         return EngineInput(
             token_ids,
-            rendered=Rendered(snapshot.text + new_text, snapshot.breaks),
+            rendered=Rendered(snapshot.text + new_text, snapshot.breaks, snapshot.images),
             num_new=len(new_token_ids),
             new_text=new_text,
             continued=history,
@@ -116,14 +122,19 @@ class TrajectoryRecorder:
         return await self._continue(self._sequences[-1], rendered)
 
     async def prepare_messages(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, size: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        size: int = 0,
+        images: tuple[ImageReference, ...] = (),
     ) -> EngineInput:
         """Return the engine's input for a turn whose whole history is a conversation. The chat template renders it.
 
         Args:
-            messages: The conversation.
+            messages: The conversation. Its images are IMAGE_PARTs (`row_images`).
             tools: JSON schemas of the tools.
             size: Number of characters in the conversation, if the caller knows it; otherwise 0.
+            images: The images of the conversation, in their order.
         """
         sampled_turns = await offloaded(size, self._history.turns_of, messages)
         for turn in sampled_turns.values():
@@ -133,11 +144,12 @@ class TrajectoryRecorder:
         refusal: ConfigurationError | None = None
         for spelling in self._history.spellings_to_try(has_turns=bool(sampled_turns)):
             try:
-                rendered = await self._rendered(messages, sampled_turns, spelling, tools, size)
+                text = await self._rendered(messages, sampled_turns, spelling, tools, size)
             except ConfigurationError as error:
                 # Some templates refuse the answers of tools if the calls before them are part of a text
                 refusal = error
                 continue
+            rendered = replace(text, images=images)
             renderings[spelling] = rendered
             if latest < 0 or await self._keeps(rendered, messages[latest:], sampled_turns[latest].number):
                 self._history.last_spelling = spelling
@@ -196,7 +208,7 @@ class TrajectoryRecorder:
         for sequence in self._sequences:
             for recorded, end in zip(sequence.turns, sequence.ends, strict=True):
                 is_the_turn = recorded.turn.number == turn_number
-                if is_the_turn and sequence.is_history_of(rendered, end.num_characters):
+                if is_the_turn and sequence.is_history_of(rendered, end):
                     return True
         return False
 
@@ -210,17 +222,17 @@ class TrajectoryRecorder:
         """
         histories = []
         for sequence in self._sequences:
-            if sequence.is_history_of(conversation, len(sequence.text)):
+            if sequence.is_history_of(conversation, sequence.end):
                 histories.append(sequence)
         if histories:
             # Of sequences with the same text, the newest, because an agent that asks again goes on with the new answer
             history = max(reversed(histories), key=lambda sequence: len(sequence.text))
-            return await self._continue(history, text_after(conversation, len(history.text)))
+            return await self._continue(history, text_after(conversation, history.end))
         # The turn begins a new sequence. If its history shares turns with another sequence, it keeps their sampled
         # tokens
-        shared_token_ids, num_shared_characters = self._longest_shared_history(conversation)
+        shared_token_ids, shared_end = self._longest_shared_history(conversation)
         new_token_ids = await self._encoded(
-            text_after(conversation, num_shared_characters),
+            text_after(conversation, shared_end),
             begins=begins and not len(shared_token_ids),
         )
         token_ids = np.concatenate([shared_token_ids, new_token_ids])
@@ -232,20 +244,20 @@ class TrajectoryRecorder:
             continued=None,
         )
 
-    def _longest_shared_history(self, conversation: Rendered) -> tuple[np.ndarray, int]:
-        """Return the longest history that the conversation shares with a sequence, as tokens and number of characters.
+    def _longest_shared_history(self, conversation: Rendered) -> tuple[np.ndarray, TurnEnd]:
+        """Return the longest history that the conversation shares with a sequence, as tokens and its end.
 
         Only histories that end at the end of a turn are considered.
         """
         token_ids = NO_TOKEN_IDS
-        num_characters = 0
+        longest_end = NO_END
         for sequence in self._sequences:
             for end in sequence.ends:
-                is_longer = end.num_characters > num_characters
-                if is_longer and sequence.is_history_of(conversation, end.num_characters):
+                is_longer = end.num_characters > longest_end.num_characters
+                if is_longer and sequence.is_history_of(conversation, end):
                     token_ids = sequence.token_ids[: end.num_tokens]
-                    num_characters = end.num_characters
-        return token_ids, num_characters
+                    longest_end = end
+        return token_ids, longest_end
 
     async def _continue(self, history: TrajectorySequence, addition: Rendered) -> EngineInput:
         """Return the engine's input for a turn that adds text to a sequence."""
@@ -255,28 +267,33 @@ class TrajectoryRecorder:
         new_breaks = tuple(len(snapshot.text) + place for place in addition.breaks)
         return EngineInput(
             np.concatenate([snapshot.token_ids, new_token_ids]),
-            rendered=Rendered(snapshot.text + addition.text, snapshot.breaks + new_breaks),
+            rendered=Rendered(
+                snapshot.text + addition.text,
+                snapshot.breaks + new_breaks,
+                snapshot.images + addition.images,
+            ),
             num_new=len(new_token_ids),
             new_text=addition.text,
             continued=history,
         )
 
     async def _encoded(self, rendered: Rendered, *, begins: bool = False) -> np.ndarray:
-        """Return the token ids of a text, (N,) int32."""
-        return await offloaded(
+        """Return the token ids of a text, (N,) int32, with as many placeholders for each image as it has features."""
+        token_ids = await offloaded(
             len(rendered.text),
             self.chat.encode,
             rendered.text,
             begins=begins,
             breaks=rendered.breaks,
         )
+        return self.chat.with_features(token_ids, rendered.images)
 
     def _is_trusted(self, message: Message) -> bool:
         """Return whether the message is one of `trusted_messages`."""
         content = message.get("content")
-        if not isinstance(content, str):
+        if not isinstance(content, str | list):
             return False
-        return self._trusted_messages.get((message.get("role"), content)) == message
+        return self._trusted_messages.get((message.get("role"), str(content))) == message
 
     async def add(
         self,
@@ -320,13 +337,15 @@ class TrajectoryRecorder:
             before_text=engine_input.new_text,
             text=text,
             number=self.num_turns,
+            images=engine_input.rendered.images[len(sequence.images) :],
         )
         self.num_turns += 1
         sequence.turns.append(RecordedTurn(turn, completion))
         sequence.token_ids = np.concatenate([engine_input.token_ids, completion.token_ids])
         sequence.text = engine_input.rendered.text + text
         sequence.breaks = engine_input.rendered.breaks
-        sequence.ends.append(TurnEnd(len(sequence.token_ids), len(sequence.text)))
+        sequence.images = engine_input.rendered.images
+        sequence.ends.append(TurnEnd(len(sequence.token_ids), len(sequence.text), len(sequence.images)))
 
         parts = await self.chat.reader.read(
             before_any(stop, completion.text), engine_input.rendered.text, tools

@@ -16,12 +16,18 @@ import numpy as np
 from async_grpo.environments.chat import TrajectoryOver, too_long
 from async_grpo.environments.config import ENFORCE, HINT, TrajectoryLimits
 from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.images import (
+    TrajectoryImages,
+    refuse_images,
+    row_conversation,
+    without_values,
+)
 from async_grpo.environments.refusals import RefusalBrake
 from async_grpo.environments.sequence import EngineInput
 from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, TrajectoryRecorder
 from async_grpo.environments.typed_output import TypedOutput, with_instruction
 from async_grpo.errors import AsyncGrpoError, ConfigurationError, RequestRefused
-from async_grpo.experience.row_messages import Message, messages_of
+from async_grpo.experience.row_messages import Message
 from async_grpo.metrics.free_numbers import IGNORED_PREFIX
 from async_grpo.options.fields import refuse
 from async_grpo.options.redaction import redacted
@@ -40,10 +46,10 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
 
 
-def trusted_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def trusted_messages(prompt: Prompt) -> list[dict[str, Any]]:
     """Return the messages that come from the data set: the row's conversation, and its `input` as a user message."""
-    messages = messages_of(row)
-    text = row.get("input")
+    messages = without_values(row_conversation(prompt))
+    text = prompt.row.get("input")
     if isinstance(text, str):
         messages.append({"role": "user", "content": text})
     return messages
@@ -131,6 +137,8 @@ class TrajectoryClient:
         self.at_limit: Callable[[], Completion] = self.trajectory
         self._num_requests = 0  # number of requested turns; an agent may request several at the same time
         self._generation = generation
+        chat_images = recorder.chat.images
+        self._images = None if chat_images is None else TrajectoryImages(chat_images, prompt.ordinal)
         self._sampling = sampling or Sampling()
         self._session = Session(member)
         self._started_at = time.monotonic()
@@ -250,7 +258,11 @@ class TrajectoryClient:
             messages: Any = context
             if instruction:
                 messages = with_instruction(messages, instruction, self.recorder.chat.prompts.system_prompt)
-            return await self.recorder.prepare_messages(messages, tools, size)
+            if self._images is None:
+                refuse_images(messages)
+                return await self.recorder.prepare_messages(messages, tools, size)
+            messages, images = await self._images.taken_from(messages)
+            return await self.recorder.prepare_messages(messages, tools, size, images)
         if len(context) > self.limits.tokens:
             raise TrajectoryOver(too_long(self.limits.tokens))
         num_characters = CHARACTERS_PER_TOKEN * len(context)
@@ -272,7 +284,11 @@ class TrajectoryClient:
 
     async def _generate(self, engine_input: EngineInput, sampling: Sampling) -> Completion:
         """Request one completion from an engine."""
-        request = replace(self.prompt, token_ids=engine_input.token_ids)
+        request = replace(
+            self.prompt,
+            token_ids=engine_input.token_ids,
+            images=engine_input.rendered.images,
+        )
         try:
             stream = self._generation.generate(request, 1, sampling, self._session)
             async with aclosing(stream) as completions:

@@ -18,11 +18,13 @@ from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.rollouts import Rollouts
+from async_grpo.experience.run_images import RunImages
 from async_grpo.experience.staleness import FirstStepPace, StepAssembler, StepComplete, make_budget
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.experience.step_metrics import (
     EngineUtilization,
     StepAlarms,
+    groups_to_show,
     readable_samples,
     refuse_unscored,
     step_stats,
@@ -53,6 +55,7 @@ class ExperienceBatcher:
         teachers: Source of each teacher's log-probs, by name; None without a teacher.
         facts: Facts about the run's rewards and model, from `ResolvedRewards.facts`.
         more_stats: Returns additional numbers for each step's statistics.
+        images: Files of the run's images, which environments also write.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ExperienceBatcher:
         facts: RunFacts = NO_FACTS,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
         before_step: Callable[[], Awaitable[None]] | None = None,
+        images: RunImages | None = None,
     ) -> None:
         self.config = config
         self.facts = facts
@@ -76,7 +80,6 @@ class ExperienceBatcher:
         self.verification = verification
         self._more_stats = more_stats
         self._before_step = before_step  # awaited before the ranks get a step that is trained as a whole
-
         self.rollouts = Rollouts(
             config,
             facts,
@@ -90,6 +93,7 @@ class ExperienceBatcher:
         self.evaluate = self.rollouts.evaluate
         curriculum = make_curriculum(config, [question.row for question in questions])
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed, curriculum)
+        self._images = images or RunImages(questions, facts.kept_images)
         self.plan = config.pass_plan
         self.budget = make_budget(config)
         self.advantages = GroupAdvantages(config, facts)
@@ -107,8 +111,7 @@ class ExperienceBatcher:
         self._sequences = 0  # number of sequences that are requested and not completely generated
         self._first_step = FirstStepPace(config.samples_per_step)
         self._admitted = 0  # number of groups admitted since the start of the run
-        # Admitted groups, by sequence number, until the engines use the weights that were trained on them. Checkpoints
-        # save these groups
+        # Admitted groups, by sequence number, until engines use the weights that they trained. Checkpoints save them
         self._alive: dict[int, Group | UnfinishedGroup] = {}
         # Sequence numbers of trained groups, by the version of the weights trained on them, until it is live
         self._trained_groups: dict[int, list[int]] = {}
@@ -119,6 +122,7 @@ class ExperienceBatcher:
     async def start(self) -> None:
         """Start generating, or continue after `restore`. The engines must hold the policy of the next training step."""
         self.utilization.take()  # discards the time before the start, in which the engines could not work
+        await self._images.write_all(group.prompt for group in self._alive.values())
         for number, group in self._alive.items():
             coroutine = self._offer(group) if isinstance(group, Group) else self.rollout(number)
             self._supervise(coroutine, f"the rollout of group {number}")
@@ -166,6 +170,7 @@ class ExperienceBatcher:
         for number in sequence_numbers:
             del self._alive[number]
         self.advantages.weights_live(version)
+        self._images.remove_unused(group.prompt for group in self._alive.values())
         await self.budget.weights_live(version, groups=len(sequence_numbers))
         # At the start of a run, the initial weights become live, which no step has trained
         if sequence_numbers:
@@ -201,6 +206,7 @@ class ExperienceBatcher:
         minibatch = self.plan.next_minibatch(state.step)
         self._samples_done = minibatch * self.config.samples_per_step
         self._alive = dict(sorted(state.alive.items()))
+        self._images.restore(group for group in state.alive.values() if isinstance(group, Group))
         self.cursor.restore(state.cursor)
         self.advantages.restore(state.running_means)
         self.budget.restore(state.step, len(state.alive))
@@ -229,6 +235,7 @@ class ExperienceBatcher:
         """Generate, score and pack one group. If it is unfit for training, replace it by a group of the next prompt."""
         while True:
             admitted = self._alive[number]
+            await self._images.write(admitted.prompt)
             try:
                 # This may be newer than the version that `admit` returned: a restored or replaced group starts later
                 start_version = self.budget.live_version
@@ -347,15 +354,9 @@ class ExperienceBatcher:
         stats["prompts_set_aside"] = self._prompts_set_aside
         self._prompts_set_aside = []
         if self.config.samples_filename is not None:
-            stats["samples"] = readable_samples(self._groups_to_show(complete.groups))
+            shown_groups = groups_to_show(self.config, complete.groups)
+            stats["samples"] = readable_samples(self._images.keep(shown_groups))
         return StepEnd(complete.step, len(complete.groups), stats["samples_in_batch"], stats)
-
-    def _groups_to_show(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return the groups of a step whose samples are written to a file."""
-        if self.config.dump_samples_filename:
-            return groups
-        in_order = sorted(groups, key=lambda group: group.prompt.ordinal)
-        return in_order[: self.config.keep_sample_groups]
 
     def _supervise(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run a coroutine as a task, and end the run if it fails."""

@@ -385,12 +385,12 @@ class RunFacts:
     process_rewards: tuple[str, ...] = ()  # names of the process rewards
     whole_groups: bool = False  # whether a reward processes whole groups (`post_process_scores`)
     weights: Mapping[str, float] = field(default_factory=dict)  # values of `--reward-weights`, by reward
-    # values of `--on-reward-failure`, by reward
-    failure_policies: Mapping[str, str] = field(default_factory=dict)
-    # highest possible value of each reward, by name
-    best_rewards: Mapping[str, float] = field(default_factory=dict)
+    failure_policies: Mapping[str, str] = field(default_factory=dict)  # `--on-reward-failure`, by reward
+    best_rewards: Mapping[str, float] = field(default_factory=dict)  # highest value of each reward, by name
     hidden_size: int = 1536  # hidden size of the model, from which the packer estimates the cost of attention
     unsampled_token_ids: tuple[int, ...] = ()  # tokens that stand for images, and that no completion may have
+    kept_images: frozenset[str] = frozenset()  # digests of the data's images that stay for the whole run
+    keeps_images: bool = False  # whether images that environments send stay for the whole run
 
     def weight(self, name: str) -> float:
         """Return the weight of a reward, or 1 if `--reward-weights` does not name it."""

@@ -10,10 +10,11 @@ import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
-from async_grpo.experience.image_prompts import ImagePrompts
+from async_grpo.experience.image_prompts import ImagePrompt, ImagePrompts
 from async_grpo.experience.prompts import PromptRenderer
 from async_grpo.experience.row_images import first_image_kind
 from async_grpo.experience.row_schemas import names_like_prompts
+from async_grpo.experience.run_images import ImageSource
 from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import IMAGE_MODEL_TYPES
 from async_grpo.types import ImageReference, Prompt
@@ -30,6 +31,7 @@ class Question:
     where: str = ""  # file and line of the row
     images: tuple[ImageReference, ...] = ()  # images of the prompt, in the order of their tokens
     teacher_token_ids: np.ndarray | None = None  # (L',) int32, see `Prompt`
+    image_sources: tuple[ImageSource, ...] = ()  # where the content of each image comes from
 
 
 def questions_of(
@@ -89,9 +91,18 @@ def questions_of(
             raise ConfigurationError(f"{place}: {error}") from error
         if not isinstance(row.get("input"), str):
             row["input"] = tokenizer.decode(text_token_ids)
-        images = () if image_prompt is None else image_prompt.images
-        questions.append(Question(np.asarray(token_ids, np.int32), row, place, images))
+        questions.append(_question(token_ids, row, place, image_prompt))
     return questions
+
+
+def _question(
+    token_ids: Sequence[int], row: dict[str, Any], place: str, image_prompt: ImagePrompt | None
+) -> Question:
+    """Return a question; `image_prompt` is None if the row has no images."""
+    array = np.asarray(token_ids, np.int32)
+    if image_prompt is None:
+        return Question(array, row, place)
+    return Question(array, row, place, images=image_prompt.images, image_sources=image_prompt.sources)
 
 
 def _refuse_images(row: Any, image_prompts: ImagePrompts | None) -> None:

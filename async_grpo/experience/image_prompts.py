@@ -1,17 +1,16 @@
 """`ImagePrompts`: turns the messages of a row with images into token ids, and stores the images of a run."""
 
-import os
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import base64
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompts import PromptRenderer
-from async_grpo.experience.row_images import IMAGE_PART, ImageRow, image_content, image_path, image_row
-from async_grpo.experience.row_messages import row_tools, template_message
+from async_grpo.experience.row_images import ImageRow, image_content, image_row
+from async_grpo.experience.row_messages import IMAGE_PART, row_tools, template_message
+from async_grpo.experience.run_images import ImageSource
 from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import digest_of_image, image_size
 from async_grpo.types import ImageReference
@@ -30,35 +29,13 @@ class ImagePrompt:
         token_ids: Its token ids, with as many placeholders for each image as the image has features.
         text_token_ids: The same with a single placeholder for each image, for people to read.
         images: The images, in the order of their tokens.
+        sources: Where the content of each image comes from.
     """
 
     token_ids: list[int]
     text_token_ids: list[int]
     images: tuple[ImageReference, ...]
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """An image of the data set, as it stands in its row."""
-
-    value: Any
-    folder: Path  # folder of the data file
-
-    def write(self, path: Path) -> None:
-        """Write the image to a file, unless it exists. A file on the same file system is linked and takes no space."""
-        if path.exists():
-            return
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        original = image_path(self.value, self.folder)
-        if original is None:
-            partial.write_bytes(image_content(self.value, self.folder))
-        else:
-            partial.unlink(missing_ok=True)
-            with suppress(OSError):
-                os.link(original.resolve(), partial)
-            if not partial.exists():
-                shutil.copyfile(original, partial)
-        os.replace(partial, path)
+    sources: tuple[ImageSource, ...]
 
 
 class ImagePrompts:
@@ -69,7 +46,7 @@ class ImagePrompts:
         renderer: Renders the messages.
         reader: The model's image processor.
         image_token_id: The placeholder of images.
-        folder: Folder for the images of the run. `store` writes them; until then, the folder need not exist.
+        folder: Folder for the images of the run, which need not exist yet.
     """
 
     def __init__(
@@ -109,7 +86,7 @@ class ImagePrompts:
         row_with_images = image_row(row)
         if row_with_images is None:
             return None
-        images = self._references(row_with_images.sources, data_folder)
+        images, sources = self._references(row_with_images.sources, data_folder)
         num_image_tokens = sum(image.num_tokens for image in images)
         refuse(
             num_image_tokens > max_prompt_tokens,
@@ -123,7 +100,15 @@ class ImagePrompts:
             f"the chat template writes {num_places} image tokens for {len(images)} images: give a template that writes "
             "one for each (--chat-template), and no text that spells such a token",
         )
-        return ImagePrompt(self._expanded(text_token_ids, images), text_token_ids, images)
+        return ImagePrompt(self._expanded(text_token_ids, images), text_token_ids, images, sources)
+
+    def add(self, content: bytes) -> ImageReference:
+        """Return the reference of an encoded image that belongs to no row, so that `store` can write it."""
+        digest = digest_of_image(content)
+        self._sources[digest] = ImageSource(None, {"bytes": base64.b64encode(content).decode()})
+        return ImageReference(
+            str(self._folder / digest), digest, self._reader.num_tokens(*image_size(content))
+        )
 
     def refuse_placeholders(self, token_ids: Iterable[int]) -> None:
         """Raise ConfigurationError if the prompt of a row without images has the placeholder of an image."""
@@ -133,8 +118,8 @@ class ImagePrompts:
             f"({self._tokenizer.decode([self._image_token_id])}), and the row has no images: write an image part",
         )
 
-    def store(self) -> None:
-        """Write all images of the prompts so far to the folder of the run, each once.
+    def store(self, digests: Collection[str]) -> None:
+        """Write some images to the folder of the run, which is created if there are any images.
 
         Raises:
             ConfigurationError: The folder cannot be written, or an image has vanished.
@@ -143,29 +128,32 @@ class ImagePrompts:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for digest, source in self._sources.items():
-                source.write(self._folder / digest)
         except OSError as error:
-            raise ConfigurationError(
-                f"the images of the prompts cannot be written to {self._folder}: {error}"
-            ) from error
+            raise ConfigurationError(f"the folder {self._folder} cannot be created: {error}") from error
+        for digest in digests:
+            self._sources[digest].write(self._folder / digest)
 
-    def _references(self, sources: Sequence[Any], data_folder: Path) -> tuple[ImageReference, ...]:
-        """Return the references of a row's images, after checking each without decoding it."""
+    def _references(
+        self, row_sources: Sequence[Any], data_folder: Path
+    ) -> tuple[tuple[ImageReference, ...], tuple[ImageSource, ...]]:
+        """Return references and sources of a row's images, after checking each image without decoding it."""
         refuse(
-            len(sources) > MOST_IMAGES, f"{len(sources)} images; at most {MOST_IMAGES} are read per prompt"
+            len(row_sources) > MOST_IMAGES,
+            f"{len(row_sources)} images; at most {MOST_IMAGES} are read per prompt",
         )
         references = []
-        for number, source in enumerate(sources, start=1):
+        sources = []
+        for number, row_source in enumerate(row_sources, start=1):
             try:
-                content = image_content(source, data_folder)
+                content = image_content(row_source, data_folder)
                 num_tokens = self._reader.num_tokens(*image_size(content))
             except ConfigurationError as error:
-                raise ConfigurationError(f"image {number} of {len(sources)}: {error}") from error
+                raise ConfigurationError(f"image {number} of {len(row_sources)}: {error}") from error
             digest = digest_of_image(content)
-            self._sources.setdefault(digest, ImageSource(source, data_folder))
+            source = self._sources.setdefault(digest, ImageSource.of(row_source, data_folder))
             references.append(ImageReference(str(self._folder / digest), digest, num_tokens))
-        return tuple(references)
+            sources.append(source)
+        return tuple(references), tuple(sources)
 
     def _text_tokens(
         self, row_with_images: ImageRow, row: Mapping[str, Any], max_tokens: int, place: str

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo.experience.packing import allowed_tokens_of
+from async_grpo.experience.run_images import images_of
 from async_grpo.types import Sample
 
 
@@ -36,7 +37,7 @@ async def logprobs_of_samples(
     arguments: list[Any] = [token_ids, prompt_lengths]
     allowed = [allowed_tokens_of(sequence) for sequence in sequences]
     has_masks = any(masks is not None for masks in allowed)
-    images = [sequence.prompt.images for sequence in sequences]
+    images = [images_of(sequence) for sequence in sequences]
     if has_masks or any(images):
         arguments.append(allowed if has_masks else None)
     if any(images):

@@ -12,6 +12,7 @@ import numpy as np
 
 from async_grpo.allowed_tokens import ALL_TOKENS, AllowedTokens
 from async_grpo.experience.reward_tensors import repeated
+from async_grpo.experience.run_images import images_of
 from async_grpo.messages import NO_TIME, MicroBatch, dummy_micro_batch
 from async_grpo.options.fields import refuse
 from async_grpo.types import PROMPT_TOKEN, ImageReference, Sample
@@ -202,7 +203,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
 
 def _images(samples: Sequence[Sample]) -> tuple[tuple[ImageReference, ...], ...]:
     """Return the images of each sample, or () if none has an image."""
-    images = tuple(sample.prompt.images for sample in samples)
+    images = tuple(images_of(sample) for sample in samples)
     return images if any(images) else ()
 
 

@@ -20,6 +20,7 @@ from async_grpo.experience.row_messages import (
     ROLES,
     SYSTEM_ROLES,
     Message,
+    message_with_parts,
     num_characters,
     prompt_of,
     row_messages,
@@ -251,7 +252,7 @@ class PromptRenderer:
             not self.has_template,
             "the tokenizer has no chat template: give --chat-template FILE, or tokens, or another model",
         )
-        template_messages = self._with_system_prompt([template_message(message) for message in messages])
+        template_messages = self._with_system_prompt([message_with_parts(message) for message in messages])
         continues = bool(messages) and messages[-1].get("role") == "assistant"
         refuse(
             continues and "tool_calls" in template_messages[-1],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.row_messages import prompt_of
+from async_grpo.experience.row_messages import IMAGE_PART, prompt_of
 from async_grpo.experience.row_schemas import IMAGE_PLACEHOLDER
 from async_grpo.options.fields import refuse
 from async_grpo.processes.image_files import MAX_IMAGE_BYTES
@@ -22,7 +22,6 @@ IMAGE_TEXT = IMAGE_PLACEHOLDER  # text in a message that stands for the next ima
 IMAGE_KINDS = ("image", "image_url", "input_image")
 # Fields of such a part that may hold its image. Without any of them, the part takes the next image of IMAGE_COLUMNS
 IMAGE_FIELDS = ("image", "image_url", "url", "path", "bytes", "base64", "data")
-IMAGE_PART = {"type": "image"}  # an image in the content of a message, as chat templates expect it
 DATA_URL = re.compile(r"data:([^;,]{0,100})(;base64)?,")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{1,20})://")
 MAX_SHOWN = 60  # characters of a value that an error message shows
@@ -91,7 +90,7 @@ def first_image_kind(row: Mapping[str, Any]) -> str:
     prompt = row.get("messages") or row.get("prompt")
     for message in prompt if isinstance(prompt, list) else ():
         if _has_image_part(message):
-            return next(part["type"] for part in message["content"] if _is_image_part(part))
+            return next(part["type"] for part in message["content"] if is_image_part(part))
     return ""
 
 
@@ -110,10 +109,11 @@ def _column_images(row: Mapping[str, Any]) -> list[Any]:
 
 def _has_image_part(message: Any) -> bool:
     content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, list | tuple) and any(_is_image_part(part) for part in content)
+    return isinstance(content, list | tuple) and any(is_image_part(part) for part in content)
 
 
-def _is_image_part(part: Any) -> bool:
+def is_image_part(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
 
 
@@ -164,21 +164,29 @@ def _text_parts(text: str) -> list[dict[str, Any]]:
 
 def _plain_part(part: Any, remaining: list[Any], sources: list[Any]) -> Any:
     """Return a part as chat templates expect it, and move its image from the part or from the column to `sources`."""
-    if not _is_image_part(part):
+    if not is_image_part(part):
         return part
-    name = next((name for name in IMAGE_FIELDS if part.get(name) is not None), None)
-    if name is None:
+    value = image_value(part)
+    if value is None:
         refuse(
             not remaining,
             f"an image part names no image ({', '.join(IMAGE_FIELDS)}), and the row's column images has no further one",
         )
         sources.append(remaining.pop(0))
     else:
-        value = part[name]
-        if name == "image_url" and isinstance(value, Mapping):
-            value = value.get("url")
-        sources.append({"bytes": value} if name in ("bytes", "base64", "data") else value)
+        sources.append(value)
     return dict(IMAGE_PART)
+
+
+def image_value(part: Mapping[str, Any]) -> Any:
+    """Return the image of an image part as it stands there, or an object with its `bytes`; None if it names no image."""
+    name = next((name for name in IMAGE_FIELDS if part.get(name) is not None), None)
+    if name is None:
+        return None
+    value = part[name]
+    if name == "image_url" and isinstance(value, Mapping):
+        return value.get("url")
+    return {"bytes": value} if name in ("bytes", "base64", "data") else value
 
 
 def image_path(source: Any, folder: Path) -> Path | None:
@@ -232,6 +240,20 @@ def image_content(source: Any, folder: Path) -> bytes:
         raise ConfigurationError(
             f"an image must be a path, a data URL, or an object with bytes or path, not {source!r:.{MAX_SHOWN}}"
         )
+    return _decoded_base64(text)
+
+
+def content_of_data_url(text: str) -> bytes:
+    """Return the encoded content of an image in a data URL. No file and no remote address is read.
+
+    Raises:
+        ConfigurationError: The text is another address, or is too long or not in base64.
+    """
+    refuse(
+        DATA_URL.match(text) is None,
+        f"the image {text!r:.{MAX_SHOWN}} is no data URL: files and remote addresses are not read here; send "
+        "data:image/png;base64,...",
+    )
     return _decoded_base64(text)
 
 

@@ -14,6 +14,7 @@ from async_grpo.options.fields import is_number, nearest, refuse
 from async_grpo.processes.untrusted_files import parse_json
 
 Message = Mapping[str, Any]  # as in OpenAI's API: role, content, tool_calls, tool_call_id
+IMAGE_PART = {"type": "image"}  # an image in the content of a message, as chat templates expect it
 
 # Roles of OpenAI's API. A template may know further ones, such as `ipython` of Llama 3 and `observation` of GLM
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -187,6 +188,19 @@ def template_message(message: Message) -> dict[str, Any]:
         )
         fields["content"] = _text_of(message["content"])
     return fields
+
+
+def message_with_parts(message: Message) -> dict[str, Any]:
+    """Return the message of `template_message`; if it has an IMAGE_PART, its content stays a list of parts.
+
+    Raises:
+        ConfigurationError: See `template_message`.
+    """
+    content = message.get("content")
+    if not isinstance(content, list) or IMAGE_PART not in content:
+        return template_message(message)
+    texts = [part for part in content if part != IMAGE_PART]
+    return {**template_message({**message, "content": texts}), "content": content}
 
 
 def _text_of(content: Any) -> str:

@@ -30,6 +30,7 @@ from async_grpo.types import (
     Completion,
     FinishReason,
     Group,
+    ImageReference,
     Outcome,
     Prompt,
     Sample,
@@ -47,6 +48,7 @@ SAVED_START_VERSION = "admitted_version"
 SAVED_TURN_NAMES = {"num_tokens": "tokens", "before_text": "said"}  # field -> key
 VERDICT = TypeAdapter(Verdict | None)
 OUTCOME = TypeAdapter(Outcome | None)
+IMAGE = TypeAdapter(ImageReference)
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,9 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
     """Return a turn as JSON."""
     row = {SAVED_TURN_NAMES.get(name, name): value for name, value in vars(turn).items()}
     row["before"] = turn.before.tolist()
+    images = [vars(image) for image in row.pop("images")]
+    if images:
+        row["images"] = images
     return row
 
 
@@ -226,6 +231,8 @@ def _turn(row: Mapping[str, Any]) -> Turn:
         if key in fields:
             fields[name] = fields.pop(key)
     fields["before"] = np.asarray(row["before"], np.int32)
+    # Turns without images, and checkpoints of earlier versions, have no such key
+    fields["images"] = tuple(IMAGE.validate_python(image) for image in row.get("images", []))
     return Turn(**fields)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.plain_values import data_url
+from async_grpo.experience.run_images import images_of
 from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.free_numbers import IGNORED_PREFIX
 from async_grpo.metrics.spans import Interval, union
@@ -161,6 +162,14 @@ def lacks_teacher(sample: Sample) -> bool:
     return logprobs is not None and len(logprobs) > 0 and not np.isfinite(logprobs).any()
 
 
+def groups_to_show(config: BatchConfig, groups: Sequence[Group]) -> Sequence[Group]:
+    """Return the groups of a step whose samples are written to a file."""
+    if config.dump_samples_filename:
+        return groups
+    in_order = sorted(groups, key=lambda group: group.prompt.ordinal)
+    return in_order[: config.keep_sample_groups]
+
+
 def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return one JSON row per sample with its prompt, completion, reward and the reasons of the reward."""
     return [_readable_sample(group, sample) for group in groups for sample in group.samples]
@@ -178,8 +187,11 @@ def _readable_sample(group: Group, sample: Sample) -> dict[str, Any]:
         "input": group.prompt.row["input"],
         "completion": completion.text,
     }
-    if group.prompt.images:
-        row["images"] = [image.digest for image in group.prompt.images]
+    images = images_of(sample)
+    if images:
+        digests = [image.digest for image in images]
+        # An image that begins several sequences of a trajectory is shown once
+        row["images"] = list(dict.fromkeys(digests)) if completion.turns else digests
     if completion.picture_png:
         row["picture"] = data_url(completion.picture_png, "image/png")
     if completion.turns:

@@ -25,6 +25,7 @@ from async_grpo.inference.engine_arguments import describe_engine, engine_argume
 from async_grpo.inference.grammar_replay import GrammarReplay, refuse_grammar
 from async_grpo.inference.image_requests import (
     ImageRequest,
+    canary_prompt,
     check_expanded,
     check_image_processor,
     without_tokens,
@@ -362,10 +363,9 @@ class GenerationWorker:
 
         Args:
             token_ids: The text (N,).
-            with_adapter: If the policy is an adapter: whether to apply it. Without it, the log-probs are those of the base
-                model, which is the reference policy.
+            with_adapter: Whether to apply the policy's adapter. Without it, the base model answers: the reference policy.
         """
-        prompt = tokens_input(token_ids.tolist())
+        prompt = await canary_prompt(self.engine, token_ids, self.settings)
         with self._watch.working_for_trainer():
             final = await self._last_output(prompt, PROMPT_LOGPROBS, new_name(), with_adapter)
         return prompt_logprobs(final, token_ids)

@@ -5,12 +5,13 @@ expanded ids it would expand them a second time.
 """
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from vllm.inputs import TokensInput
+from vllm.inputs import TokensInput, tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_grpo.allowed_tokens import AllowedTokens, packed_mask, unpacked_mask
@@ -135,6 +136,21 @@ class ImageRequest:
             "prompt_token_ids": [*self._engine_input["prompt_token_ids"], *first_tokens],
             "cache_salt": cache_salt,
         }
+
+
+async def canary_prompt(engine: AsyncLLM, token_ids: np.ndarray, settings: SharedRunSettings) -> TokensInput:
+    """Return a text (N,) of the canary as a prompt for vLLM, with its image if it has one.
+
+    Raises:
+        ConfigurationError: The image cannot be read on this node.
+        ImagesDiffer: See `ImageRequest.of`.
+    """
+    image = settings.image_canary
+    images = () if image is None else image.images_of(token_ids)
+    if not images:
+        return tokens_input(token_ids.tolist())
+    request = await ImageRequest.of(engine, token_ids, images, settings.image_token_id)
+    return request.input([], uuid.uuid4().hex)
 
 
 def check_expanded(engine_token_ids: Sequence[int], token_ids: Sequence[int]) -> None:

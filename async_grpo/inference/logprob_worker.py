@@ -23,7 +23,7 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.inference.copied_weights import copy_weights
 from async_grpo.inference.logprob_config import FROZEN_ROLES, LogprobConfig
 from async_grpo.inference.memory_cures import forward_cure
-from async_grpo.messages import SharedRunSettings, Truncation
+from async_grpo.messages import ImageCanary, SharedRunSettings, Truncation
 from async_grpo.modeling.forward_check import check_forward
 from async_grpo.modeling.image_models import ImageReader
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
@@ -71,6 +71,7 @@ class LogprobWorker:
         temperature: Divisor of the logits. It must be the temperature at which the completions were sampled.
         truncation: The rule by which the engines keep only probable tokens; None if they keep all of them. The worker
             applies it to its own policy, so that the log-probs are those of the truncated policy.
+        image_canary: Text of the canary that has an image; None if there is none.
         joins_calls: Whether sequences of different calls may share a forward pass. This is faster, but the last bits of
             the log-probs then depend on which calls arrive at the same time.
     """
@@ -81,9 +82,11 @@ class LogprobWorker:
         config: LogprobConfig,
         temperature: float = 1.0,
         truncation: Truncation | None = None,
+        image_canary: ImageCanary | None = None,
         *,
         joins_calls: bool = True,
     ) -> None:
+        self._image_canary = image_canary
         self._policy = policy.eval().requires_grad_(False)
         self._max_tokens = config.max_tokens_per_gpu
         self.kv_cache_tokens = self._max_tokens
@@ -119,6 +122,7 @@ class LogprobWorker:
             config,
             settings.temperature,
             settings.truncation,
+            settings.image_canary,
             joins_calls=not settings.deterministic,
         )
 
@@ -207,7 +211,9 @@ class LogprobWorker:
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the log-probs (N,) of a fixed text. The first is 0. See `Engine`."""
-        request = _Request(token_ids, prompt_length=1)
+        image = self._image_canary
+        images = () if image is None else image.images_of(token_ids)
+        request = _Request(token_ids, prompt_length=1, images=images)
         (answer,) = await asyncio.wrap_future(self._thread.submit(self._forward, [request], 1.0))
         return np.concatenate([np.zeros(1, np.float32), answer])
 

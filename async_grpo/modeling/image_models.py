@@ -35,6 +35,12 @@ def unsampled_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(sorted({config.image_token_id, config.video_token_id}))
 
 
+def special_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the ids of all tokens that have a meaning around images and videos."""
+    around = {config.vision_start_token_id, config.vision_end_token_id}
+    return tuple(sorted({*unsampled_token_ids(config), *around}))
+
+
 def attention_by_part(attention: str) -> dict[str, str]:
     """Return the implementations of attention of the two parts of a model, for `set_attn_implementation`."""
     vision = VISION_ATTENTION if attention == PACKED_ATTENTION else attention

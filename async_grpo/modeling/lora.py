@@ -106,11 +106,14 @@ def refuse_unfitting(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers except the head, in the model's order."""
+    """Return the names of all linear layers except the head and those of a vision tower, in the model's order."""
     head = model.get_output_embeddings()
+    vision_tower = getattr(model.base_model, "visual", None)
+    modules_of_tower = set() if vision_tower is None else set(vision_tower.modules())
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        is_candidate = module is not head and module not in modules_of_tower
+        if isinstance(module, nn.Linear) and is_candidate:
             names.append(name)
     return names
 

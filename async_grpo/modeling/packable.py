@@ -31,6 +31,8 @@ OTHER_HEADS = re.compile(r"classif|summary|seq_pair")
 # Types of rotary positions that transformers knows. `su` is the older name of longrope
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS, "su")
 ROPE_NUMBERS = ("rope_theta", "factor")
+# Values of `model_type` of models that read images as several tiles
+TILED_IMAGE_MODELS = ("idefics3", "smolvlm")
 WINDOWED_LAYER = "sliding_attention"  # name among `layer_types` of a layer with a sliding window
 
 
@@ -57,6 +59,12 @@ def check_packable_configuration(config: PreTrainedConfig) -> None:
         ConfigurationError: transformers has no causal language model of this kind, or a property is not supported.
     """
     mapping = model_mapping(config)
+    if config.model_type in TILED_IMAGE_MODELS:
+        raise ConfigurationError(
+            f"models of the type {config.model_type!r} cut an image into tiles, with a different text around each, and the "
+            f"prompts of this library have one run of tokens for each image: give a model of the types "
+            f"{', '.join(IMAGE_MODEL_TYPES)}"
+        )
     if type(config) not in mapping:
         raise ConfigurationError(
             f"transformers has no causal language model of the model_type {config.model_type!r}: give a text model of "

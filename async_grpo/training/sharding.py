@@ -4,7 +4,7 @@ Master weights, gradients and optimizer state are always float32. In bfloat16, u
 be rounded away.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel, stored_weights
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
+from async_grpo.types import ImageReference
 
 
 def shard_policy(
@@ -60,7 +61,7 @@ def shard_policy(
     if config.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.torch_compile:
-        compile_around_attention(layers)
+        compile_around_attention(_language_layers(policy, layers))
     compute = torch_dtype(dtype)
     if shard_modules(policy, layers, ranks, config, compute):
         # Makes FSDP gather the root's weights (embedding, head) when `plain_logprobs` is called in place of `forward`
@@ -114,6 +115,13 @@ def _decoder_layers(policy: PolicyModel) -> list[Any]:
     if not layers:
         raise ConfigurationError(f"{type(policy.model).__name__} does not declare its decoder layers")
     return layers
+
+
+def _language_layers(policy: PolicyModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers that are not part of a vision tower, whose attention is not packed."""
+    tower = getattr(policy.model.base_model, "visual", None)
+    modules_of_tower = set() if tower is None else set(tower.modules())
+    return [layer for layer in layers if layer not in modules_of_tower]
 
 
 def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
@@ -183,7 +191,10 @@ def release_gathered(policy: nn.Module) -> None:
 
 @torch.no_grad()
 def canary_logprobs(
-    policy: PolicyModel, *texts: Int[np.ndarray, " _tokens"], temperature: float = 1.0
+    policy: PolicyModel,
+    *texts: Int[np.ndarray, " _tokens"],
+    temperature: float = 1.0,
+    images_of: Callable[[np.ndarray], tuple[ImageReference, ...]] | None = None,
 ) -> Float32[np.ndarray, " packed"]:
     """Return the log-probs of the tokens of the canary texts, end to end. The first token of each text has 0.
 
@@ -194,10 +205,14 @@ def canary_logprobs(
         policy: The policy.
         texts: The token ids of each text.
         temperature: Divisor of the logits.
+        images_of: Returns the images of a text; None if no text has an image.
     """
     ids = torch.tensor(np.concatenate(texts), dtype=torch.int64, device=policy.device)
     full_mask = torch.ones_like(ids, dtype=torch.bool)
     boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)
-    logprobs, *_ = policy(ids, boundaries, full_mask, temperature)
+    images = [] if images_of is None else [images_of(text) for text in texts]
+    image_inputs = policy.image_inputs(images, np.concatenate(texts), boundaries.numpy())
+    further_arguments = () if image_inputs is None else (None, image_inputs)
+    logprobs, *_ = policy(ids, boundaries, full_mask, temperature, *further_arguments)
     release_gathered(policy)
     return logprobs.float().cpu().numpy()

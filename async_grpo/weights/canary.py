@@ -24,9 +24,22 @@ class Canary:
     max_over_ranks: Callable[[list[float]], list[float]] = list
 
     @staticmethod
-    def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
-        """Return random tokens (L,) int32. They use many rows of the embedding, and every weight of the layers."""
-        return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
+    def text(
+        vocab_size: int, length: int, seed: int = 0, excluded_token_ids: Sequence[int] = ()
+    ) -> np.ndarray:
+        """Return random tokens (L,) int32. They use many rows of the embedding, and every weight of the layers.
+
+        Args:
+            vocab_size: Size of the vocabulary.
+            length: Number of tokens.
+            seed: Seed of the tokens.
+            excluded_token_ids: Tokens that must not occur, such as placeholders of images. A neighbor takes their place.
+        """
+        token_ids = np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
+        while np.isin(token_ids, excluded_token_ids).any():
+            token_ids[np.isin(token_ids, excluded_token_ids)] -= 1
+            token_ids %= vocab_size
+        return token_ids
 
     @classmethod
     def random(
@@ -36,8 +49,20 @@ class Canary:
         longest: int,
         seed: int,
         max_over_ranks: Callable[[list[float]], list[float]] = list,
+        excluded_token_ids: Sequence[int] = (),
+        more_texts: Sequence[np.ndarray] = (),
     ) -> Self:
-        """Return a canary with one random text for each length in CANARY_TOKENS. No text is longer than `longest`."""
+        """Return a canary with one random text for each length in CANARY_TOKENS.
+
+        Args:
+            logprobs: See the attribute.
+            vocab_size: Size of the vocabulary.
+            longest: Maximum length of a text.
+            seed: Seed of the texts.
+            max_over_ranks: See the attribute.
+            excluded_token_ids: Tokens that must not occur in the random texts.
+            more_texts: Further texts.
+        """
         lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
-        texts = [cls.text(vocab_size, length, seed) for length in lengths]
-        return cls(texts, logprobs, max_over_ranks)
+        texts = [cls.text(vocab_size, length, seed, excluded_token_ids) for length in lengths]
+        return cls([*texts, *more_texts], logprobs, max_over_ranks)

@@ -30,6 +30,12 @@ class Letters:
     def encode(self, text: str, *, begins: bool = False, breaks: tuple[int, ...] = ()) -> np.ndarray:
         return np.array([ord(letter) for letter in text], np.int32)
 
+    def with_features(self, token_ids: np.ndarray, images: tuple) -> np.ndarray:
+        return token_ids
+
+    def images_of_tokens(self, token_ids: np.ndarray, prompt_images: tuple) -> tuple:
+        return ()
+
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
         return "".join(PAIRS.get(token) or chr(token) for token in token_ids.tolist())
 

@@ -219,7 +219,7 @@ def test_an_image_is_linked_where_it_can_be_and_a_changed_file_is_seen(made, fol
     stored = Path(question_here.images[0].path)
     assert stored.samefile(tmp_path / "shape.png")
     prompts = image_prompts(folder, tmp_path / "elsewhere")
-    prompts.prompt(user({"type": "image", "image": "shape.png"}, TEXT), 512, "here:1", tmp_path)
+    prompt = prompts.prompt(user({"type": "image", "image": "shape.png"}, TEXT), 512, "here:1", tmp_path)
     (tmp_path / "shape.png").unlink()
-    with pytest.raises(ConfigurationError, match="the images of the prompts cannot be written"):
-        prompts.store()
+    with pytest.raises(ConfigurationError, match="shape.png cannot be written to the run's folder"):
+        prompts.store([image.digest for image in prompt.images])

@@ -45,7 +45,7 @@ def question(folder: Path, run_images: Path, row: dict[str, Any], data_folder: P
         prompts,
         data_folder,
     )
-    prompts.store()
+    prompts.store([image.digest for image in made.images])
     return made
 
 

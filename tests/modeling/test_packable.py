@@ -8,16 +8,23 @@ from tiny_policy import VOCAB, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    Idefics3Config,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     PhimoeConfig,
     SeedOssConfig,
+    SmolVLMConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.packable import depends_on_length, random_settings, rope_types
+from async_grpo.modeling.packable import (
+    check_packable_configuration,
+    depends_on_length,
+    random_settings,
+    rope_types,
+)
 from async_grpo.modeling.policy import PolicyModel
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -62,6 +69,12 @@ def test_randomness_that_is_no_dropout_module_is_refused_by_its_name_and_really_
         ConfigurationError, match=f"{setting}.*random in training; set it to 0 in config.json"
     ):
         PolicyModel(model)
+
+
+@pytest.mark.parametrize("config", [SmolVLMConfig(), Idefics3Config()], ids=["smolvlm", "idefics3"])
+def test_models_that_cut_images_into_tiles_are_refused_with_the_reason(config):
+    with pytest.raises(ConfigurationError, match=f"{config.model_type}' cut an image into tiles"):
+        check_packable_configuration(config)
 
 
 def test_random_settings_are_found_in_nested_configurations_and_those_of_other_heads_are_not():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, FiniteFloat
 
 from async_grpo.environments.openai_server.event_stream import pieces_of
 from async_grpo.environments.trajectory_client import Reply
@@ -55,17 +55,33 @@ class Call(BaseModel, extra="allow"):
 
 
 class Text(BaseModel):
-    """A text part of a message's content. Other parts, such as images, are refused."""
+    """A text part of a message's content. Parts of other types than text and image are refused."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageAddress(BaseModel):
+    """The address of an image, which must be a data URL."""
+
+    url: str
+
+
+class Image(BaseModel):
+    """An image part of a message's content, for models that read images."""
+
+    type: Literal["image_url"]
+    image_url: ImageAddress
+
+
+Part = Annotated[Text | Image, Discriminator("type")]
 
 
 class ChatMessage(BaseModel, extra="allow"):
     """A message. Further fields are allowed, and are passed to the chat template."""
 
     role: Name
-    content: str | Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
 
@@ -122,10 +138,15 @@ class Result(BaseModel):
 
 
 def as_template(message: ChatMessage) -> dict[str, Any]:
-    """Return the message in the form that chat templates expect, with its text parts joined to one text."""
+    """Return the message in the form that chat templates expect, with its text parts joined to one text.
+
+    If it has an image, its content stays a list of parts.
+    """
     fields = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
-        fields["content"] = "".join(part.text for part in message.content)
+        texts = [part.text for part in message.content if isinstance(part, Text)]
+        if len(texts) == len(message.content):
+            fields["content"] = "".join(texts)
     return fields
 
 

@@ -14,22 +14,31 @@ from async_grpo.processes.untrusted_files import parse_json
 BASE_BYTES = 256 * 1024  # allowance for schemas of tools, and for fields that a chat template does not use
 BYTES_PER_TOKEN = 64  # allowance per token of context. A token has about 4 bytes, or 12 if JSON escapes it
 MAX_BYTES = 16 * 2**20
+MAX_BYTES_WITH_IMAGES = 32 * 2**20  # maximum size of a body if the model reads images, which are data URLs
 MAX_VALUES = 100_000  # maximum number of JSON values in a body, not counting the token ids of a prompt
 BODY_WITHIN_S = 60.0  # seconds in which the body must arrive after the request's head
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # names of UTF-8 and of ASCII, which is a subset of UTF-8
 
 
-def max_body_bytes(context_tokens: int) -> int:
-    """Return the maximum size, in bytes, of a body whose conversation may have `context_tokens` tokens."""
+def max_body_bytes(context_tokens: int, *, has_images: bool = False) -> int:
+    """Return the maximum size of a body in bytes.
+
+    Args:
+        context_tokens: Maximum number of tokens of its conversation.
+        has_images: Whether the conversation may have images.
+    """
+    if has_images:
+        return MAX_BYTES_WITH_IMAGES
     return min(MAX_BYTES, BASE_BYTES + BYTES_PER_TOKEN * context_tokens)
 
 
-async def read_body(request: web.Request, context_tokens: int) -> bytes:
+async def read_body(request: web.Request, context_tokens: int, *, has_images: bool = False) -> bytes:
     """Return the unparsed body of a request.
 
     Args:
         request: The request.
         context_tokens: Maximum length of a sequence, in tokens.
+        has_images: Whether the conversation may have images.
 
     Raises:
         HTTPRequestEntityTooLarge: The body is too long.
@@ -39,7 +48,7 @@ async def read_body(request: web.Request, context_tokens: int) -> bytes:
     charset = _charset_of(request)
     if charset not in CHARSETS:
         raise web.HTTPUnsupportedMediaType(text=f"the body's charset is {charset[:40]!r}: send UTF-8")
-    limit = max_body_bytes(context_tokens)
+    limit = max_body_bytes(context_tokens, has_images=has_images)
     _refuse_longer(request.content_length or 0, limit, context_tokens)
     body = bytearray()
     try:

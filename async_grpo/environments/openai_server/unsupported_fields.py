@@ -62,7 +62,8 @@ _HARMLESS_BEST_OF = 1
 
 # The supported values of a field, for error messages
 HINTS = {
-    "content": "a text, or a list of parts {'type': 'text', 'text': ...}; images, audio and files are not supported",
+    "content": "a text, or a list of parts {'type': 'text', 'text': ...} or {'type': 'image_url', 'image_url': {'url': "
+    "'data:image/png;base64,...'}}; audio and files are not supported",
     "prompt": "one text, or one list of token ids, per request",
     "tool_choice": "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}",
     "tools": "only functions of the agent, {'type': 'function', 'function': {'name': ...}}; tools of OpenAI's server are "

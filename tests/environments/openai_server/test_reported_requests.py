@@ -23,8 +23,11 @@ REFUSED = {
     "logprobs": (400, "logprobs: answers have no log probabilities"),
     "mct0": (400, "max_completion_tokens: Input should be greater than or equal to 1"),
     "mt_neg": (400, "max_tokens: Input should be greater than or equal to 1"),
-    "image": (400, "messages.0.content.0.type: Input should be 'text' (a text, or a list of parts"),
-    "input_text": (400, "messages.0.content.0.type: Input should be 'text' (a text, or a list of parts"),
+    "image": (400, "a message has an image, and the model reads texts only"),
+    "input_text": (
+        400,
+        "messages.0.content.0: the type 'input_text' is not supported (a text, or a list of parts",
+    ),
     "functions": (400, "functions: use `tools`"),
     "ctk": (400, "chat_template_kwargs: the chat template is used in the same way"),
     "guided": (400, "only JSON schemas can be required of answers: use `response_format`"),
