@@ -1,5 +1,6 @@
 """`async-grpo demo`: train a tiny or a small real model with the real Ray, engine and trainer, without a GPU."""
 
+import importlib.util
 import json
 import logging
 import time
@@ -40,6 +41,7 @@ COUNTDOWN = "countdown"
 GUESS = "guess"
 CAPITALS = "capitals"
 DIGITS_TASK = "digits"
+SHAPES_TASK = "shapes"
 # Options of a run for each task. A task without `model_name_or_path` is for SmolLM2
 TASKS: dict[str, dict[str, Any]] = {
     COUNTDOWN: {
@@ -106,6 +108,19 @@ TASKS: dict[str, dict[str, Any]] = {
         "max_tokens_per_gpu": 264,  # (picture, step) pairs, with one more per picture
         "learning_rate": 3e-4,
     },
+    SHAPES_TASK: {
+        "eval_samples": 4,
+        "reward_fns": "exact",
+        "verifiers_per_reward": 1,
+        "evaluation_verifiers": 1,
+        "num_training_batches": 80,
+        "batch_size": 32,
+        "samples_per_question": 8,
+        "nproc_per_node": 1,
+        "max_tokens_per_gpu": 8192,
+        "max_generation_tokens": 4,  # an answer has one digit and the token that ends it
+        "learning_rate": 2e-4,
+    },
 }
 # The results that the demo shows, with their keys in the lines of the evaluation file
 RESULTS = {
@@ -113,6 +128,7 @@ RESULTS = {
     GUESS: {"mean reward": "eval_avg_reward"},
     CAPITALS: {"accuracy": "eval_regex/reward"},
     DIGITS_TASK: {"read as the digit": "eval_read_digit/is_read", "mean reward": "eval_avg_reward"},
+    SHAPES_TASK: {"accuracy": "eval_exact/reward"},
 }
 # Minimum number of steps for which curves are smoothed. In a shorter run, smoothing would hide what the model learns
 SMOOTHED_STEPS = 40
@@ -146,9 +162,15 @@ class DemoConfig(Section):
         "diffusers: pip install 'async-grpo[draw]'.",
         "Demo",
     )
+    see: bool = option(
+        False,
+        "Train a tiny model that reads pictures, so that it counts the shapes in them. It needs torchvision, which "
+        "scripts/demo of a checkout installs.",
+        "Demo",
+    )
     steps: int | None = option(
         None,
-        "Number of optimizer steps. By default 90, or 8 with --model smollm2, or 60 with --draw.",
+        "Number of optimizer steps. By default 90, 8 with --model smollm2, 60 with --draw, or 80 with --see.",
         "Demo",
         range=POSITIVE,
     )
@@ -171,16 +193,20 @@ class DemoConfig(Section):
             self.model == SMOLLM2 and self.environment != COUNTDOWN,
             f"--environment {self.environment} is a task of the tiny model: leave out --model {self.model}",
         )
-        refuse(
-            self.draw and (self.model != TINY or self.environment != COUNTDOWN),
-            "--draw trains a model of its own: leave out --model and --environment",
-        )
+        for name, is_set in (("--draw", self.draw), ("--see", self.see)):
+            refuse(
+                is_set and (self.model != TINY or self.environment != COUNTDOWN),
+                f"{name} trains a model of its own: leave out --model and --environment",
+            )
+        refuse(self.draw and self.see, "--draw and --see are two demos: give one of them")
 
     @property
     def task(self) -> str:
         """Return the name of the demo's task in TASKS."""
         if self.draw:
             return DIGITS_TASK
+        if self.see:
+            return SHAPES_TASK
         return CAPITALS if self.model == SMOLLM2 else self.environment
 
 
@@ -241,6 +267,8 @@ def run_options(config: DemoConfig) -> dict[str, Any]:
         options["model_name_or_path"] = str(smollm2.cached_smollm2())
     if config.draw:
         options["model_name_or_path"] = str(_digits_model())
+    if config.see:
+        options |= _shapes()
     return options
 
 
@@ -256,6 +284,27 @@ def _digits_model() -> Path:
         return cached_digits_model()
     except ImportError as error:
         raise ConfigurationError(f"--draw: {error}; pip install 'async-grpo[draw]'") from error
+
+
+def _shapes() -> dict[str, str]:
+    """Return the options that name the model that counts shapes, and its data.
+
+    Raises:
+        ConfigurationError: torchvision is not installed.
+    """
+    from async_grpo.data.shapes import cached_shapes
+
+    refuse(
+        importlib.util.find_spec("torchvision") is None,
+        "--see: vLLM reads pictures with torchvision, which is not installed: run scripts/demo --see in a checkout, or "
+        "install the build that belongs to your torch (docs/images.md)",
+    )
+    folder = cached_shapes()
+    return {
+        "model_name_or_path": str(folder / "model"),
+        "data_path": str(folder / "train.jsonl"),
+        "eval_data_path": str(folder / "heldout.jsonl"),
+    }
 
 
 def _print_results(folder: Path, task: str, seconds: float) -> None:

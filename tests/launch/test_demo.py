@@ -13,6 +13,7 @@ from PIL import Image
 from async_grpo.data import CAPITALS_HELDOUT, CAPITALS_TRAIN, gguf_model, smollm2
 from async_grpo.data.digit_rewards import read_digit, thick_strokes
 from async_grpo.data.digits import RECIPE, DigitReader, read_digits
+from async_grpo.data.shapes import RECIPE as SHAPES_RECIPE
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch import demo as demo_module
 from async_grpo.launch.demo import (
@@ -22,6 +23,7 @@ from async_grpo.launch.demo import (
     GUESS,
     MARK,
     RESULTS,
+    SHAPES_TASK,
     SMOLLM2,
     TASKS,
     DemoConfig,
@@ -58,7 +60,7 @@ def test_the_tiny_model_takes_ninety_steps_unless_told(task):
     options = run_options(DemoConfig(environment=task))
     assert options["num_training_batches"] == 90 and options["batch_size"] == 32
     assert run_options(DemoConfig(environment=task, steps=7))["num_training_batches"] == 7
-    assert TASKS.keys() == RESULTS.keys() == {COUNTDOWN, GUESS, CAPITALS, DIGITS_TASK}
+    assert TASKS.keys() == RESULTS.keys() == {COUNTDOWN, GUESS, CAPITALS, DIGITS_TASK, SHAPES_TASK}
 
 
 def test_the_drawing_model_learns_from_the_cached_folder_by_a_reward_that_is_shipped(tmp_path, monkeypatch):
@@ -70,6 +72,26 @@ def test_the_drawing_model_learns_from_the_cached_folder_by_a_reward_that_is_shi
     assert run.max_generation_tokens == 10 and run.num_training_batches == 60 and not run.logprob_roles
     with pytest.raises(ConfigurationError, match="--draw trains a model of its own"):
         DemoConfig(draw=True, environment=GUESS)
+
+
+def test_the_model_that_counts_shapes_learns_from_the_cached_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = smollm2.cache_folder("shapes", SHAPES_RECIPE)
+    folder.mkdir(parents=True)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find_spec(name))
+    run = LocalConfig(**run_options(DemoConfig(see=True, seed=5)))
+    assert (run.model_name_or_path, run.reward_fns) == (str(folder / "model"), "exact")
+    assert (run.data_path, run.eval_data_path) == (str(folder / "train.jsonl"), str(folder / "heldout.jsonl"))
+    with pytest.raises(ConfigurationError, match="--see trains a model of its own"):
+        DemoConfig(see=True, model=SMOLLM2)
+    with pytest.raises(ConfigurationError, match="--draw and --see are two demos"):
+        DemoConfig(see=True, draw=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigurationError, match="torchvision, which is not installed: run scripts/demo --see"
+    ):
+        run_options(DemoConfig(see=True))
 
 
 def test_the_reader_reads_digits_and_its_reward_is_the_probability_of_the_prompt():

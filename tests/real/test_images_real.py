@@ -5,9 +5,11 @@ builds on PyPI are made for CUDA. Without it, only the tests of whole runs with 
 runs all of them.
 """
 
+import asyncio
 import dataclasses
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,18 +23,29 @@ import torch
 from engine_thread import EngineThread
 from real_runs import lines, wait_for_step
 from safetensors.torch import save
-from vision_model import encoded, picture, save_vision_model, vision_model
+from vision_model import encoded, picture, save_vision_model, vision_model, vision_tokenizer
 from vision_prompts import logprobs_alone, picture_row, question, seeded_picture
 
+from async_grpo.data import shapes
+from async_grpo.data.smollm2 import cache_folder
+from async_grpo.environments.chat import Chat
+from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.images import ConversationImages
+from async_grpo.environments.played import Played
 from async_grpo.errors import ImagesDiffer
+from async_grpo.experience.packing import allowed_tokens_of
+from async_grpo.experience.plain_values import data_url
 from async_grpo.experience.rollouts import refuse_sampled_images
+from async_grpo.experience.run_images import RunImages, images_of
+from async_grpo.messages import ImageCanary
 from async_grpo.modeling.image_models import ImageReader, unsampled_token_ids
 from async_grpo.modeling.load import load_causal_lm, load_config, stop_token_ids
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.observe.samples import SamplesConfig, write_samples_page
 from async_grpo.processes.image_files import read_image
 from async_grpo.training.record import Recording
-from async_grpo.types import Completion
+from async_grpo.training.sharding import canary_logprobs
+from async_grpo.types import Completion, Prompt, RewardStatus, Sample, Verdict
 
 try:
     import torchvision  # noqa: F401
@@ -67,7 +80,13 @@ def folder(kind, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder, engine_environment) -> Iterator[EngineThread]:
+def image_canary(made) -> ImageCanary:
+    asked = made(6)
+    return ImageCanary(tuple(asked.token_ids.tolist()), asked.images[0])
+
+
+@pytest.fixture(scope="module")
+def engine(folder, image_canary, engine_environment) -> Iterator[EngineThread]:
     config = load_config(folder)
     with closing(
         EngineThread(
@@ -79,6 +98,7 @@ def engine(folder, engine_environment) -> Iterator[EngineThread]:
             image_token_id=config.image_token_id,
             unsampled_token_ids=unsampled_token_ids(config),
             most_images=3,
+            image_canary=image_canary,
             image_processor=ImageReader.load(folder, config).name,
             temperature=1.0,
         )
@@ -92,10 +112,10 @@ def made(folder, tmp_path_factory):
     return lambda *seeds: question(folder, images, picture_row(seeds))
 
 
-def complete(engine: EngineThread, asked, members: int = 1) -> list[Completion]:
+def complete(engine: EngineThread, asked, members: int = 1, sampling=None) -> list[Completion]:
     async def collected() -> list[Completion]:
         seeds = {member: next(SEEDS) for member in range(members)}
-        reports = engine.worker.complete(asked.token_ids, seeds, None, None, asked.images)
+        reports = engine.worker.complete(asked.token_ids, seeds, sampling, None, asked.images)
         return [report async for report in reports if isinstance(report, Completion)]
 
     return engine.run(collected())
@@ -124,7 +144,7 @@ def trainer_logprobs(policy: PolicyModel, asked, completion: Completion) -> np.n
 
 @needs_torchvision
 def test_engine_and_trainer_agree_on_prompts_with_images_before_and_after_an_update(
-    engine, kind, folder, made
+    engine, kind, folder, made, image_canary
 ):
     policy = PolicyModel(load_causal_lm(folder, "float32")).eval()
     policy.image_reader = ImageReader.load(folder, load_config(folder))
@@ -143,6 +163,14 @@ def test_engine_and_trainer_agree_on_prompts_with_images_before_and_after_an_upd
                 assert set(completion.versions) == {version}
                 ours = trainer_logprobs(policy, asked, completion)
                 np.testing.assert_allclose(completion.logprobs, ours, atol=1e-4)
+        text = np.array(image_canary.token_ids, np.int32)
+        expected = canary_logprobs(policy, text, images_of=image_canary.images_of)
+        np.testing.assert_allclose(engine.run(engine.worker.canary(text)), expected, atol=1e-4)
+    # A tower that the engine did not compute with would show in the canary
+    with torch.no_grad():
+        policy.model.base_model.visual.patch_embed.proj.weight.mul_(1.1)
+    changed = canary_logprobs(policy, text, images_of=image_canary.images_of)
+    assert np.abs(changed - expected).max() > 0.01
 
 
 @needs_torchvision
@@ -195,6 +223,71 @@ def test_the_engine_never_samples_a_placeholder_however_likely(engine, kind, mad
     for completion in complete(engine, asked, members=8):
         refuse_sampled_images(completion, engine.worker.settings.unsampled_token_ids)
         assert np.isfinite(completion.logprobs).all()
+
+
+class EngineGeneration:
+    """The turns of a trajectory on the real engine."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.engine = engine
+        self.prompts: list[Prompt] = []
+
+    async def generate(self, prompt, count, sampling=None, session=None):
+        self.prompts.append(prompt)
+        for completion in await asyncio.to_thread(complete, self.engine, prompt, count, sampling):
+            yield completion
+
+
+async def looks_twice(prompt, policy):
+    """Show an image, and after the answer another one."""
+    first = await policy.complete([shown(1)], max_tokens=6)
+    await policy.complete([shown(1), first.message, shown(2)], max_tokens=6)
+    return policy.trajectory(1.0)
+
+
+def shown(seed: int):
+    address = data_url(encoded(seeded_picture(seed)), "image/png")
+    parts = [{"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "This?"}]
+    return {"role": "user", "content": parts}
+
+
+@needs_torchvision
+def test_images_of_an_environment_are_read_and_trained_on_alike(engine, kind, folder, tmp_path):
+    policy = PolicyModel(load_causal_lm(folder, "float32")).eval()
+    policy.image_reader = ImageReader.load(folder, load_config(folder))
+    tensors = {name: weight.detach().contiguous() for name, weight in named_weights(policy)}
+    engine.run(engine.worker.update(5, [memoryview(save(tensors))]))
+    files = RunImages([], frozenset())
+    placeholder = engine.worker.settings.image_token_id
+    images = ConversationImages(policy.image_reader, placeholder, 3, tmp_path / "images", files)
+    chat = Chat(vision_tokenizer(), images=images)
+    limits = TrajectoryLimits(turns=9, tokens=400, turn_tokens=None, seconds=200, vocabulary=300)
+    generation = EngineGeneration(engine)
+    playing = Played(generation, looks_twice, chat, limits)
+    prompt = Prompt(0, np.array([5], np.int32), {"input": "ab"}, 0)
+
+    async def play() -> list[Completion]:
+        return [trajectory async for trajectory in playing.generate(prompt, 1)]
+
+    (trajectory,) = asyncio.run(play())
+    assert not trajectory.failure, trajectory.failure
+    sample = Sample(prompt, trajectory, Verdict(RewardStatus.OK, 1.0))
+    assert [len(engine_prompt.images) for engine_prompt in generation.prompts] == [1, 2]
+    for sequence in sample.sequences:
+        ids = sequence.token_ids
+        bounds = np.array([0, len(ids)])
+        is_sampled = sequence.laid_out(np.ones(len(sequence.completion), bool), False)
+        with torch.no_grad():
+            logprobs, *_ = policy(
+                torch.tensor(ids, dtype=torch.int64),
+                torch.tensor(bounds),
+                torch.tensor(is_sampled),
+                1.0,
+                policy.token_masks(allowed_tokens_of(sequence)),
+                policy.image_inputs([images_of(sequence)], ids, bounds),
+            )
+        engine_logprobs = sequence.completion.logprobs
+        np.testing.assert_allclose(engine_logprobs, logprobs.numpy()[is_sampled], atol=1e-4)
 
 
 def test_a_sampled_placeholder_is_refused_by_name(made):
@@ -250,6 +343,24 @@ def start(folder: Path, model: Path, rows: Path, **changes) -> subprocess.Popen:
     command = [sys.executable, "-m", "async_grpo", "run"]
     command += [f"--{name}={value}" for name, value in (options | changes).items()]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@needs_torchvision
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_the_demo_of_seeing_shows_what_the_model_counted(tmp_path):
+    # A model of few training steps: the demo's own takes minutes
+    shapes.make_shapes(
+        tmp_path / "cache" / "async-grpo" / cache_folder("shapes", shapes.RECIPE).name, max_steps=2
+    )
+    command = [sys.executable, "-m", "async_grpo", "demo", "--see", "--steps", "2"]
+    command += ["--output-dir", str(tmp_path / "demo")]
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accuracy" in done.stdout and "512 completions of 128 held-out tasks" in done.stdout
+    assert "data:image/png;base64," in (tmp_path / "demo" / "samples.html").read_text()
+    assert lines(tmp_path / "demo")[0]["mismatch_kl"] < 1e-4
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Let PyPI's torchvision, which is made for CUDA, be imported beside a CPU build of torch (`scripts/test_images`).
+"""Let PyPI's torchvision, which is made for CUDA, be imported beside a CPU build of torch (`scripts/setup_images`).
 
 Its compiled operators cannot be loaded there. `import torchvision` only fails because it registers shapes for two of them,
 so these two are declared first. Nothing that reads images uses the operators.
